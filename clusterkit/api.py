@@ -23,10 +23,10 @@ import msgspec
 from clusterkit import backends
 from clusterkit.backends.base import SupportsDoctor, SupportsRemoteRuns
 from clusterkit.errors import EXIT_FAILURE, BadInput, CapabilityError, RunFailed
-from clusterkit.run import run_state
-from clusterkit.run import runs as store
+from clusterkit.run import control
+from clusterkit.run import folder as run_folder
+from clusterkit.run.folder import Submission
 from clusterkit.run.run import Run as Run
-from clusterkit.run.runs import Submission
 from clusterkit.run.status import RunStatus, State
 from clusterkit.spec import Job as Job
 from clusterkit.spec import JobSpec, parse_duration, parse_nodes
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from clusterkit.jobfile.scaffold import init as init
     from clusterkit.output.logs import LogLine
     from clusterkit.plan import Plan
-    from clusterkit.run.handout import plan_as as plan_as
+    from clusterkit.run.export import plan_as as plan_as
     from clusterkit.run.launch import Prepared as Prepared
     from clusterkit.run.launch import Progress as Progress
     from clusterkit.run.launch import launch as launch
@@ -58,7 +58,7 @@ _LAZY = {
     ),
     **dict.fromkeys(("example", "examples"), "jobfile.examples"),
     "init": "jobfile.scaffold",
-    "plan_as": "run.handout",
+    "plan_as": "run.export",
 }
 
 
@@ -85,7 +85,7 @@ class ListedRun(RunStatus, frozen=True, kw_only=True):
 def plan(job: Job, **options: Any) -> Plan:
     """Exactly what `submit` would do, as data; options as for `prepare`."""
     if options.get("run_id") is None:
-        options["run_id"] = lambda name: f"{store.slug(name)}-plan"
+        options["run_id"] = lambda name: f"{run_folder.slug(name)}-plan"
     from clusterkit.run.launch import prepare
 
     with prepare(job, **options) as ready:
@@ -111,12 +111,12 @@ def get(run: str | Run) -> Run:
     Raises:
         RunNotFound: none, or several.
     """
-    return run if isinstance(run, Run) else Run(store.find(run))
+    return run if isinstance(run, Run) else Run(run_folder.find(run))
 
 
 def runs() -> list[RunStatus]:
     """Every run's status, newest first."""
-    return [run_state.reconcile(folder) for folder in store.all_runs()]
+    return [control.reconcile(folder) for folder in run_folder.all_runs()]
 
 
 def runs_of(
@@ -201,7 +201,7 @@ def attach(
         BadInput: a secret that a restart needs is not in the environment.
     """
     if cluster is not None and isinstance(run, str):
-        known = store.RUN_ID.match(run) and (store.home() / "runs" / run).is_dir()
+        known = run_folder.RUN_ID.match(run) and (run_folder.home() / "runs" / run).is_dir()
         if not known:
             from clusterkit.run.launch import take_up
 

@@ -9,7 +9,7 @@ from msgspec import Struct
 from clusterkit.agent import warm as agents
 from clusterkit.agent.files import read_json, write_json
 from clusterkit.agent.processes import load
-from clusterkit.run.runs import home
+from clusterkit.run.folder import home
 
 
 class WarmServer(Struct, frozen=True, kw_only=True):

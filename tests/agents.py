@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from clusterkit.output.logs import parse_lines
-from clusterkit.run import runs
+from clusterkit.run import folder as run_folder
 
 RUN = (
     "import os, sys; from clusterkit.agent import __main__, limits; "
@@ -95,7 +95,7 @@ class Nodes:
         return os.fdopen(os.open(self.folder / name, os.O_RDWR), "r+b", buffering=0)
 
     def path(self, node, attempt=1):
-        return runs.node_dir(str(self.folder), attempt, node)
+        return run_folder.node_dir(str(self.folder), attempt, node)
 
     def running(self, *nodes):
         """The ranks of these nodes, once they have started."""

@@ -18,8 +18,9 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from clusterkit import agent, api
 from clusterkit.cluster import Facts, Gpu, HostFacts
 from clusterkit.plan import Plan
-from clusterkit.run import runs, supervise
-from clusterkit.run.runs import RunFolder
+from clusterkit.run import folder as run_folder
+from clusterkit.run import supervise
+from clusterkit.run.folder import RunFolder
 from clusterkit.transport import Transport
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -251,7 +252,7 @@ class HandMade:
         at: float = 1000.0,
         **more: Any,
     ) -> Path:
-        path = Path(runs.node_dir(str(self.folder.path), attempt, node))
+        path = Path(run_folder.node_dir(str(self.folder.path), attempt, node))
         path.mkdir(parents=True, exist_ok=True)
         if started is not None:
             (path / "started.json").write_text(json.dumps(started))

@@ -6,7 +6,7 @@ import msgspec
 
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.plan import Plan
-from clusterkit.run.runs import RunFolder, Submission
+from clusterkit.run.folder import RunFolder, Submission
 from clusterkit.run.status import NodeStatus, RunStatus, State
 
 

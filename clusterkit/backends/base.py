@@ -20,7 +20,7 @@ from msgspec import Struct
 from clusterkit.cluster import ClusterSpec, Facts
 from clusterkit.errors import BadInput, CapabilityError
 from clusterkit.plan import Plan
-from clusterkit.run.runs import RunHandle
+from clusterkit.run.folder import RunHandle
 from clusterkit.run.status import NodeCause, NodeStatus, RankExit, State
 from clusterkit.spec import JobSpec
 

@@ -14,7 +14,7 @@ from clusterkit.agent import STOPPED, STOPPED_BY_PEERS, goes_on
 from clusterkit.agent.report import node_state, read_from
 from clusterkit.backends.base import Observation
 from clusterkit.plan import Plan
-from clusterkit.run.runs import RunHandle
+from clusterkit.run.folder import RunHandle
 from clusterkit.run.status import NodeCause, NodeStatus, RankExit, State, overall
 
 _HINTS = {

@@ -87,10 +87,10 @@ class PlanCommand(WordsCommand):
 
 def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """Run ids that begin so."""
-    from clusterkit.run import runs
+    from clusterkit.run import folder as run_folder
 
-    names = [folder.run_id for folder in runs.all_runs()]
-    return [name for name in [*names, runs.LAST] if name.startswith(incomplete)]
+    names = [folder.run_id for folder in run_folder.all_runs()]
+    return [name for name in [*names, run_folder.LAST] if name.startswith(incomplete)]
 
 
 def complete_cluster(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:

@@ -96,11 +96,11 @@ def check_terminal() -> None:
 
 def show(run: str | None) -> None:
     """`clusterkit top`, until somebody leaves it; ``run`` None: of all runs."""
-    from clusterkit.run import runs
+    from clusterkit.run import folder as run_folder
     from clusterkit.ui.top.board import RunBoard, RunsBoard
     from clusterkit.ui.top.paint import ansi
 
-    first = RunsBoard() if run is None else RunBoard(runs.find(run))
+    first = RunsBoard() if run is None else RunBoard(run_folder.find(run))
     first.poll()
     size = os.get_terminal_size(sys.stderr.fileno())
     # Textual takes longer to import than all the rest: meanwhile there is something to look at.

@@ -12,7 +12,7 @@ from clusterkit import api
 from clusterkit.cli.common import json_option, run_argument
 from clusterkit.output import tracebacks
 from clusterkit.output.logs import LogLine
-from clusterkit.run.runs import Event
+from clusterkit.run.folder import Event
 from clusterkit.ui.words import log_text, shown_on
 
 

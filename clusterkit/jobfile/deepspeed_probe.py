@@ -18,7 +18,7 @@ from clusterkit.errors import BadInput, ClusterkitError, Place, RunFolderError
 from clusterkit.files import read_file, write_atomic
 from clusterkit.jobfile import catalogue, deepspeed_config
 from clusterkit.plan import Note, Plan
-from clusterkit.run import runs
+from clusterkit.run import folder as run_folder
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
 
@@ -140,7 +140,7 @@ def _asked(
     """What DeepSpeed says, None if nothing; asked once for each question, version and Python."""
     text = json.dumps([question, version, plan.python, _PROGRAM], sort_keys=True)
     name = f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
-    saved = runs.home() / "cache" / "deepspeed" / name
+    saved = run_folder.home() / "cache" / "deepspeed" / name
     with contextlib.suppress(OSError, ValueError):
         known: dict[str, Any] | None = json.loads(read_file(saved))
         return known

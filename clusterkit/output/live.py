@@ -29,12 +29,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from clusterkit.output.logs import HEAD, GrowingFile, LogLine, marked, parse_lines
-from clusterkit.output.marks import MARK, is_number
+from clusterkit.output.logs import HEAD, MARK, GrowingFile, LogLine, is_number, marked, parse_lines
 from clusterkit.output.series import MOST_METRICS, Series
 from clusterkit.plan import Plan
-from clusterkit.run import run_state
-from clusterkit.run.runs import Event, RunFolder, all_runs
+from clusterkit.run import control
+from clusterkit.run.folder import Event, RunFolder, all_runs
 from clusterkit.run.status import NodeStatus, RunStatus, State
 
 STATUS, EVENTS, RANKS, METRICS = "status", "events", "ranks", "metrics"
@@ -69,7 +68,7 @@ class Usage(NamedTuple):
 
 
 class Reported:
-    """What a program has told by marked lines (`clusterkit.output.marks`) so far."""
+    """What a program has told by marked lines (`clusterkit.output.logs`) so far."""
 
     def __init__(self) -> None:
         self.steps: int | None = None
@@ -244,12 +243,12 @@ class LiveRun:
         if self._read_at.get(node) != self._polls and not self.behind:
             self._read(node, set() if news is None else news)
 
-    def refresh(self, connections: run_state.Connections | None = None) -> None:
+    def refresh(self, connections: control.Connections | None = None) -> None:
         """Ask the backend how the run is, for the next `poll`: takes its time."""
-        self._refreshed = run_state.reconcile(self.folder, connections)
+        self._refreshed = control.reconcile(self.folder, connections)
 
     def _poll_status(self) -> set[str]:
-        found = run_state.current(self.folder)
+        found = control.current(self.folder)
         stale = found is None
         if not stale:
             self._refreshed = None
@@ -428,7 +427,7 @@ class LiveRuns:
 
 
 def _recorded(folder: RunFolder) -> RunStatus:
-    if (found := run_state.current(folder)) is not None:
+    if (found := control.current(folder)) is not None:
         return found
     saved = folder.maybe_json("state.json", RunStatus)
     if saved is None:

@@ -1,13 +1,18 @@
-"""The merged log of a run, and the marked lines in it by which rank 0 reports.
+"""The logs of a run: their lines, merged and by page, and the marked lines in them.
 
-A node's log holds one line per line of output, ``TIME RANK TEXT``; RANK is ``-`` for what
-the launcher says. Rank 0 reports in it by marked lines (`clusterkit.output.marks`).
+A node's log holds one line per line of output, ``TIME RANK TEXT``; RANK is ``-`` for the launcher.
+
+A marked line is ``@clusterkit`` and a JSON object with a key ``event``: ``start``, ``phase``,
+``metrics``, ``checkpoint``, ``resumed``, ``optimizer``, ``end``, or those of
+`clusterkit.runtime.bandwidth`. Any program can print them. Ranks report so because every backend
+has logs; mostly rank 0 does.
 """
 
 from __future__ import annotations
 
 import calendar
 import heapq
+import json
 import os
 import re
 import time
@@ -21,8 +26,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from clusterkit.output.marks import MARK, parse_mark
-
+MARK = "@clusterkit "
+"""What a marked line begins with."""
 POLL_SECONDS = 0.1
 BATCH_LINES = 4096
 _CHUNK = 1 << 18
@@ -55,6 +60,26 @@ class LogLine(Struct, frozen=True, gc=False):
 
 HEAD = re.compile(rb"[0-9T:-]{19}\.[0-9]{6}Z (-|[0-9]{1,9}) ")
 """Before the text of a line in a node's log; holds who said it."""
+
+
+def parse_mark(text: str) -> dict[str, Any] | None:
+    """Return the object of a marked line; None for any other line, also a torn one."""
+    if not text.startswith(MARK):
+        return None
+    document = text[len(MARK) :]
+    try:
+        event = msgspec.json.decode(document)
+    except msgspec.DecodeError:
+        try:
+            event = json.loads(document)  # accepts NaN, which programs print
+        except ValueError:
+            return None
+    return event if isinstance(event, dict) and "event" in event else None
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a JSON value is a finite number below 1e300; true and false are none."""
+    return type(value) in (int, float) and -1e300 < value < 1e300
 
 
 def marked(data: bytes, node: int, attempt: int = 1, rank: int | None = None) -> Iterator[LogLine]:

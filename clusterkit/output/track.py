@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from clusterkit.errors import BadInput
 from clusterkit.output.logs import LogLine
 from clusterkit.output.series import LARGEST_STEP, MOST_METRICS
-from clusterkit.run.runs import Rank0, RunFolder, home
+from clusterkit.run.folder import Rank0, RunFolder, home
 from clusterkit.run.status import RunStatus, State
 from clusterkit.spec import JobSpec
 

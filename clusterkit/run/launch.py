@@ -22,10 +22,10 @@ from clusterkit.errors import BadInput, CapabilityError, ClusterkitError, RunFol
 from clusterkit.jobfile import loader, request
 from clusterkit.output.track import check_trackers
 from clusterkit.plan import Note, Plan
-from clusterkit.run import run_state, supervise
-from clusterkit.run import runs as store
+from clusterkit.run import control, supervise
+from clusterkit.run import folder as run_folder
+from clusterkit.run.folder import Event, RunFolder, Submission
 from clusterkit.run.run import Run, check_secrets
-from clusterkit.run.runs import Event, RunFolder, Submission
 from clusterkit.run.status import RunStatus, State
 from clusterkit.spec import Job, JobSpec
 from clusterkit.transport import Transport, fan_out, in_order
@@ -113,7 +113,7 @@ def prepare(
             raise BadInput("facts: no host is named", hint="use the facts.json of a run")
         if callable(run_id):
             run_id = run_id(spec.name)
-        run_id = store.check_run_id(run_id) if run_id else store.new_run_id(spec.name)
+        run_id = run_folder.check_run_id(run_id) if run_id else run_folder.new_run_id(spec.name)
         plan = backend.plan(spec, entry, facts, run_id)
         notes = list(plan.notes)
         if spec.deepspeed is not None:
@@ -242,7 +242,7 @@ def _start(
             started = True
     except BaseException:  # also Ctrl-C while the connections are closed: it runs by then
         if folder is not None and not adopt:
-            run_state.abandon(folder)
+            control.abandon(folder)
         if folder is not None and not started:
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
@@ -315,8 +315,8 @@ def take_up(run: str, cluster: str, clusters_file: str | os.PathLike[str] | None
         )
     with contextlib.closing(backends.transport_for(entry)) as transport:
         found = backend.recover(run, entry, transport)
-        if (store.home() / "runs" / found.run).is_dir():
-            known = Run(store.find(found.run))
+        if (run_folder.home() / "runs" / found.run).is_dir():
+            known = Run(run_folder.find(found.run))
             known.attach()
             return known
         check_secrets(found.job, f"a restart of run {found.run} needs it: ")
@@ -331,7 +331,7 @@ def take_up(run: str, cluster: str, clusters_file: str | os.PathLike[str] | None
                 state=State.RUNNING, attempt=found.attempt, started_at=found.created_at,
             )  # fmt: skip
             folder.write_json("state.json", status)
-            folder.write(store.MADE, "")
+            folder.write(run_folder.MADE, "")
             text = f"taken up on this machine, in attempt {found.attempt}"
             folder.append("events.jsonl", Event(at=time.time(), attempt=found.attempt, text=text))
 

@@ -13,8 +13,8 @@ from typing import Any
 from clusterkit.errors import BadInput, ClusterkitError, RunFolderError
 from clusterkit.output.logs import LogLine
 from clusterkit.plan import Plan
-from clusterkit.run import run_state
-from clusterkit.run.runs import POLL_SECONDS, Event, RunFolder
+from clusterkit.run import control
+from clusterkit.run.folder import POLL_SECONDS, Event, RunFolder
 from clusterkit.run.status import RunStatus, State
 from clusterkit.spec import JobSpec
 
@@ -55,7 +55,7 @@ class Run:
 
     def status(self) -> RunStatus:
         """How it stands now."""
-        return run_state.reconcile(self._folder)
+        return control.reconcile(self._folder)
 
     def accounted(self, status: RunStatus) -> RunStatus:
         """A status of this run with ``goodput``, and steps in ``attempts``: reads its logs."""
@@ -76,9 +76,9 @@ class Run:
             TimeoutError: not within ``timeout`` seconds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        with run_state.Connections() as connections:
+        with control.Connections() as connections:
             while True:
-                status = run_state.reconcile(self._folder, connections)
+                status = control.reconcile(self._folder, connections)
                 if status.state.final or (until is not None and until(status)):
                     return status
                 if status.state is State.UNKNOWN and not self._lives():
@@ -152,13 +152,13 @@ class Run:
     def _batches(
         self, node: int | None, rank: int | None, follow: bool, note: Callable[[Event], None]
     ) -> Iterator[list[LogLine]]:
-        with run_state.Connections() as connections:
+        with control.Connections() as connections:
             # Where nobody watches over the run, this brings what only its hosts have.
-            status = run_state.reconcile(self._folder, connections)
+            status = control.reconcile(self._folder, connections)
 
             def goes_on() -> bool:
                 nonlocal status
-                status = run_state.reconcile(self._folder, connections)
+                status = control.reconcile(self._folder, connections)
                 lost = status.state is State.UNKNOWN and not self._lives()
                 return not status.state.final and not lost and status.attempt == attempt
 
@@ -181,7 +181,7 @@ class Run:
         return [{key: mark[key] for key in mark if key != "event"} for mark in found]
 
     def marks(self) -> list[dict[str, Any]]:
-        """Every marked line's object (`clusterkit.output.marks`), metrics among them."""
+        """Every marked line's object (`clusterkit.output.logs`), metrics among them."""
         return [event for line in self.logs() if (event := line.event) is not None]
 
     def attach(self) -> bool:
@@ -194,7 +194,7 @@ class Run:
         Raises:
             BadInput: a secret that a restart needs is not in the environment.
         """
-        if not run_state.unfinished(self._folder):
+        if not control.unfinished(self._folder):
             return False
         check_secrets(self._folder.read_json("job.json", JobSpec))
         if (lock := self._folder.hold()) is None:
@@ -207,7 +207,7 @@ class Run:
 
     def cancel(self) -> RunStatus:
         """End it, with everything it started; fine to repeat."""
-        return run_state.cancel(self._folder)
+        return control.cancel(self._folder)
 
     def delete(self, *, force: bool = False) -> None:
         """Remove the run's folder, here and on its hosts: logs, metrics, checkpoints in it.
@@ -223,7 +223,7 @@ class Run:
         if not status.state.final and (status.state is not State.UNKNOWN or self._lives()):
             raise BadInput(f"run {self.id} is {status.state}", hint=f"clusterkit cancel {self.id}")
         try:
-            run_state.forget(self._folder)
+            control.forget(self._folder)
         except ClusterkitError:
             if not force:
                 raise

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import IO
 
 from clusterkit.errors import ClusterkitError, SubmitFailed
-from clusterkit.run.runs import RunFolder
+from clusterkit.run.folder import RunFolder
+from clusterkit.run.outcome import RESERVE
 from clusterkit.run.supervisor import Supervisor
-from clusterkit.run.verdict import RESERVE
 from clusterkit.transport import Transport
 
 START_SECONDS = 60.0

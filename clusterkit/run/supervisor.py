@@ -29,9 +29,7 @@ from clusterkit.errors import (
 )
 from clusterkit.output import mirror
 from clusterkit.output.track import tracking
-from clusterkit.run.losses import LOST_SECONDS, Losses, Returns, names
-from clusterkit.run.notify import notify
-from clusterkit.run.runs import (
+from clusterkit.run.folder import (
     LEFTOVERS,
     POLL_SECONDS,
     Event,
@@ -40,8 +38,10 @@ from clusterkit.run.runs import (
     StepRecord,
     Submission,
 )
+from clusterkit.run.lost_nodes import LOST_SECONDS, Losses, Returns, names
+from clusterkit.run.notify import notify
+from clusterkit.run.outcome import diagnosis, record, without_spares
 from clusterkit.run.status import AttemptStatus, Failure, NodeStatus, RunStatus, State
-from clusterkit.run.verdict import diagnosis, record, without_spares
 from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport

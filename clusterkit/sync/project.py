@@ -30,7 +30,7 @@ import clusterkit
 from clusterkit.cluster import Project
 from clusterkit.errors import BadInput, RunFolderError, SubmitFailed, counted
 from clusterkit.plan import Tree
-from clusterkit.run.runs import home
+from clusterkit.run.folder import home
 from clusterkit.sync import receiver
 from clusterkit.sync.relay import Relay
 from clusterkit.transport import Stream, Transport

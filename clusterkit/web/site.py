@@ -23,7 +23,8 @@ from clusterkit.files import write_atomic
 from clusterkit.output.live import LiveRun, LiveRuns, RankView, standstill
 from clusterkit.output.prometheus import Reported, reported
 from clusterkit.output.series import Series
-from clusterkit.run import run_state, runs
+from clusterkit.run import control
+from clusterkit.run import folder as run_folder
 from clusterkit.ui.words import printable, remark_lines
 from clusterkit.web import log_pages, page
 
@@ -42,7 +43,7 @@ _LAST_SHOWN = 200
 class Watched:
     """A run that somebody looks at."""
 
-    def __init__(self, folder: runs.RunFolder) -> None:
+    def __init__(self, folder: run_folder.RunFolder) -> None:
         self.live = LiveRun(folder)
         self.news: Counter[str] = Counter()
         """How often each kind of thing has been new."""
@@ -85,7 +86,7 @@ class Site:
         with self._lock:
             found = self._watched.get(run)
             if found is None or not found.live.folder.path.is_dir():
-                folder = runs.find(run)
+                folder = run_folder.find(run)
                 if folder.run_id != run:
                     raise RunNotFound(f"run {run!r} is unknown")
                 found = self._watched[run] = Watched(folder)
@@ -159,7 +160,7 @@ class Site:
 
     def cancel(self, run: str) -> Any:
         """End it, with everything it started."""
-        status = run_state.cancel(self.watched(run).live.folder)
+        status = control.cancel(self.watched(run).live.folder)
         return {"state": status.state, "remark": status.remark}
 
     # -- numbers -----------------------------------------------------------

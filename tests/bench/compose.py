@@ -18,8 +18,8 @@ from pathlib import Path
 from clusterkit import api, execute
 from clusterkit.cli.common import table
 from clusterkit.errors import ClusterkitError
-from clusterkit.run import runs
-from clusterkit.run.runs import RunFolder
+from clusterkit.run import folder as run_folder
+from clusterkit.run.folder import RunFolder
 from clusterkit.transport import LocalTransport
 from tests.bench.__main__ import BIN, SECONDS, Program, Row, compare
 
@@ -45,7 +45,11 @@ def first_step(rounds: int, program: Program) -> Row:
 
     def by_hand() -> float:
         plan = api.plan(
-            job, cluster="compose", nodes=2, settings=settings, run_id=runs.new_run_id("by-hand")
+            job,
+            cluster="compose",
+            nodes=2,
+            settings=settings,
+            run_id=run_folder.new_run_id("by-hand"),
         )
         transport = LocalTransport()
         execute.write_files(plan, transport)

@@ -29,7 +29,7 @@ from pathlib import Path
 from clusterkit import api
 from clusterkit.agent import processes
 from clusterkit.cli.common import table
-from clusterkit.run.runs import RunFolder
+from clusterkit.run.folder import RunFolder
 from tests.bench.__main__ import BIN
 
 RANKS = 2

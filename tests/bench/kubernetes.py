@@ -29,8 +29,8 @@ from clusterkit import api, execute
 from clusterkit.backends.kubernetes.client import Context, KubeTransport
 from clusterkit.cli.common import table
 from clusterkit.errors import ClusterkitError, RunNotFound
-from clusterkit.output.marks import parse_mark
-from clusterkit.run import runs
+from clusterkit.output.logs import parse_mark
+from clusterkit.run import folder as run_folder
 from clusterkit.spec import JobSpec
 from clusterkit.transport import LocalTransport
 from tests.bench.__main__ import BIN, SECONDS, Program, Row
@@ -152,7 +152,7 @@ def settings_of(program: Program) -> list[str]:
 
 def submitted(kube: Kube, program: Program) -> Times:
     """By clusterkit."""
-    run_id = runs.new_run_id("bench")
+    run_id = run_folder.new_run_id("bench")
     argv = [str(BIN / "clusterkit"), "submit", f"jobs/{program.job}.yaml", "--cluster", "k8s",
             "--nodes", str(NODES), "--run-id", run_id]  # fmt: skip
     for setting in settings_of(program):
@@ -188,7 +188,7 @@ def submitted(kube: Kube, program: Program) -> Times:
 
 def applied(kube: Kube, program: Program) -> Times:
     """By `kubectl apply` of the same manifests."""
-    run_id = runs.new_run_id("bench")
+    run_id = run_folder.new_run_id("bench")
     plan = api.plan(
         f"jobs/{program.job}.yaml", cluster="k8s", nodes=NODES, settings=settings_of(program),
         run_id=run_id,

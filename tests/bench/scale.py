@@ -41,7 +41,7 @@ from clusterkit.cluster import (
     SlurmFacts,
 )
 from clusterkit.run import supervise
-from clusterkit.run.runs import RunFolder, Submission, new_run_id
+from clusterkit.run.folder import RunFolder, Submission, new_run_id
 from clusterkit.run.status import RunStatus, State
 from clusterkit.run.supervisor import Supervisor
 from clusterkit.spec import JobSpec

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from clusterkit import api
 from clusterkit.cli.common import table
-from clusterkit.run.runs import StepRecord
+from clusterkit.run.folder import StepRecord
 from tests.bench.__main__ import BIN, SECONDS, compare
 from tests.live.slurm import daemons
 from tests.live.slurm.daemons import Slurm

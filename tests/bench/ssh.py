@@ -24,8 +24,8 @@ from pathlib import Path
 from clusterkit import api
 from clusterkit.cli.common import table
 from clusterkit.errors import counted
+from clusterkit.run.folder import StepRecord, Submission, find
 from clusterkit.run.launch import send_trees
-from clusterkit.run.runs import StepRecord, Submission, find
 from tests.bench.__main__ import BIN, SECONDS, Program, Row, compare
 from tests.lab import Lab, machine
 

@@ -18,7 +18,7 @@ from typing import Any
 from clusterkit import agent, api
 from clusterkit.backends.compose.compose_file import container_name
 from clusterkit.errors import ClusterkitError
-from clusterkit.run.runs import RunFolder
+from clusterkit.run.folder import RunFolder
 from clusterkit.run.status import RunStatus, State
 from tests.chaos.faults import Fault
 from tests.chaos.places import Local, pod_name

@@ -31,7 +31,7 @@ from clusterkit.cluster import (
 )
 from clusterkit.output.logs import LogLine
 from clusterkit.plan import Plan, Step
-from clusterkit.run import runs
+from clusterkit.run import folder as run_folder
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed, LocalTransport, Put, Transport
 
@@ -114,8 +114,8 @@ class Stage:
             content = file.content().replace(planned, here)
             self.transport.put("localhost", file.path, content, file.mode)
 
-    def handle(self, plan: Plan, attempt: int = 1) -> runs.RunHandle:
-        return runs.RunHandle(runs.RunFolder(Path(plan.run_dir)), plan, attempt)
+    def handle(self, plan: Plan, attempt: int = 1) -> run_folder.RunHandle:
+        return run_folder.RunHandle(run_folder.RunFolder(Path(plan.run_dir)), plan, attempt)
 
     def node_steps(self, plan: Plan) -> list[Step]:
         """The steps that start a node."""
@@ -125,16 +125,16 @@ class Stage:
         """The run is known, and nothing of it has started."""
         raise NotImplementedError
 
-    def node_ended(self, handle: runs.RunHandle, node: int, native: object) -> None:
+    def node_ended(self, handle: run_folder.RunHandle, node: int, native: object) -> None:
         """A node has left its native word on how it ended."""
         raise NotImplementedError
 
-    def node_log(self, handle: runs.RunHandle, node: int, data: bytes) -> None:
+    def node_log(self, handle: run_folder.RunHandle, node: int, data: bytes) -> None:
         raise NotImplementedError
 
     def lines(
         self,
-        handle: runs.RunHandle,
+        handle: run_folder.RunHandle,
         nodes: Sequence[int] = (0, 1),
         follow: Callable[[], bool] | None = None,
     ) -> list[LogLine]:
@@ -160,16 +160,16 @@ class LocalStage(Stage):
     def begin(self, plan: Plan) -> None:
         self.transport.put("localhost", f"{plan.run_dir}/run.json", b"{}")
 
-    def _folder(self, handle: runs.RunHandle, node: int) -> Path:
-        path = Path(runs.node_dir(handle.plan.run_dir, handle.attempt, node))
+    def _folder(self, handle: run_folder.RunHandle, node: int) -> Path:
+        path = Path(run_folder.node_dir(handle.plan.run_dir, handle.attempt, node))
         path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def node_ended(self, handle: runs.RunHandle, node: int, native: object) -> None:
+    def node_ended(self, handle: run_folder.RunHandle, node: int, native: object) -> None:
         data = native if isinstance(native, bytes) else json.dumps(native).encode()
         (self._folder(handle, node) / "exit.json").write_bytes(data)
 
-    def node_log(self, handle: runs.RunHandle, node: int, data: bytes) -> None:
+    def node_log(self, handle: run_folder.RunHandle, node: int, data: bytes) -> None:
         (self._folder(handle, node) / "log").write_bytes(data)
 
 
@@ -197,10 +197,11 @@ class SshStage(LocalStage):
         hosts = tuple(Host(name=f"h{number}") for number in range(4))
         return super().cluster(hosts=hosts, **fields)
 
-    def handle(self, plan: Plan, attempt: int = 1) -> runs.RunHandle:
-        return runs.RunHandle(runs.RunFolder(Path(plan.run_dir).parents[1] / "here"), plan, attempt)
+    def handle(self, plan: Plan, attempt: int = 1) -> run_folder.RunHandle:
+        folder = run_folder.RunFolder(Path(plan.run_dir).parents[1] / "here")
+        return run_folder.RunHandle(folder, plan, attempt)
 
-    def lines(self, handle: runs.RunHandle, *args: Any, **options: Any) -> list[LogLine]:
+    def lines(self, handle: run_folder.RunHandle, *args: Any, **options: Any) -> list[LogLine]:
         self.backend.status(handle, self.transport)  # brings it from the hosts
         return super().lines(handle, *args, **options)
 
@@ -335,7 +336,7 @@ class KubernetesStage(LocalStage):
 
     def begin(self, plan: Plan) -> None:
         super().begin(plan)
-        self.transport.put("localhost", f"{plan.run_dir}/{runs.MADE}", b"")
+        self.transport.put("localhost", f"{plan.run_dir}/{run_folder.MADE}", b"")
 
     def plan(
         self,
@@ -357,7 +358,7 @@ class KubernetesStage(LocalStage):
             for node in range(plan.nodes)
         ]
 
-    def node_ended(self, handle: runs.RunHandle, node: int, native: object) -> None:
+    def node_ended(self, handle: run_folder.RunHandle, node: int, native: object) -> None:
         (self._folder(handle, node) / "pod.json").write_text(json.dumps(native))
 
 

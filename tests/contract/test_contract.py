@@ -24,7 +24,7 @@ from clusterkit.cluster import CLUSTER_TYPES
 from clusterkit.errors import BadInput, CapabilityError, SubmitFailed, Unavailable
 from clusterkit.jobfile import loader
 from clusterkit.plan import Plan
-from clusterkit.run import runs
+from clusterkit.run import folder as run_folder
 from clusterkit.run.status import State
 from clusterkit.shell import Secret
 from clusterkit.spec import BatchSpec, CheckpointSpec, JobSpec
@@ -241,7 +241,7 @@ def test_folders_with_weird_names_and_a_very_long_job_name_work(
         env={"DUMP_DIR": str(dump_dir)},
     )  # fmt: skip
     home = str(weird_tmp_path / "home")
-    plan = stage.plan(job, stage.facts_of(home=home), runs.new_run_id(name))
+    plan = stage.plan(job, stage.facts_of(home=home), run_folder.new_run_id(name))
     assert run_nodes(stage, plan) == [0]
     (seen,) = dumped(dump_dir).values()
     assert seen["cwd"] == str(weird_tmp_path)
@@ -392,10 +392,10 @@ def test_a_job_that_does_not_fit_is_refused_in_planning(stage, demo, fields):
 
 @pytest.mark.parametrize("name", ["x" * 200, "Weird Name_ü.v2", "--", "日本"])
 def test_any_job_name_gives_legal_names(stage, demo, name):
-    run_id = runs.new_run_id(name)
+    run_id = run_folder.new_run_id(name)
     plan = stage.plan(demo(name=name), run_id=run_id)
-    assert runs.RUN_ID.match(plan.run_id)
-    assert len(plan.run_id) <= runs.RUN_ID_MAX
+    assert run_folder.RUN_ID.match(plan.run_id)
+    assert len(plan.run_id) <= run_folder.RUN_ID_MAX
     assert all(len(part.encode()) <= 255 for file in plan.files for part in file.path.split("/"))
 
 

@@ -26,7 +26,7 @@ from clusterkit import agent, api, backends
 from clusterkit.cluster import LocalCluster
 from clusterkit.errors import PortTaken
 from clusterkit.jobfile import loader
-from clusterkit.run.runs import RunFolder
+from clusterkit.run.folder import RunFolder
 from clusterkit.run.status import State
 from clusterkit.spec import BatchSpec, JobSpec
 from clusterkit.transport import LocalTransport
@@ -756,7 +756,7 @@ def test_ctrl_c_without_a_terminal_cancels(clusterkit: list[str]) -> None:
     ["clusterkit.jobfile.loader.job_from_command", "clusterkit.jobfile.loader.read_cluster",
      "clusterkit.backends.local.backend.LocalBackend.probe",
      "clusterkit.backends.local.backend.LocalBackend.plan",
-     "clusterkit.run.runs.RunFolder.save_plan", "clusterkit.run.supervise.spawn"],
+     "clusterkit.run.folder.RunFolder.save_plan", "clusterkit.run.supervise.spawn"],
 )  # fmt: skip
 def test_ctrl_c_before_the_start_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, own_home: Path, phase: str

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from clusterkit import api
-from clusterkit.run.runs import Event, RunFolder
+from clusterkit.run.folder import Event, RunFolder
 from clusterkit.run.status import NodeStatus, RunStatus, State
 from tests import browser
 

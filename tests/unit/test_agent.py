@@ -18,7 +18,7 @@ from clusterkit.agent.protocol import LAUNCHER_WAITED
 from clusterkit.agent.streams import Lines, Stream
 from clusterkit.backends.nodes import Left, judge_node
 from clusterkit.output.logs import parse_lines
-from clusterkit.run import runs
+from clusterkit.run import folder as run_folder
 
 RUN = (
     "import sys; from clusterkit.agent import __main__, limits; limits.RANKS_GRACE = 0.0; "
@@ -44,7 +44,7 @@ def start(run_dir):
             [sys.executable, "-c", run, "run", "--nproc", str(nproc),
              "--workdir", str(workdir or run_dir), "--grace", grace, *options, "--", *argv],
             env={"PATH": os.environ["PATH"], "CLUSTERKIT_RUN_DIR": str(run_dir),
-                 "CLUSTERKIT_NODE_DIR": runs.node_dir(str(run_dir), 1, 0), **env},
+                 "CLUSTERKIT_NODE_DIR": run_folder.node_dir(str(run_dir), 1, 0), **env},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         started.append(process)
@@ -58,7 +58,7 @@ def start(run_dir):
 
 @pytest.fixture
 def node_dir(run_dir):
-    return Path(runs.node_dir(str(run_dir), 1, 0))
+    return Path(run_folder.node_dir(str(run_dir), 1, 0))
 
 
 def lines_of(node_dir):

@@ -21,7 +21,7 @@ from clusterkit.bench.slow_links import figure, judge
 from clusterkit.cluster import Facts
 from clusterkit.errors import BadInput, ClusterkitError, RunFailed, RunFolderError, Unavailable
 from clusterkit.run import supervise
-from clusterkit.run.runs import RunFolder
+from clusterkit.run.folder import RunFolder
 from clusterkit.run.status import Failure, NodeStatus, RunStatus, State
 from clusterkit.ui import plots
 

@@ -17,7 +17,7 @@ from clusterkit.cli import VERBS, common, following
 from clusterkit.cli import cli as group
 from clusterkit.cli.common import table
 from clusterkit.run import launch, supervise
-from clusterkit.run.runs import Event, RunFolder
+from clusterkit.run.folder import Event, RunFolder
 from clusterkit.run.status import Failure, NodeStatus, RunStatus, State
 from clusterkit.ui import plots
 

@@ -32,7 +32,7 @@ from clusterkit.cluster import ComposeCluster, Engine, Gpu
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.output.diagnose import diagnose
 from clusterkit.output.logs import LogLine
-from clusterkit.run.runs import RunFolder, RunHandle, node_dir
+from clusterkit.run.folder import RunFolder, RunHandle, node_dir
 from clusterkit.run.status import NodeCause, NodeStatus, RankExit, State
 from clusterkit.spec import CheckpointSpec, JobSpec
 from clusterkit.transport import Completed, LocalTransport

@@ -10,7 +10,7 @@ from clusterkit import api
 from clusterkit.errors import BadInput
 from clusterkit.jobfile import deepspeed_config, deepspeed_probe, loader
 from clusterkit.jobfile.deepspeed_config import VERSION
-from clusterkit.run import runs
+from clusterkit.run import folder as run_folder
 from clusterkit.transport import Completed
 from tests import deepspeed_table
 
@@ -324,7 +324,7 @@ def test_what_does_not_answer_is_not_asked_to_decide(examine):
     transport = Asking("not an answer", exit_code=1)
     transport.run = lambda *args, **options: Completed((), 1, "", "ImportError")
     assert examine(SECTION, transport=transport) == []
-    assert not (runs.home() / "cache" / "deepspeed").exists()
+    assert not (run_folder.home() / "cache" / "deepspeed").exists()
 
 
 def test_a_program_that_completes_the_config_has_its_batch_left_out(examine):

@@ -17,7 +17,7 @@ from clusterkit.agent.launcher import Launcher
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.processes import descendants
 from clusterkit.output.logs import parse_lines
-from clusterkit.run import runs
+from clusterkit.run import folder as run_folder
 
 RUN = (
     "import sys; from clusterkit.agent import __main__, limits; limits.RANKS_GRACE = 0.0; "
@@ -45,7 +45,7 @@ class Agent:
         run="run",
         **env,
     ):
-        self.folder = Path(runs.node_dir(str(folder / run), 1, 0))
+        self.folder = Path(run_folder.node_dir(str(folder / run), 1, 0))
         (folder / "program.py").write_text(program)
         words = [interpreter, *python]
         self.process = subprocess.Popen(

@@ -2,9 +2,9 @@
 
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.output.logs import GrowingFile
-from clusterkit.run import runs
+from clusterkit.run import folder as run_folder
+from clusterkit.run.folder import Rank0, RunFolder
 from clusterkit.run.goodput import account, with_goodput
-from clusterkit.run.runs import Rank0, RunFolder
 from clusterkit.run.status import AttemptStatus, RunStatus, State
 from tests.recorded import Recorded
 
@@ -60,7 +60,9 @@ def test_attempts_say_how_far_they_came_and_what_was_lost(tmp_path):
 def test_of_nodes_whose_ranks_stay_one_log_is_read(tmp_path, monkeypatch):
     run = Recorded(tmp_path, nodes=3)
     read = []
-    monkeypatch.setattr(runs, "GrowingFile", lambda path: read.append(path) or GrowingFile(path))
+    monkeypatch.setattr(
+        run_folder, "GrowingFile", lambda path: read.append(path) or GrowingFile(path)
+    )
     run.step(1)
     assert [line.event["step"] for line in Rank0(run.folder).read(1)] == [1]
     assert [path.parent.name for path in read] == ["node-0"]

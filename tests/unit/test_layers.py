@@ -32,7 +32,7 @@ agent.launcher
 agent.node
 agent.__main__ agent
 errors bench jobfile output run sync
-files run.status output.marks output.series host_probe sync.receiver
+files run.status output.series host_probe sync.receiver
 shell transport output.logs yaml_text estimate.mesh
 output.mirror output.tracebacks yaml_file
 spec output.diagnose
@@ -41,7 +41,7 @@ cluster jobfile.command
 addresses
 batch rendezvous jobfile.loader jobfile.schema
 plan jobfile.request jobfile.catalogue jobfile.deepspeed_config
-program run.runs jobfile.examples
+program run.folder jobfile.examples
 warm run.goodput
 convert.sheet convert.files
 convert.options
@@ -97,15 +97,15 @@ backends.kubernetes.pod_log backends.kubernetes.apply
 backends.kubernetes.place backends.kubernetes.monitor
 backends.slurm.remote_runs
 backends.*.backend
-run.verdict
-run.losses jobfile.scaffold run.notify output.track
+run.outcome
+run.lost_nodes jobfile.scaffold run.notify output.track
 run.supervisor
 run.supervise
-run.run_state
+run.control
 run.run output.live
 output.prometheus
 run.launch
-run.handout
+run.export
 ui ui.words
 ui.plots ui.waiting ui.top ui.top.paint web.page web.log_pages
 ui.top.board web.site

@@ -17,8 +17,8 @@ from clusterkit.output.live import (
     standstill,
 )
 from clusterkit.output.series import MOST_METRICS, MOST_POINTS, Series
-from clusterkit.run import run_state
-from clusterkit.run.runs import Event
+from clusterkit.run import control
+from clusterkit.run.folder import Event
 from clusterkit.run.status import Failure, RunStatus, State
 from tests.recorded import Recorded
 
@@ -159,7 +159,7 @@ def test_a_run_that_nobody_watches_says_so_until_somebody_has_asked(run, monkeyp
     assert seen.stale
     assert seen.status.state is State.RUNNING
     ended = msgspec.structs.replace(run.status, state=State.FAILED)
-    monkeypatch.setattr(run_state, "reconcile", lambda folder, connections: ended)
+    monkeypatch.setattr(control, "reconcile", lambda folder, connections: ended)
     seen.refresh()
     for _ in range(2):
         seen.poll()
@@ -193,8 +193,8 @@ def test_the_list_reads_what_has_changed_alone(tmp_path, monkeypatch):
     every = LiveRuns()
     assert {one.run: one.state for one in every.poll()} == {"a": "SUCCEEDED", "b": "RUNNING"}
     asked = []
-    current = run_state.current
-    monkeypatch.setattr(run_state, "current", lambda folder: asked.append(1) or current(folder))
+    current = control.current
+    monkeypatch.setattr(control, "current", lambda folder: asked.append(1) or current(folder))
     second.close()
     assert {one.run: one.state for one in every.poll()} == {"a": "SUCCEEDED", "b": "UNKNOWN"}
     assert len(asked) == 1

@@ -16,7 +16,7 @@ from clusterkit.backends.nodes import judge_exit
 from clusterkit.backends.probing import parse_gpus
 from clusterkit.cluster import Gpu, LocalCluster
 from clusterkit.errors import BadInput, CapabilityError, PortTaken, Unavailable
-from clusterkit.run.runs import RunFolder, RunHandle
+from clusterkit.run.folder import RunFolder, RunHandle
 from clusterkit.run.status import State, overall
 from clusterkit.spec import JobSpec
 from clusterkit.transport import LocalTransport

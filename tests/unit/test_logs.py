@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterkit.output import logs
-from clusterkit.output.logs import LogLine, NodeLog, merged, parse_lines
-from clusterkit.output.marks import parse_mark
+from clusterkit.output.logs import LogLine, NodeLog, merged, parse_lines, parse_mark
 
 # A line of output: no line breaks, as the node agent leaves it.
 BODY = st.text(st.characters(exclude_characters="\r\n", exclude_categories=("Cs",)), max_size=60)

@@ -14,9 +14,9 @@ from clusterkit.cluster import Facts
 from clusterkit.output import mirror
 from clusterkit.output.mirror import NodeView
 from clusterkit.plan import Plan
-from clusterkit.run import run_state
-from clusterkit.run.run_state import cancel
-from clusterkit.run.runs import RunFolder, RunHandle
+from clusterkit.run import control
+from clusterkit.run.control import cancel
+from clusterkit.run.folder import RunFolder, RunHandle
 from clusterkit.run.status import RunStatus, State
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed, LocalTransport
@@ -173,10 +173,10 @@ def test_a_cancel_that_the_supervisor_has_carried_out_goes_to_no_host(unstarted_
         @staticmethod
         def sleep(seconds):
             ended = {"state": State.CANCELLED, "exit_code": 130}
-            folder.write_json("state.json", run_state._replace(running, **ended))
+            folder.write_json("state.json", control._replace(running, **ended))
 
-    monkeypatch.setattr(run_state, "time", Supervisor)
-    monkeypatch.setattr(run_state, "_ending", lambda *_: (None, folder.handle(), None))
+    monkeypatch.setattr(control, "time", Supervisor)
+    monkeypatch.setattr(control, "_ending", lambda *_: (None, folder.handle(), None))
     assert cancel(folder).state is State.CANCELLED
 
 

@@ -12,7 +12,7 @@ import pytest
 from clusterkit.cluster import NotifySpec
 from clusterkit.jobfile import loader
 from clusterkit.run import notify
-from clusterkit.run.runs import Event, RunFolder
+from clusterkit.run.folder import Event, RunFolder
 from clusterkit.run.status import Failure, RunStatus, State
 from clusterkit.run.supervisor import Supervisor
 

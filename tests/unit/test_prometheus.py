@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from clusterkit.output import prometheus
 from clusterkit.output.prometheus import Reported
-from clusterkit.run.runs import RunFolder
+from clusterkit.run.folder import RunFolder
 from clusterkit.run.status import NodeStatus, RunStatus, State
 
 

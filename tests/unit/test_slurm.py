@@ -15,7 +15,7 @@ from clusterkit.agent.member import not_back
 from clusterkit.backends.slurm import observe, place, probe, queue
 from clusterkit.cluster import SlurmCluster, SlurmFacts
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound, Unavailable
-from clusterkit.run import runs
+from clusterkit.run import folder as run_folder
 from clusterkit.run.status import State
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed, LocalTransport
@@ -305,7 +305,7 @@ def seen(plan, tmp_path):
 
     def look(squeue, *nodes, attempt=1, patient=False, **files):
         made = plan()
-        folder = runs.RunFolder(Path(made.run_dir))
+        folder = run_folder.RunFolder(Path(made.run_dir))
         for name, text in {"run_json": "{}", **files}.items():
             path = folder.path / name.replace("run_json", "run.json").replace("_", "-")
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -316,7 +316,7 @@ def seen(plan, tmp_path):
             path.mkdir(parents=True)
             for name, document in (written or {}).items():
                 (path / f"{name}.json").write_text(json.dumps(document))
-        handle = runs.RunHandle(folder, made, attempt)
+        handle = run_folder.RunHandle(folder, made, attempt)
         if patient:
             transport = Slurm(squeue=squeue)
             taken = observe.read(handle)
@@ -407,7 +407,7 @@ def test_a_rank_that_failed_by_itself_keeps_its_own_reason(seen):
 def test_scancel_by_hand_cancels_the_run_and_ours_does_not(seen):
     found = seen(job("CANCELLED"), ENDED, ENDED)
     assert states(found)[:2] == ("CANCELLED", ["CANCELLED"] * 2)
-    folder = runs.home() / "runs/demo-1"
+    folder = run_folder.home() / "runs/demo-1"
     assert (folder / "cancelled").exists()
     (folder / "cancelled").unlink()
     seen(job("CANCELLED"), ENDED, RUNS, stop_7="another node has ended")

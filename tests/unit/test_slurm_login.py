@@ -16,7 +16,7 @@ from clusterkit.backends.ssh.config import HostUnreachable
 from clusterkit.cluster import Project, SlurmCluster, SlurmFacts
 from clusterkit.errors import BadInput, SubmitFailed
 from clusterkit.output import mirror
-from clusterkit.run import runs
+from clusterkit.run import folder as run_folder
 from clusterkit.run.status import State
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed, LocalTransport
@@ -84,7 +84,7 @@ def test_the_probe_asks_there_and_looks_at_the_project_here(tmp_path, monkeypatc
     assert facts.hosts[0].host == NAME
     assert facts.hosts[0].python.startswith("/")
     assert facts.project.files == 1
-    assert backends.backend("slurm").home(facts) == runs.home()
+    assert backends.backend("slurm").home(facts) == run_folder.home()
     there = SlurmCluster(ssh=NAME, sync=False)
     assert backends.backend("slurm").probe(there, transport, job).project is None
 
@@ -141,10 +141,10 @@ def test_the_plan_copies_the_project_and_submits_in_a_login_shell(plan):
 def handle(plan):
     """A run whose folder here is not the one that its nodes write to, which is ``there``."""
     made = plan()
-    folder = runs.RunFolder(runs.home() / "runs/demo-1")
+    folder = run_folder.RunFolder(run_folder.home() / "runs/demo-1")
     folder.path.mkdir(parents=True)
     folder.write("run.json", "{}")
-    return runs.RunHandle(folder, made, 1)
+    return run_folder.RunHandle(folder, made, 1)
 
 
 @pytest.fixture
@@ -307,12 +307,12 @@ def test_why_a_job_is_ended_is_said_there_and_here(handle, write):
 
 def test_a_run_of_this_machine_copies_and_removes_nothing(handle):
     own = msgspec.structs.replace(handle.plan, run_dir=str(handle.folder.path))
-    local = runs.RunHandle(handle.folder, own, 1)
+    local = run_folder.RunHandle(handle.folder, own, 1)
     assert login.bring(local, LoginNode()) is None
     assert login.follow(local, LoginNode()) is None
     backends.backend("slurm").forget(local, LoginNode())
     assert local.folder.path.exists()
-    assert probe.folder(SlurmCluster()) == str(runs.home())
+    assert probe.folder(SlurmCluster()) == str(run_folder.home())
     assert observe.read(local) is not None
 
 

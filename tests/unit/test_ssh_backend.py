@@ -21,9 +21,9 @@ from clusterkit.cluster import Facts, Gpu, Host, HostFacts, Project, SshCluster
 from clusterkit.errors import BadInput, PortTaken, Unavailable
 from clusterkit.output import mirror
 from clusterkit.output.mirror import NodeView
-from clusterkit.run.runs import RunFolder, RunHandle, node_dir
+from clusterkit.run.folder import RunFolder, RunHandle, node_dir
+from clusterkit.run.outcome import without_spares
 from clusterkit.run.status import RunStatus, State
-from clusterkit.run.verdict import without_spares
 from clusterkit.spec import CheckpointSpec, JobSpec
 from clusterkit.sync import project
 from clusterkit.transport import LocalTransport

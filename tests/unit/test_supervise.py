@@ -24,9 +24,10 @@ from clusterkit.cluster import CLUSTER_TYPES, Facts, HostFacts
 from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.output import mirror
 from clusterkit.plan import Plan
-from clusterkit.run import losses, run_state, runs, supervise
-from clusterkit.run.run_state import cancel, current, reconcile
-from clusterkit.run.runs import Event, RunFolder
+from clusterkit.run import control, lost_nodes, supervise
+from clusterkit.run import folder as run_folder
+from clusterkit.run.control import cancel, current, reconcile
+from clusterkit.run.folder import Event, RunFolder
 from clusterkit.run.status import AttemptStatus, Failure, NodeStatus, RunStatus, State, overall
 from clusterkit.run.supervisor import PORT_TRIES, Supervisor
 from clusterkit.spec import JobSpec
@@ -340,7 +341,7 @@ class Clock:
 
 
 def test_a_cancel_of_a_run_that_is_about_to_start_is_on_record(folder, hand, monkeypatch):
-    monkeypatch.setattr(run_state, "time", Clock())
+    monkeypatch.setattr(control, "time", Clock())
     assert cancel(folder).state is State.PENDING
     hand.unwatched()
     assert reconcile(folder).state is State.CANCELLED
@@ -358,7 +359,7 @@ def test_a_cancel_waits_for_the_word_of_a_supervisor_that_notices_late(folder, m
             )  # fmt: skip
             folder.write_json("state.json", said)
 
-    monkeypatch.setattr(run_state, "time", Clock(record))
+    monkeypatch.setattr(control, "time", Clock(record))
     monkeypatch.setattr(LocalBackend, "cancel", lambda *args, **more: ended.append(args))
     assert cancel(folder).state is State.CANCELLED
     assert ended
@@ -810,8 +811,8 @@ def test_which_nodes_are_started_again_and_when(tmp_path):
     job = JobSpec(name="a", program="a.py", nodes="1:3", on_node_loss="shrink")
     plan = Plan(run_id="r", run_dir="/r", backend="b", summary="", nodes=3, world_size=3,
                 stop_grace=5.0)  # fmt: skip
-    returns = losses.Returns(RunFolder(tmp_path), job, plan)
-    wait = 5.0 + losses.RETURN_SECONDS
+    returns = lost_nodes.Returns(RunFolder(tmp_path), job, plan)
+    wait = 5.0 + lost_nodes.RETURN_SECONDS
     gone, away = observed(UP, BAD, UP), observed(UP, State.UNKNOWN, UP)
     assert returns.due(gone, 0.0, False) == []
     assert returns.due(gone, wait - 1, False) == []
@@ -1206,7 +1207,7 @@ LOSES = "launcher: forkserver\nrestarts: 1\n"
 
 
 def test_a_lost_node_costs_no_restart(supervise_with, monkeypatch):
-    monkeypatch.setattr(losses, "SOON_SECONDS", 0.0)
+    monkeypatch.setattr(lost_nodes, "SOON_SECONDS", 0.0)
     lost = observed(State.UNKNOWN)
     backend, status, events = supervise_with([lost, lost, lost, observed(BAD), observed(OK)], LOSES)
     assert [attempt for attempt, _ in backend.submitted] == [1, 2, 3, 4, 5]
@@ -1230,7 +1231,7 @@ def test_a_state_that_the_platform_has_and_we_do_not_know_ends_nothing(supervise
 
 def test_a_node_that_is_lost_at_once_again_and_again_is_not_waited_for(supervise_with):
     backend, status, _ = supervise_with([observed(State.UNKNOWN)] * 6, LOSES)
-    assert len(backend.submitted) == losses.SOON_LOSSES + 2  # and the restart that there is
+    assert len(backend.submitted) == lost_nodes.SOON_LOSSES + 2  # and the restart that there is
     assert status.state is State.FAILED
 
 
@@ -1244,20 +1245,20 @@ def test_a_host_that_does_not_answer_is_waited_for_and_status_says_so(supervise_
     said, tries = [], []
 
     def run(self, host, argv, **more):
-        run = next(iter(runs.all_runs())).read_json("state.json", RunStatus)
+        run = next(iter(run_folder.all_runs())).read_json("state.json", RunStatus)
         said.append((run.state, run.nodes[0].state, run.nodes[0].reason, run.nodes[0].until))
         tries.append(host)
         if len(tries) < 3:
             raise Unavailable("no answer")
 
     monkeypatch.setattr(LocalTransport, "run", run)
-    monkeypatch.setattr(losses, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(lost_nodes, "AGAIN_SECONDS", 0.0)
     _, status, _ = supervise_with([observed(State.UNKNOWN), observed(OK)], LOSES)
     assert status.state is State.SUCCEEDED
     assert {each[:3] for each in said} == {
         (State.RESTARTING, State.RESTARTING, "waiting for node 0 (h)")
     }
-    assert abs(said[0][3] - time.time() - losses.LOST_SECONDS) < 60
+    assert abs(said[0][3] - time.time() - lost_nodes.LOST_SECONDS) < 60
 
 
 def test_the_hosts_that_are_left_go_on_where_a_spare_was_among_them(supervise_with, monkeypatch):
@@ -1271,7 +1272,7 @@ def test_the_hosts_that_are_left_go_on_where_a_spare_was_among_them(supervise_wi
         return facts, 0
 
     monkeypatch.setattr(LocalTransport, "run", run)
-    monkeypatch.setattr(losses.Losses, "others", others)
+    monkeypatch.setattr(lost_nodes.Losses, "others", others)
     nodes = []
     submit = Scripted.submit
     monkeypatch.setattr(
@@ -1307,5 +1308,5 @@ def test_which_hosts_can_do_without_those_that_are_lost(fields, gone, left):
     plan = Plan(run_id="r", run_dir="/r", backend="ssh", summary="", nodes=4, world_size=4,
                 hosts=("h0", "h1", "h2", "h3"))  # fmt: skip
     nodes = [NodeStatus(node=int(name[1]), host=name, state=State.UNKNOWN) for name in gone]
-    found = losses.Losses(job, plan).others(nodes, job, facts)
+    found = lost_nodes.Losses(job, plan).others(nodes, job, facts)
     assert left == (found and ([host.host for host in found[0].hosts], found[1]))

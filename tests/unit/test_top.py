@@ -349,7 +349,7 @@ def test_what_a_run_without_a_supervisor_does_is_asked(run, monkeypatch):
     run.close()
     ended = api.RunStatus(run="demo-1", job="demo", cluster="local", backend="local",
                           state=State.FAILED, failure=Failure(cause="lost"))  # fmt: skip
-    monkeypatch.setattr("clusterkit.run.run_state.reconcile", lambda folder, connections: ended)
+    monkeypatch.setattr("clusterkit.run.control.reconcile", lambda folder, connections: ended)
 
     async def drive(app, pilot):
         app.look()

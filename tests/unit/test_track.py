@@ -17,8 +17,8 @@ import pytest
 
 from clusterkit.output import track
 from clusterkit.output.series import MOST_METRICS
-from clusterkit.run import runs
-from clusterkit.run.runs import Event, RunFolder
+from clusterkit.run import folder as run_folder
+from clusterkit.run.folder import Event, RunFolder
 from clusterkit.run.status import RunStatus, State
 from clusterkit.run.supervisor import Supervisor
 from clusterkit.spec import JobSpec
@@ -121,7 +121,7 @@ def test_lines_come_once_when_they_are_whole_and_by_their_times(folder):
     def steps(newest=1):
         return [line.event["step"] for line in lines.read(newest)]
 
-    lines = runs.Rank0(folder)
+    lines = run_folder.Rank0(folder)
     assert steps() == []
     report(folder, 1, {"step": 1}, {"step": 2}, end="")
     assert steps() == [1]

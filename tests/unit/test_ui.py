@@ -12,7 +12,7 @@ from rich.console import Console
 from clusterkit.cli import following
 from clusterkit.errors import BadInput, RunFolderError, Unavailable
 from clusterkit.output.logs import LogLine
-from clusterkit.run.runs import Event
+from clusterkit.run.folder import Event
 from clusterkit.run.status import Failure, NodeStatus, RunStatus, State
 from clusterkit.ui import follow, plots, waiting, words
 from clusterkit.ui.follow import View

@@ -26,7 +26,7 @@ from clusterkit.backends.nodes import known
 from clusterkit.cluster import ComposeCluster, Facts
 from clusterkit.errors import BadInput, ClusterkitError
 from clusterkit.plan import Plan, unpacking
-from clusterkit.run.runs import RunHandle
+from clusterkit.run.folder import RunHandle
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
 from clusterkit.yaml_text import comment

@@ -18,7 +18,7 @@ from clusterkit.backends.compose.engine import ENGINE_SECONDS, HOST, Docker
 from clusterkit.backends.nodes import Left, judge_exit, judge_running, known, observed, remarks
 from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.plan import ComposeNative, Plan
-from clusterkit.run.runs import RunHandle
+from clusterkit.run.folder import RunHandle
 from clusterkit.run.status import NodeCause, NodeStatus, State
 from clusterkit.transport import Completed, Stream, Transport
 

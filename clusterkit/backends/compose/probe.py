@@ -41,7 +41,7 @@ from clusterkit.backends.probing import (
 from clusterkit.cluster import ComposeCluster, Engine, Facts, Gpu, HostFacts
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
 from clusterkit.files import write_atomic
-from clusterkit.run.runs import home
+from clusterkit.run.folder import home
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed, Transport
 

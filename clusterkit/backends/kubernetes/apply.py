@@ -42,7 +42,7 @@ from clusterkit.backends.kubernetes.text import Object, made
 from clusterkit.backends.nodes import known
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.plan import Plan
-from clusterkit.run.runs import MADE, RunHandle
+from clusterkit.run.folder import MADE, RunHandle
 from clusterkit.transport import Transport
 
 AWAY_SECONDS = 40.0

@@ -49,7 +49,7 @@ from clusterkit.backends.probing import assumed_gpus
 from clusterkit.cluster import Facts, KubernetesCluster, KubernetesFacts
 from clusterkit.errors import BadInput, ClusterkitError
 from clusterkit.plan import KubernetesNative, Plan
-from clusterkit.run.runs import RunHandle, home, resolve
+from clusterkit.run.folder import RunHandle, home, resolve
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
 from clusterkit.yaml_text import documents

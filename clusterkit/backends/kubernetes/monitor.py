@@ -27,7 +27,7 @@ from clusterkit.backends.kubernetes.pod_log import AGAIN_SECONDS, LOG_SECONDS, P
 from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.backends.nodes import known
 from clusterkit.errors import ClusterkitError
-from clusterkit.run.runs import RunHandle
+from clusterkit.run.folder import RunHandle
 from clusterkit.run.status import State
 from clusterkit.transport import Transport
 

@@ -29,7 +29,7 @@ from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.backends.nodes import judge_exit, judge_running, observed
 from clusterkit.errors import ClusterkitError
 from clusterkit.plan import Plan
-from clusterkit.run.runs import RunHandle
+from clusterkit.run.folder import RunHandle
 from clusterkit.run.status import NodeStatus, State
 from clusterkit.transport import Transport
 

@@ -39,7 +39,7 @@ from clusterkit.cluster import Facts, HostFacts, KubernetesCluster, KubernetesFa
 from clusterkit.errors import BadInput, counted
 from clusterkit.plan import KubernetesNative, Note, PlanFile, Step, Tree
 from clusterkit.rendezvous import Endpoint, Topology, mpirun_interface
-from clusterkit.run.runs import slug
+from clusterkit.run.folder import slug
 from clusterkit.shell import quote
 from clusterkit.spec import JobSpec
 from clusterkit.sync.project import words

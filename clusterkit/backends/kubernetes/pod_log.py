@@ -21,7 +21,7 @@ from clusterkit.errors import ClusterkitError
 from clusterkit.files import write_atomic
 from clusterkit.output.logs import HEAD
 from clusterkit.output.mirror import NodeView, keeping
-from clusterkit.run.runs import RunFolder, RunHandle
+from clusterkit.run.folder import RunFolder, RunHandle
 from clusterkit.transport import Transport
 
 AGAIN_SECONDS = 1.0

@@ -24,7 +24,7 @@ from clusterkit.backends.placing import own_ports
 from clusterkit.backends.probing import interpreter, unseen
 from clusterkit.cluster import Facts, Gpu, KubernetesCluster, KubernetesFacts, Project
 from clusterkit.errors import BadInput, Unavailable
-from clusterkit.run.runs import home
+from clusterkit.run.folder import home
 from clusterkit.spec import JobSpec
 from clusterkit.sync.project import snapshot, words
 from clusterkit.transport import Transport

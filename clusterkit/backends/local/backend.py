@@ -28,7 +28,7 @@ from clusterkit.cluster import Facts, LocalCluster
 from clusterkit.errors import BadInput, Unavailable, about, counted
 from clusterkit.plan import Note
 from clusterkit.rendezvous import Endpoint, Topology
-from clusterkit.run.runs import RunHandle, home
+from clusterkit.run.folder import RunHandle, home
 from clusterkit.run.status import State
 from clusterkit.spec import JobSpec, parse_duration
 from clusterkit.transport import Transport

@@ -6,7 +6,7 @@ from clusterkit.backends.ports import watch_port
 from clusterkit.backends.probing import limited, looked_at, on_this_machine, own_interpreter
 from clusterkit.cluster import Facts, LocalCluster
 from clusterkit.errors import PortTaken
-from clusterkit.run.runs import home
+from clusterkit.run.folder import home
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
 

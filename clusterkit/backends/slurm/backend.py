@@ -30,7 +30,7 @@ from clusterkit.backends.slurm.queue import HERE, SLURM_SECONDS, Job, jobs_of, r
 from clusterkit.cluster import Facts, SlurmCluster
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.plan import Plan, unpacking
-from clusterkit.run.runs import RunHandle, home
+from clusterkit.run.folder import RunHandle, home
 from clusterkit.run.status import State
 from clusterkit.spec import JobSpec
 from clusterkit.transport import LocalTransport, Transport

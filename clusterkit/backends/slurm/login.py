@@ -21,7 +21,7 @@ from clusterkit.cluster import SlurmCluster, SshCluster
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed
 from clusterkit.files import size_of, write_atomic
 from clusterkit.output import mirror
-from clusterkit.run.runs import RunHandle
+from clusterkit.run.folder import RunHandle
 from clusterkit.transport import Stream, Transport
 
 _BOOT = "import sys;exec(compile(sys.stdin.read({}),'tail','exec'))"

@@ -20,7 +20,7 @@ from clusterkit.backends.slurm import login
 from clusterkit.backends.slurm.queue import NODE_0_LOST, WARNED, Job, jobs_of
 from clusterkit.errors import Unavailable
 from clusterkit.output import mirror
-from clusterkit.run.runs import RunHandle
+from clusterkit.run.folder import RunHandle
 from clusterkit.run.status import NodeCause, NodeStatus, State
 from clusterkit.transport import Transport
 

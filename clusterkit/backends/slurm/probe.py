@@ -23,7 +23,7 @@ from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON
 from clusterkit.backends.slurm.queue import ask as ask_slurm
 from clusterkit.cluster import Facts, Gpu, HostFacts, SlurmCluster, SlurmFacts
 from clusterkit.errors import BadInput, Unavailable
-from clusterkit.run.runs import home
+from clusterkit.run.folder import home
 from clusterkit.spec import JobSpec
 from clusterkit.sync import project
 from clusterkit.transport import Transport

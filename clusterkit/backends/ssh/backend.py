@@ -23,7 +23,7 @@ from clusterkit.cluster import Facts, SshCluster
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.output import mirror
 from clusterkit.plan import Plan
-from clusterkit.run.runs import RunHandle, home
+from clusterkit.run.folder import RunHandle, home
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport, fan_out
 

@@ -10,7 +10,7 @@ from clusterkit.agent import archive
 from clusterkit.backends.base import Observation
 from clusterkit.backends.nodes import Left, judge_node, observed
 from clusterkit.output.mirror import NodeView, Watch
-from clusterkit.run.runs import RunHandle, node_dir
+from clusterkit.run.folder import RunHandle, node_dir
 from clusterkit.run.status import NodeStatus, State
 from clusterkit.transport import Stream, Transport
 

@@ -20,7 +20,7 @@ from textual.widget import Widget
 from clusterkit import api
 from clusterkit.errors import ClusterkitError
 from clusterkit.output import logs
-from clusterkit.run import runs
+from clusterkit.run import folder as run_folder
 from clusterkit.ui.top.board import LOG_LINES, Board, Order, RunBoard, RunsBoard
 from clusterkit.ui.top.paint import Line, style_of
 
@@ -133,7 +133,7 @@ class Top(App[None]):
             self.exit()
         elif order.verb == "open":
             try:
-                self.board = RunBoard(runs.find(order.what))
+                self.board = RunBoard(run_folder.find(order.what))
             except ClusterkitError as error:  # removed since the list was made
                 self.board.said = error.message
         elif order.verb == "back":

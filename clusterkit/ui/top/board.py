@@ -22,7 +22,7 @@ from clusterkit.output.live import (
     standstill,
 )
 from clusterkit.output.logs import LogLine, page
-from clusterkit.run.runs import Event, RunFolder
+from clusterkit.run.folder import Event, RunFolder
 from clusterkit.run.status import RunStatus
 from clusterkit.ui.top import paint
 from clusterkit.ui.top.paint import BOLD, DIM, HERE, STYLES, Line, Piece

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterkit.output import marks
+from clusterkit.output import logs
 from tests.live import parity
 from tests.live.compose.engine import Engine
 from tests.live.compose.image import ROOT
@@ -51,7 +51,7 @@ def losses(text: str) -> list[float]:
     """Of the marked lines in a log."""
     # Compose puts a code for terminals before the lines of a log, also where there is none.
     lines = [line.replace("\x1b[2K", "") for line in text.splitlines()]
-    found = [marks.parse_mark(line) for line in lines]
+    found = [logs.parse_mark(line) for line in lines]
     return [mark["loss"] for mark in found if mark and mark["event"] == "metrics"]
 
 

@@ -34,7 +34,7 @@ from clusterkit.backends.kubernetes.pod_log import NodeLines
 from clusterkit.backends.kubernetes.server import RunObjects, Server
 from clusterkit.errors import BadInput, SubmitFailed, Unavailable
 from clusterkit.plan import KubernetesNative
-from clusterkit.run.runs import MADE, RunFolder
+from clusterkit.run.folder import MADE, RunFolder
 
 
 class Answers(ThreadingHTTPServer):

@@ -29,7 +29,7 @@ from clusterkit.backends.kubernetes.observe import (
 from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.errors import Unavailable
-from clusterkit.run.runs import MADE, RunFolder, RunHandle
+from clusterkit.run.folder import MADE, RunFolder, RunHandle
 from clusterkit.run.status import State
 from clusterkit.spec import JobSpec
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound
-from clusterkit.run import runs
-from clusterkit.run.runs import Event, RunFolder
+from clusterkit.run import folder as run_folder
+from clusterkit.run.folder import Event, RunFolder
 
 
 def event(text, at=1.0):
@@ -31,8 +31,8 @@ def folder():
 
 @given(st.text(max_size=300))
 def test_a_run_id_is_a_dns_label_whatever_the_job_is_called(name):
-    run_id = runs.new_run_id(name)
-    assert runs.check_run_id(run_id) == run_id
+    run_id = run_folder.new_run_id(name)
+    assert run_folder.check_run_id(run_id) == run_id
     assert len(run_id) <= 40
     assert run_id == run_id.lower()
     assert not run_id.startswith("-")
@@ -49,12 +49,12 @@ def test_a_run_id_is_a_dns_label_whatever_the_job_is_called(name):
     ],
 )
 def test_a_name_becomes_the_beginning_of_an_id(name, slug):
-    assert runs.slug(name) == slug
+    assert run_folder.slug(name) == slug
 
 
 def test_two_ids_made_in_the_same_second_differ(monkeypatch):
-    monkeypatch.setattr(runs.time, "strftime", lambda *_: "1121201158")
-    first, second = runs.new_run_id("demo"), runs.new_run_id("demo")
+    monkeypatch.setattr(run_folder.time, "strftime", lambda *_: "1121201158")
+    first, second = run_folder.new_run_id("demo"), run_folder.new_run_id("demo")
     assert first != second
     assert first[:-4] == second[:-4] == "demo-1121201158-"
 
@@ -81,25 +81,25 @@ def test_a_mode_that_would_lock_the_owner_out_is_refused(monkeypatch, asked):
     monkeypatch.setenv("CLUSTERKIT_RUN_MODE", asked)
     with pytest.raises(BadInput, match=f"CLUSTERKIT_RUN_MODE: {asked}: not the mode"):
         RunFolder.create("demo-1")
-    assert not runs.home().exists()
+    assert not run_folder.home().exists()
 
 
 @pytest.mark.parametrize("bad", ["", "A", "a b", "-a", "a-", "a/b", "..", "a\n", "é", "x" * 64])
 def test_an_id_that_is_no_dns_label_is_refused(bad):
     with pytest.raises(BadInput, match="is not valid"):
-        runs.check_run_id(bad)
+        run_folder.check_run_id(bad)
 
 
 # ---------------------------------------------------------------- creating
 
 
 def test_the_home_is_the_environment_s_or_the_user_s(monkeypatch, clusterkit_home):
-    assert runs.home() == clusterkit_home
+    assert run_folder.home() == clusterkit_home
     monkeypatch.delenv("CLUSTERKIT_HOME")
     monkeypatch.setenv("HOME", "/home/u")
-    assert str(runs.home()) == "/home/u/.clusterkit"
+    assert str(run_folder.home()) == "/home/u/.clusterkit"
     monkeypatch.setenv("CLUSTERKIT_HOME", "~/else")
-    assert str(runs.home()) == "/home/u/else"
+    assert str(run_folder.home()) == "/home/u/else"
 
 
 def test_the_same_id_twice_is_refused(folder):
@@ -253,16 +253,16 @@ def three():
 
 
 def test_runs_are_listed_newest_first(three):
-    assert [run.run_id for run in runs.all_runs()] == ["zero3-1", "ddp-2", "ddp-1"]
+    assert [run.run_id for run in run_folder.all_runs()] == ["zero3-1", "ddp-2", "ddp-1"]
 
 
 def test_without_a_home_there_are_no_runs():
-    assert list(runs.all_runs()) == []
+    assert list(run_folder.all_runs()) == []
 
 
 def test_files_among_the_runs_are_passed_over(three, clusterkit_home):
     (clusterkit_home / "runs" / "notes.txt").write_text("")
-    assert len(list(runs.all_runs())) == 3
+    assert len(list(run_folder.all_runs())) == 3
 
 
 def test_a_plan_that_was_written_among_the_runs_is_none(three, clusterkit_home):
@@ -270,24 +270,24 @@ def test_a_plan_that_was_written_among_the_runs_is_none(three, clusterkit_home):
         path = clusterkit_home / "runs" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text("")
-    assert {run.run_id for run in runs.all_runs()} == {"ddp-1", "ddp-2", "zero3-1", "damaged"}
+    assert {run.run_id for run in run_folder.all_runs()} == {"ddp-1", "ddp-2", "zero3-1", "damaged"}
 
 
 @pytest.mark.parametrize(
     ("name", "run_id"), [("ddp-2", "ddp-2"), ("z", "zero3-1"), ("last", "zero3-1")]
 )
 def test_a_run_is_found_by_its_id_its_beginning_or_as_the_last(three, name, run_id):
-    assert runs.find(name).run_id == run_id
+    assert run_folder.find(name).run_id == run_id
 
 
 def test_an_exact_id_goes_before_the_longer_ones_that_begin_so(three):
     RunFolder.create("ddp")
-    assert runs.find("ddp").run_id == "ddp"
+    assert run_folder.find("ddp").run_id == "ddp"
 
 
 def test_an_ambiguous_id_is_refused_with_the_candidates(three):
     with pytest.raises(RunNotFound, match="run 'dd' is ambiguous: ddp-2, ddp-1") as error:
-        runs.find("dd")
+        run_folder.find("dd")
     assert error.value.hint == "give more of its id"
     assert error.value.exit_code == 2
 
@@ -296,20 +296,20 @@ def test_many_candidates_are_counted():
     for number in range(9):
         RunFolder.create(f"a-{number}")
     with pytest.raises(RunNotFound, match=r"ambiguous: (a-\d, ){4}a-\d and 4 more"):
-        runs.find("a")
+        run_folder.find("a")
 
 
 def test_an_unknown_id_is_refused_with_the_newest_runs(three, clusterkit_home):
     with pytest.raises(
         RunNotFound, match=f"run 'nope' is unknown under {clusterkit_home}"
     ) as error:
-        runs.find("nope")
+        run_folder.find("nope")
     assert error.value.hint == "the newest are zero3-1, ddp-2, ddp-1"
 
 
 def test_the_id_of_a_run_that_was_made_elsewhere_is_told_where_it_may_be(three):
     with pytest.raises(RunNotFound, match="run 'ddp-1122110042-umuv' is unknown") as error:
-        runs.find("ddp-1122110042-umuv")
+        run_folder.find("ddp-1122110042-umuv")
     assert "clusterkit attach ddp-1122110042-umuv --cluster CLUSTER" in (error.value.hint or "")
 
 
@@ -317,7 +317,7 @@ def test_the_id_of_a_run_that_was_made_elsewhere_is_told_where_it_may_be(three):
 def test_no_name_leads_out_of_the_home(name, clusterkit_home):
     (clusterkit_home / "runs").mkdir(parents=True)
     with pytest.raises(RunNotFound, match="is unknown") as error:
-        runs.find(name)
+        run_folder.find(name)
     assert error.value.hint == "there are no runs"
 
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from clusterkit.backends.base import Observation
 from clusterkit.plan import Plan
-from clusterkit.run.runs import RunFolder, RunHandle
+from clusterkit.run.folder import RunFolder, RunHandle
 from clusterkit.run.status import Failure, RunStatus, State, overall
 from clusterkit.spec import JobSpec
 

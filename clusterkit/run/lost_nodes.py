@@ -17,9 +17,9 @@ from clusterkit.errors import ClusterkitError, RunFolderError
 from clusterkit.files import write_atomic
 from clusterkit.output import mirror
 from clusterkit.plan import Plan
-from clusterkit.run.runs import RunFolder, StepRecord
+from clusterkit.run.folder import RunFolder, StepRecord
+from clusterkit.run.outcome import TOKEN
 from clusterkit.run.status import NodeStatus, State
-from clusterkit.run.verdict import TOKEN
 from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport

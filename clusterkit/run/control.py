@@ -23,9 +23,9 @@ from clusterkit.backends.base import (
 from clusterkit.cluster import ClusterSpec, Facts, LocalCluster
 from clusterkit.errors import EXIT_INTERRUPTED, ClusterkitError, RunFolderError, counted
 from clusterkit.plan import Plan
-from clusterkit.run.runs import LEFTOVERS, POLL_SECONDS, RunFolder, RunHandle, Submission
+from clusterkit.run.folder import LEFTOVERS, POLL_SECONDS, RunFolder, RunHandle, Submission
+from clusterkit.run.outcome import diagnosis, record, without_spares
 from clusterkit.run.status import Failure, RunStatus, State
-from clusterkit.run.verdict import diagnosis, record, without_spares
 from clusterkit.spec import JobSpec
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from clusterkit.backends.base import SupportsFile, check_capabilities
 from clusterkit.cluster import CLUSTER_TYPES, Facts
 from clusterkit.errors import BadInput
 from clusterkit.jobfile import request
-from clusterkit.run import runs as store
+from clusterkit.run import folder as run_folder
 from clusterkit.run.launch import resolved_cluster
 from clusterkit.spec import Job
 
@@ -68,7 +68,7 @@ def plan_as(
     elif facts is None:
         with contextlib.closing(backends.transport_for(entry)) as transport:
             facts = backend.probe(entry, transport, spec)
-    run_id = store.check_run_id(run_id or store.slug(spec.name))
+    run_id = run_folder.check_run_id(run_id or run_folder.slug(spec.name))
     plan = backend.plan(spec, entry, facts, run_id)
     notes = [str(note) for note in plan.notes]
     head = [f"{spec.name}: {plan.summary}", *head, *notes, *wanted.remarks]
