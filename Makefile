@@ -177,15 +177,15 @@ chaos: .venv/.dev ## Faults at random times against real runs: FAULTS=50 SEED=1 
 
 .PHONY: live
 live: .venv/.dev ## Tests that start real runs; what fails is run once more, and named FLAKY if it passes
-	@$(BIN)/python -m tests.again -m "not thorough" $(SLOW) --numprocesses 4 --dist loadscope tests/live
+	@$(BIN)/python -m tests.rerun -m "not thorough" $(SLOW) --numprocesses 4 --dist loadscope tests/live
 
 .PHONY: live-here
 live-here: .venv/.dev ## On this machine alone: local runs, all programs, parity
-	@$(BIN)/python -m tests.again -m "not thorough" tests/live/test_*.py
+	@$(BIN)/python -m tests.rerun -m "not thorough" tests/live/test_*.py
 
 .PHONY: live-nodes
 live-nodes: .venv/.dev ## On SSH hosts, in containers, on Kubernetes and Slurm: what there cannot be is skipped
-	@$(BIN)/python -m tests.again -m "not thorough" tests/live/ssh tests/live/compose tests/live/kubernetes tests/live/slurm
+	@$(BIN)/python -m tests.rerun -m "not thorough" tests/live/ssh tests/live/compose tests/live/kubernetes tests/live/slurm
 
 .PHONY: thorough
 thorough: .venv/.dev ## The tests that `make test` leaves out because they take long: half an hour; root

@@ -1,7 +1,7 @@
-"""pytest, and at the end once more what failed: `python -m tests.again [PYTEST'S ARGUMENTS]`.
+"""Run pytest, then rerun the tests that failed: `python -m tests.rerun [PYTEST ARGUMENTS]`.
 
-For live tests, whose machine may have a bad moment. One that passes then is printed as
-``FLAKY: name`` and does not fail the whole; it has a defect all the same, or its test has.
+A test that passes the second time is printed as ``FLAKY: name`` and does not fail the run. For live
+tests, which share a busy machine; each FLAKY test still has a defect, in itself or in clusterkit.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ TESTS_FAILED = 1
 
 
 def main(words: list[str]) -> int:
-    """Exit code as pytest's own: 0 if each test passed, at once or the second time."""
-    with tempfile.TemporaryDirectory(prefix="clusterkit-again-") as cache:
+    """Return pytest's exit code: 0 if each test passed, the first or the second time."""
+    with tempfile.TemporaryDirectory(prefix="clusterkit-rerun-") as cache:
         pytest = [sys.executable, "-m", "pytest", "-o", f"cache_dir={cache}", *words]
         code = run(pytest)
         failed = failures(Path(cache))
         if code != TESTS_FAILED or not failed:
             return code
-        print(f"\nonce more, what failed: {len(failed)}", flush=True)
+        print(f"\nrerunning {len(failed)} failed tests", flush=True)
         code = run([*pytest, "--last-failed"])
         for name in sorted(failed - failures(Path(cache))):
             print(f"FLAKY: {name}", flush=True)
@@ -32,15 +32,15 @@ def main(words: list[str]) -> int:
 
 
 def run(command: list[str]) -> int:
-    """Run pytest, which gets the signals that come here: it has engines and clusters to end."""
+    """Run pytest and forward SIGTERM to it: it has engines and clusters to end."""
     process = subprocess.Popen(command)
-    signal.signal(signal.SIGINT, lambda *_: None)  # a terminal sends it to both
+    signal.signal(signal.SIGINT, lambda *_: None)  # the terminal sends it to both
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     return process.wait()
 
 
 def failures(cache: Path) -> set[str]:
-    """The tests that failed when they were last run, by pytest's own record."""
+    """Return the tests that failed in their last run, from pytest's cache."""
     found = cache / "v" / "cache" / "lastfailed"
     return set(json.loads(found.read_text())) if found.exists() else set()
 

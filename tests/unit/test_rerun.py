@@ -1,4 +1,4 @@
-"""`python -m tests.again`: what failed is run once more, and named if it passes then."""
+"""`python -m tests.rerun`: what failed is run once more, and named if it passes then."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_flaky_fixture(broken): ...
 @pytest.mark.parametrize("more", ["", "\ndef test_broken():\n    assert 0\n", "\n)"])
 def test_what_fails_is_run_once_more_and_named_if_it_passes(tmp_path: Path, more: str) -> None:
     (tmp_path / "test_it.py").write_text(TESTS + more)
-    words = [sys.executable, "-m", "tests.again", str(tmp_path)]
+    words = [sys.executable, "-m", "tests.rerun", str(tmp_path)]
     env = {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
     named = [line for line in done.stdout.splitlines() if line.startswith("FLAKY: ")]
