@@ -1,4 +1,4 @@
-# Everything runs in .venv; the first target that needs it makes it.
+# Everything runs in .venv, which the first target that needs it creates.
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 
@@ -14,8 +14,8 @@ HOSTS ?= 2
 WORKERS ?= $(shell nproc 2>/dev/null || echo 1)
 
 .PHONY: help
-help: ## This list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 ##  ---- the environment
 
@@ -23,7 +23,7 @@ help: ## This list
 	@test -n "$(PYTHON)" || { echo "clusterkit needs Python 3.11 or newer: apt-get install python3 python3-venv" >&2; exit 3; }
 	@$(PYTHON) -m venv .venv || { rm -rf .venv; echo "$(PYTHON) cannot make environments: apt-get install python3-venv" >&2; exit 3; }
 
-# torch first: whatever else asks for torch then finds this one.
+# torch first: packages that require torch then find it installed, and pip downloads no CUDA build.
 .venv/.train: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "making .venv (torch, deepspeed, transformers): a few minutes the first time" >&2
 	@$(PIP) torch
@@ -36,10 +36,10 @@ help: ## This list
 	@touch $@
 
 .PHONY: venv
-venv: .venv/.train ## The environment that runs jobs
+venv: .venv/.train ## Make .venv with what runs jobs: torch, deepspeed, transformers
 
 .PHONY: lock
-lock: .venv/.dev ## Write constraints.txt anew from what pip finds now
+lock: .venv/.dev ## Upgrade all packages and write constraints.txt
 	@$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[train,dev]'
 	@{ sed '/^[^#]/,$$d' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//; s/+cu[0-9]*$$//' | grep -v '^nvidia\|^triton\|^cuda'; } >constraints.new
 	@mv constraints.new constraints.txt
@@ -51,23 +51,23 @@ run-local: .venv/.train ## Train on this machine: GPUS=2 NODES=1 JOB=jobs/ddp.ya
 	@$(BIN)/clusterkit submit $(JOB) --nodes $(NODES) --gpus $(GPUS)
 
 .PHONY: parity
-parity: .venv/.train ## The same losses from every strategy, also resumed; writes docs/parity.md
+parity: .venv/.train ## Compare the losses of all strategies, also resumed; writes docs/parity.md
 	@$(BIN)/python -m tests.live.parity
 
 .PHONY: lab
-lab: .venv/.train ## Real SSH hosts on this machine, in .lab; root: HOSTS=2
+lab: .venv/.train ## Start SSH hosts in network namespaces of this machine, in .lab; needs root: HOSTS=2
 	@$(BIN)/python -m tests.lab up $(HOSTS)
 
 .PHONY: lab-down
-lab-down: ## Remove them
+lab-down: ## Stop and remove the SSH hosts of `make lab`
 	@$(PYTHON) -m tests.lab down
 
 .PHONY: estimate-check
-estimate-check: .venv/.train ## Predicted memory against measured; writes the table of docs/estimate.md
+estimate-check: .venv/.train ## Compare predicted with measured memory; writes the table of docs/estimate.md
 	@$(BIN)/python -m tests.live.estimate --write
 
 .PHONY: bench
-bench: .venv/.train ## Ratios against torchrun and deepspeed, start-up, runs and plans of many nodes
+bench: .venv/.train ## Measure start-up, restarts and scale, as ratios against torchrun, deepspeed and others
 	@$(BIN)/python -m tests.bench
 	@$(BIN)/python -m tests.bench.start
 	@$(BIN)/python -m tests.bench.gpt
@@ -78,27 +78,27 @@ bench: .venv/.train ## Ratios against torchrun and deepspeed, start-up, runs and
 	@$(BIN)/python -m tests.bench.slurm || [ $$? = 3 ]
 
 .PHONY: bench-gpu
-bench-gpu: .venv/.train ## Tokens/s, MFU and peak memory of jobs/train/gpt on one GPU; under 10 minutes
+bench-gpu: .venv/.train ## Measure tokens/s, MFU and peak memory of jobs/train/gpt on one GPU; under 10 minutes
 	@$(BIN)/python -m tests.bench.gpu || [ $$? = 3 ]
 
 MINUTES ?= 10
 .PHONY: bench-goodput
-bench-goodput: .venv/.train ## Goodput with a rank killed a minute, against torchrun --max-restarts: MINUTES=10
+bench-goodput: .venv/.train ## Measure goodput with one rank killed per minute, against torchrun --max-restarts: MINUTES=10
 	@$(BIN)/python -m tests.bench.goodput --minutes $(MINUTES)
 
 ##  ---- containers
 
-# BASE: the base image. With GPUs clusterkit:gpu is made, without clusterkit:cpu.
+# BASE is the base image. Builds clusterkit:gpu on a machine with GPUs, else clusterkit:cpu.
 .PHONY: image
 image: ## Build the training image: BASE=IMAGE
 	@$(PYTHON) docker/build.py $(if $(BASE),--base $(BASE))
 
 .PHONY: image-test
-image-test: ## Check the image from inside, as its own user and as an unknown one: IMAGE=NAME
+image-test: ## Check the image from inside, as its own user and as an arbitrary uid: IMAGE=NAME
 	@$(PYTHON) docker/check.py $(IMAGE)
 
 .PHONY: wheelhouse
-wheelhouse: ## Wheels of all that the image needs, so that building it needs no index
+wheelhouse: ## Download the wheels for the image, which is then built without a package index
 	@ls wheelhouse/*.whl >/dev/null 2>&1 || rm -f wheelhouse/.made
 	@$(MAKE) --no-print-directory wheelhouse/.made
 
@@ -109,115 +109,115 @@ wheelhouse/.made: pyproject.toml constraints.txt docker/requirements.py | .venv/
 	@touch $@
 
 .PHONY: docker-lab
-docker-lab: ## SSH hosts out of containers, in .docker-lab: HOSTS=2
+docker-lab: ## Start SSH hosts in containers, in .docker-lab: HOSTS=2
 	@$(PYTHON) docker/lab.py up --hosts $(HOSTS)
 
 .PHONY: docker-lab-down
-docker-lab-down: ## Remove them
+docker-lab-down: ## Stop and remove the hosts of `make docker-lab`
 	@$(PYTHON) docker/lab.py down
 
 .PHONY: engine
-engine: .venv/.dev ## A docker engine with compose and a base image, on Debian without systemd; root
+engine: .venv/.dev ## Start a docker engine with compose and a base image, on Debian without systemd; needs root
 	@$(BIN)/python -m tests.live.compose.engine up
 
 .PHONY: engine-down
-engine-down: .venv/.dev ## End it and remove all it holds
+engine-down: .venv/.dev ## Stop the engine and remove its images, containers and volumes
 	@$(BIN)/python -m tests.live.compose.engine down
 
 ##  ---- Kubernetes
 
 KUBE ?= ../shared/kube/cluster
 
-# Loads the image that the docker engine has as clusterkit:cpu.
+# Loads the docker engine's image clusterkit:cpu into the cluster.
 .PHONY: kube-up
-kube-up: ## A Kubernetes on this machine with all operators and clusterkit:cpu; root: KUBE=SCRIPT
-	@test -x $(KUBE) || { echo "$(KUBE) is not there; docs/kubernetes.md says how with kind or minikube" >&2; exit 3; }
-	@docker image inspect clusterkit:cpu >/dev/null || { echo "first: make image, or with GPUs: python3 docker/build.py --tag clusterkit:cpu" >&2; exit 3; }
+kube-up: ## Start a Kubernetes on this machine with all operators and clusterkit:cpu; needs root: KUBE=SCRIPT
+	@test -x $(KUBE) || { echo "$(KUBE) not found; docs/kubernetes.md shows how to use kind or minikube instead" >&2; exit 3; }
+	@docker image inspect clusterkit:cpu >/dev/null || { echo "image clusterkit:cpu not found; run: make image (with GPUs: python3 docker/build.py --tag clusterkit:cpu)" >&2; exit 3; }
 	@$(KUBE) up
 	@mkdir -p .make && docker save $$(docker image inspect clusterkit:cpu --format '{{join .RepoTags " "}}') --output .make/image.tar && $(KUBE) load .make/image.tar; code=$$?; rm -f .make/image.tar; exit $$code
 
 .PHONY: kube-down
-kube-down: ## Remove it
+kube-down: ## Stop and remove the cluster of `make kube-up`
 	@$(KUBE) down
 
 ##  ---- checks
 
 .PHONY: test
-test: lint types unit live ## All of it: lint, types, unit, contract, golden, live
+test: lint types unit live ## Run all checks: lint, types, unit, live
 
 .PHONY: lint
-lint: .venv/.dev ## ruff, and that the generated docs are up to date
+lint: .venv/.dev ## Run ruff, and check that generated docs are up to date
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/python -m tests.generated_docs --check
 	@$(BIN)/ruff format --check --quiet . || { $(BIN)/ruff format --check .; exit 1; }
 
 .PHONY: types
-types: .venv/.dev ## mypy, strict
+types: .venv/.dev ## Run mypy, strict
 	@$(BIN)/mypy
 
-# What took longest is told at the end.
+# Report the slowest tests at the end.
 SLOW := --durations 40 --durations-min 5
 
 .PHONY: unit
-unit: .venv/.dev ## Tests that need no cluster: WORKERS=2
+unit: .venv/.dev ## Run the unit, contract, golden and simulation tests: WORKERS=2
 	@$(BIN)/pytest -m "not thorough" $(SLOW) --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal \
 		tests/unit tests/contract tests/golden tests/simulation
 
 SCHEDULES ?= 100000
 .PHONY: simulation
-simulation: .venv/.dev ## More simulated bad days of a run than the unit tests have: SCHEDULES=100000
+simulation: .venv/.dev ## Simulate runs under random faults: SCHEDULES=100000
 	@$(BIN)/python -m tests.simulation $(SCHEDULES)
 
 FAULTS ?= 50
 SEED ?= 1
 ON ?= local
 .PHONY: chaos
-chaos: .venv/.dev ## Faults at random times against real runs: FAULTS=50 SEED=1 ON=local,ssh,compose,kubernetes,slurm; root
+chaos: .venv/.dev ## Inject random faults into real runs; needs root: FAULTS=50 SEED=1 ON=local,ssh,compose,kubernetes,slurm
 	@$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED) --on $(ON) $(if $(ONLY),--only $(ONLY))
 
 .PHONY: live
-live: .venv/.dev ## Tests that start real runs; what fails is run once more, and named FLAKY if it passes
+live: .venv/.dev ## Run the tests of real runs; a failed test is rerun once, and printed as FLAKY if it then passes
 	@$(BIN)/python -m tests.rerun -m "not thorough" $(SLOW) --numprocesses 4 --dist loadscope tests/live
 
 .PHONY: live-here
-live-here: .venv/.dev ## On this machine alone: local runs, all programs, parity
+live-here: .venv/.dev ## Run the live tests of this machine alone: local runs, all programs, parity
 	@$(BIN)/python -m tests.rerun -m "not thorough" tests/live/test_*.py
 
 .PHONY: live-nodes
-live-nodes: .venv/.dev ## On SSH hosts, in containers, on Kubernetes and Slurm: what there cannot be is skipped
+live-nodes: .venv/.dev ## Run the live tests on SSH hosts, in containers, on Kubernetes and Slurm; skips what is not installed
 	@$(BIN)/python -m tests.rerun -m "not thorough" tests/live/ssh tests/live/compose tests/live/kubernetes tests/live/slurm
 
 .PHONY: thorough
-thorough: .venv/.dev ## The tests that `make test` leaves out because they take long: half an hour; root
+thorough: .venv/.dev ## Run the slow tests that `make test` leaves out: half an hour; needs root
 	@$(BIN)/pytest -m thorough tests/unit tests/live
 
 .PHONY: lab-test
-lab-test: .venv/.dev ## The tests of `make lab` itself, for who changes tests/lab; root
+lab-test: .venv/.dev ## Run the tests of `make lab` itself, after a change in tests/lab; needs root
 	@$(BIN)/pytest tests/live/ssh/test_lab.py && $(BIN)/python -m tests.tested lab
 
 .PHONY: ansible-test
-ansible-test: .venv/.dev ## All tests of the Ansible roles, for who changes ansible/; root
+ansible-test: .venv/.dev ## Run all tests of the Ansible roles, after a change in ansible/; needs root
 	@$(BIN)/pytest tests/live/ssh/test_ansible.py tests/live/slurm/test_role.py && $(BIN)/python -m tests.tested ansible
 
 .PHONY: kube-test
-kube-test: .venv/.dev ## All tests on Kubernetes, which ../shared/kube makes: 25 minutes; root
+kube-test: .venv/.dev ## Run all tests on Kubernetes, with the cluster of ../shared/kube: 25 minutes; needs root
 	@$(BIN)/pytest tests/live/kubernetes
 
 .PHONY: format
-format: .venv/.dev ## Lay the code out
+format: .venv/.dev ## Format the code with ruff
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format --quiet .
 
 .PHONY: docs
-docs: .venv/.dev ## Write the generated parts of docs/ anew
+docs: .venv/.dev ## Regenerate the generated parts of docs/
 	@$(BIN)/python -m tests.generated_docs
 
 .PHONY: wheel
-wheel: .venv/.dev ## Build the wheel into build/ and try it in an environment of its own
+wheel: .venv/.dev ## Build the wheel into build/ and install it into a new environment
 	@$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir $(OUT) .
 	@rm -rf $(OUT)/venv && $(PYTHON) -m venv $(OUT)/venv
 	@$(OUT)/venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(OUT)/clusterkit-*.whl
 	@$(OUT)/venv/bin/clusterkit --version
 
 .PHONY: clean
-clean: ## Remove .venv and what was built
+clean: ## Remove .venv and build output
 	@rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
