@@ -287,7 +287,7 @@ def bench(
     """
     from clusterkit.bench import bandwidth
     from clusterkit.run.launch import launch, prepare, resolved_cluster
-    from clusterkit.ui.words import failure_text
+    from clusterkit.ui.formatting import failure_text
 
     options = bandwidth.choose(**choices)
     if nodes is None:
@@ -312,13 +312,10 @@ def bench(
         run.cancel()
         raise
     if status.state is not State.SUCCEEDED:
-        failure, hint = status.failure, None
-        if failure is not None:
-            hint, failure = failure.hint, msgspec.structs.replace(failure, hint=None)
-        why = failure_text(msgspec.structs.replace(status, failure=failure)) or status.remark
+        reason = failure_text(status, with_hint=False) or status.remark
         raise RunFailed(
-            f"run {run.id} is {status.state}{f': {why}' if why else ''}",
-            hint=hint or f"clusterkit logs {run.id}",
+            f"run {run.id} is {status.state}{f': {reason}' if reason else ''}",
+            hint=(status.failure and status.failure.hint) or f"clusterkit logs {run.id}",
             exit_code=status.exit_code or EXIT_FAILURE,
         )
     return bandwidth.report(run.id, run.marks(), [node.host for node in status.nodes])

@@ -82,9 +82,9 @@ def cli(debug: bool) -> None:
 
 
 def _say_error(message: str, hint: str | None) -> None:
-    from clusterkit.ui.words import shown_on
+    from clusterkit.ui.formatting import terminal_filter
 
-    shown = shown_on(sys.stderr)
+    shown = terminal_filter(sys.stderr)
     # The context that knows of NO_COLOR has ended by now.
     colour = False if os.environ.get("NO_COLOR") else None
     click.secho("error: ", fg="red", bold=True, nl=False, err=True, color=colour)

@@ -7,7 +7,7 @@ import click
 from clusterkit import api
 from clusterkit.cli.common import cluster_options, json_option, print_json, run_argument
 from clusterkit.cli.following import follow
-from clusterkit.ui.waiting import waiting
+from clusterkit.ui.spinner import spinner
 
 
 @click.command(
@@ -33,7 +33,7 @@ def command(
     from the beginning, and status, logs, metrics and cancel work. Its former supervisor stops.
     """
     watched = cluster is None and api.get(run).watched
-    with waiting(f"asking cluster {cluster}" if cluster else "attaching"):
+    with spinner(f"asking cluster {cluster}" if cluster else "attaching"):
         found = api.attach(run, cluster=cluster, clusters_file=clusters_file)
     if watched:
         click.echo(f"note: {found.id} already has a supervisor", err=True)

@@ -15,7 +15,7 @@ from clusterkit.bench.slow_links import figure
 from clusterkit.cli.common import cluster_options, host_options, json_option, print_json, table
 from clusterkit.errors import EXIT_FAILURE, counted
 from clusterkit.run.status import RunStatus
-from clusterkit.ui.waiting import waiting
+from clusterkit.ui.spinner import spinner
 
 PLAIN_LINES = 20
 """How many progress lines there are where there is no terminal to redraw."""
@@ -66,7 +66,7 @@ def command(output: Path | None, as_json: bool, **options: Any) -> int:
 
         plots.check_output(output)
     with contextlib.ExitStack() as until:
-        until.enter_context(waiting(f"looking at cluster {options['cluster']}"))
+        until.enter_context(spinner(f"looking at cluster {options['cluster']}"))
 
         def watch(run: api.Run) -> RunStatus:
             until.close()
@@ -95,7 +95,7 @@ def command(output: Path | None, as_json: bool, **options: Any) -> int:
 def _watch(run: api.Run) -> RunStatus:
     """Say on stderr what is being measured until the run has ended."""
     from clusterkit.ui import follow
-    from clusterkit.ui.words import source
+    from clusterkit.ui.formatting import source
 
     click.echo(f"{run.id}: {run.plan.summary}", err=True)
     for note in run.plan.notes:

@@ -7,7 +7,7 @@ import click
 from clusterkit import api
 from clusterkit.cli.common import json_option, print_json, run_argument
 from clusterkit.errors import EXIT_UNAVAILABLE
-from clusterkit.ui.waiting import waiting
+from clusterkit.ui.spinner import spinner
 
 
 @click.command("cancel", epilog="Example: clusterkit cancel last")
@@ -20,7 +20,7 @@ def command(run: str, as_json: bool) -> int:
     stays as it is. The grace between the two signals is the cluster's stop_grace. A host that
     does not answer is named; once it does, cancel the run again to end what is left there.
     """
-    with waiting("cancelling"):
+    with spinner("cancelling"):
         status = api.cancel(run)
     if as_json:
         print_json(status)

@@ -208,9 +208,9 @@ def table(
 ) -> str:
     """Columns two spaces apart, wrapped to the terminal less ``indent``, aligned to the left, or of
     ``numbers`` all but the first to the right. None is shown as ``-``."""
-    from clusterkit.ui.words import shown_on
+    from clusterkit.ui.formatting import terminal_filter
 
-    shown = shown_on(sys.stdout, colours=False)
+    shown = terminal_filter(sys.stdout, colours=False)
     everything = [tuple(header), *(tuple(shown(_cell(each)) for each in row) for row in rows)]
     gap, widths = _layout(everything, _room() - indent)
     lines = []

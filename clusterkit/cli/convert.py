@@ -12,7 +12,7 @@ from clusterkit.cli.common import COMMAND, WordsCommand, json_option, print_json
 from clusterkit.convert.files import add_cluster
 from clusterkit.errors import BadInput
 from clusterkit.files import write_atomic
-from clusterkit.ui.words import shown_on
+from clusterkit.ui.formatting import terminal_filter
 
 
 @click.command(
@@ -50,7 +50,7 @@ def command(
     if file is None and not words:
         raise click.UsageError("Give a file, or a command after --.", ctx)
     found = api.convert(file, words, kind=kind)
-    shown = shown_on(sys.stderr)
+    shown = terminal_filter(sys.stderr)
     for note in found.notes:
         click.echo(shown(str(note)), err=True)
     what = shell.join(["clusterkit", "convert", *([file] if file else ["--", *words])])

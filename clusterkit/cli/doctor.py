@@ -23,7 +23,7 @@ from clusterkit.doctor import Progress, every_check
 from clusterkit.doctor.base import Level
 from clusterkit.doctor.report import ranges
 from clusterkit.errors import EXIT_FAILURE
-from clusterkit.ui.waiting import waiting
+from clusterkit.ui.spinner import spinner
 
 _COLOURS: dict[Level, dict[str, Any]] = {
     "ok": {"fg": "green"},
@@ -107,10 +107,10 @@ def _doing(phase: int, waiting: Sequence[str], visited: Sequence[str]) -> str:
 def _progress() -> Iterator[Progress]:
     """Tell on stderr whom is waited for, when it takes longer than a second."""
     visited: dict[int, Sequence[str]] = {}
-    with waiting("looking", plain=True) as told:
+    with spinner("looking", plain=True) as shown:
 
         def progress(phase: int, waiting: Sequence[str]) -> None:
             # A phase begins with all its hosts.
-            told.say(_doing(phase, waiting, visited.setdefault(phase, waiting)))
+            shown.update(_doing(phase, waiting, visited.setdefault(phase, waiting)))
 
         yield progress

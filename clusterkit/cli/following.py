@@ -14,8 +14,8 @@ from clusterkit import api
 from clusterkit.cli.common import print_json
 from clusterkit.errors import EXIT_FAILURE, EXIT_INTERRUPTED, BadInput, Unavailable
 from clusterkit.run.status import RunStatus, State
-from clusterkit.ui.waiting import waiting
-from clusterkit.ui.words import failure_text, start_text, waits_for
+from clusterkit.ui.formatting import failure_text, pending_reason, start_text
+from clusterkit.ui.spinner import spinner
 
 QUEUE_SECONDS = 3.0
 """How long nodes wait before it is said that they do."""
@@ -27,8 +27,8 @@ def follow(run: api.Run, as_json: bool, *, detach: bool = False) -> int:
         from clusterkit.ui import follow  # a moment in which Ctrl-C may come, too
 
         if detach:
-            with waiting(start_text()) as told:
-                status = run.wait(until=_Started(told.say))
+            with spinner(start_text()) as shown:
+                status = run.wait(until=_Started(shown.update))
         else:
             status = follow.follow(run)
     except KeyboardInterrupt:
@@ -36,7 +36,7 @@ def follow(run: api.Run, as_json: bool, *, detach: bool = False) -> int:
     if as_json:
         print_json(status)
     if detach and not status.state.final:
-        reason = waits_for(status)
+        reason = pending_reason(status)
         how = "has started" if reason is None else f"waits ({reason})"
         click.echo(f"{run.id} {how}; clusterkit logs -f {run.id} follows it", err=True)
     if status.state is State.UNKNOWN:
@@ -53,7 +53,7 @@ class _Started:
         self._say = say
 
     def __call__(self, status: RunStatus) -> bool:
-        reason = waits_for(status)
+        reason = pending_reason(status)
         self._say(start_text(reason))
         if reason is None:
             self._since = None

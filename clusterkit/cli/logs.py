@@ -13,7 +13,7 @@ from clusterkit.cli.common import json_option, run_argument
 from clusterkit.output import tracebacks
 from clusterkit.output.logs import LogLine
 from clusterkit.run.folder import Event
-from clusterkit.ui.words import log_text, shown_on
+from clusterkit.ui.formatting import log_text, terminal_filter
 
 
 @click.command("logs", epilog="Example: clusterkit logs -f last --rank 0")
@@ -45,7 +45,7 @@ def command(
     if as_json and not follow:
         _print_list(batches)
         return
-    shown = shown_on(sys.stdout)
+    shown = terminal_filter(sys.stdout)
     # Thousands of lines at once: written one by one, two million would take a minute.
     for batch in batches if as_json or raw else tracebacks.folded(batches):
         if as_json:

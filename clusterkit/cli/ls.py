@@ -9,7 +9,7 @@ import click
 
 from clusterkit import api
 from clusterkit.cli.common import STATE_COLOURS, cluster_options, json_option, print_json, table
-from clusterkit.ui.waiting import waiting
+from clusterkit.ui.spinner import spinner
 
 
 @click.command(
@@ -30,7 +30,7 @@ def command(cluster: str | None, clusters_file: str | None, as_json: bool) -> No
     if cluster is None:
         found: list[Any] = list(api.runs())
     else:
-        with waiting(f"asking cluster {cluster}"):
+        with spinner(f"asking cluster {cluster}"):
             found = list(api.runs_of(cluster, clusters_file=clusters_file))
     if as_json:
         print_json(found)

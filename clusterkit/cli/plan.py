@@ -11,7 +11,7 @@ import click
 from clusterkit import api, backends
 from clusterkit.cli.common import PlanCommand, job_of, json_option, plan_options, prepare_options
 from clusterkit.files import write_atomic
-from clusterkit.ui.waiting import waiting
+from clusterkit.ui.spinner import spinner
 
 
 @click.command(
@@ -46,7 +46,7 @@ def command(
     a manifest, a compose file, a script that uses ssh. Without --cluster nothing is probed then;
     what is assumed stands in comments.
     """
-    looking = waiting(f"looking at cluster {options['cluster']}")
+    looking = spinner(f"looking at cluster {options['cluster']}")
     if form is not None:
         if out is not None or as_json:
             raise click.UsageError("--as prints one file: it goes without --out and --json.", ctx)

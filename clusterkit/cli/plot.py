@@ -6,7 +6,7 @@ import click
 
 from clusterkit import api
 from clusterkit.cli.common import runs_argument
-from clusterkit.ui.waiting import waiting
+from clusterkit.ui.spinner import spinner
 
 
 @click.command("plot", epilog="Example: clusterkit plot ddp-1121 zero3-1121 -o loss.png")
@@ -18,6 +18,6 @@ def command(runs: tuple[str, ...], output: str) -> None:
 
     RUN is a run's id, the beginning of one, or `last`.
     """
-    with waiting(f"drawing {output}"):
+    with spinner(f"drawing {output}"):
         drawn = api.plot(runs, output)
     click.echo(drawn)

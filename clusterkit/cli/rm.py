@@ -6,7 +6,7 @@ import click
 
 from clusterkit import api
 from clusterkit.cli.common import runs_argument
-from clusterkit.ui.waiting import waiting
+from clusterkit.ui.spinner import spinner
 
 
 @click.command("rm", epilog="Example: clusterkit rm last")
@@ -21,6 +21,6 @@ def command(runs: tuple[str, ...], force: bool) -> None:
     """
     chosen = [api.get(name) for name in runs]
     for run in chosen:
-        with waiting(f"removing {run.id}"):
+        with spinner(f"removing {run.id}"):
             run.delete(force=force)
         click.echo(run.id)

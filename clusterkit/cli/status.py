@@ -10,7 +10,7 @@ import click
 
 from clusterkit import api
 from clusterkit.cli.common import STATE_COLOURS, json_option, print_json, run_argument, table
-from clusterkit.ui.words import failure_text, goodput_text, remark_lines, shown_on
+from clusterkit.ui.formatting import failure_text, goodput_text, remark_lines, terminal_filter
 
 
 @click.command("status", epilog="Example: clusterkit status last")
@@ -26,7 +26,7 @@ def command(run: str, as_json: bool) -> None:
     if as_json:
         print_json(status)
         return
-    shown = shown_on(sys.stdout)
+    shown = terminal_filter(sys.stdout)
     click.echo(f"{status.run}  ", nl=False)
     click.secho(status.state, fg=STATE_COLOURS[status.state], bold=True)
     if status.started_at is not None:

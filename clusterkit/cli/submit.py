@@ -10,7 +10,7 @@ import click
 from clusterkit import api
 from clusterkit.cli.common import PlanCommand, job_of, json_option, plan_options, prepare_options
 from clusterkit.cli.following import check_terminal, follow, interrupted, watch
-from clusterkit.ui.waiting import waiting
+from clusterkit.ui.spinner import spinner
 
 
 @click.command(
@@ -39,7 +39,7 @@ def command(
         if detach:
             raise click.UsageError("--top follows the run, --detach does not.", ctx)
         check_terminal()
-    with waiting(f"looking at cluster {options['cluster']}"):
+    with spinner(f"looking at cluster {options['cluster']}"):
         ready = api.prepare(**job_of(ctx, job), **prepare_options(**options))
     for note in ready.plan.notes:
         if not note.name:
@@ -48,8 +48,8 @@ def command(
         click.echo(f"note: inside run {outer}: this one ends with it", err=True)
     run = None
     try:
-        with waiting("copying the project" if ready.plan.trees else "starting") as told:
-            run = api.launch(ready, told.sent)
+        with spinner("copying the project" if ready.plan.trees else "starting") as shown:
+            run = api.launch(ready, shown.report_sent)
         if not as_json:
             click.echo(run.id)
     except KeyboardInterrupt:

@@ -9,7 +9,7 @@ import click
 
 from clusterkit import api
 from clusterkit.cli.common import complete_run
-from clusterkit.ui.waiting import waiting
+from clusterkit.ui.spinner import spinner
 
 
 @click.command("web", epilog="Example: clusterkit web last; clusterkit web last -o report.html")
@@ -28,7 +28,7 @@ def command(runs: tuple[str, ...], host: str, port: int, output: str | None) -> 
     laptop, `ssh -L 8000:127.0.0.1:PORT HOST` brings a server of another machine here.
     """
     if output is not None:
-        with waiting(f"writing {output}"):
+        with spinner(f"writing {output}"):
             written = api.report(runs or ("last",), Path(output))
         click.echo(written)
         return

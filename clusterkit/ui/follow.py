@@ -18,17 +18,17 @@ from clusterkit.output import tracebacks
 from clusterkit.output.live import Reported
 from clusterkit.output.logs import LogLine
 from clusterkit.run.status import RunStatus, State
-from clusterkit.ui.waiting import waiting
-from clusterkit.ui.words import (
+from clusterkit.ui.formatting import (
     duration,
     failure_text,
     loss_text,
+    pending_reason,
     printable,
     remark_lines,
     source,
     start_text,
-    waits_for,
 )
+from clusterkit.ui.spinner import spinner
 
 PLAIN_LINES = 20
 """How many progress lines a run gets where there is no terminal to redraw."""
@@ -132,14 +132,14 @@ def follow(run: api.Run, console: Console | None = None) -> RunStatus:
 
     def begun(status: RunStatus) -> bool:
         nonlocal told
-        reason = waits_for(status)
-        waits.say(start_text(reason))
+        reason = pending_reason(status)
+        shown.update(start_text(reason))
         if reason is not None and reason != told and not console.is_terminal:
             told = reason
             _say(console, start_text(reason))
         return status.state is not State.PENDING
 
-    with waiting(start_text()) as waits:
+    with spinner(start_text()) as shown:
         run.wait(until=begun)
     lines = run.logs(follow=True, note=lambda event: _say(console, f"note: {event.text}"))
     if console.is_terminal:

@@ -13,7 +13,7 @@ import msgspec
 
 from clusterkit.output import logs
 from clusterkit.output.logs import LONGEST_LINE, LogLine, parse_lines, readable
-from clusterkit.ui.words import printable
+from clusterkit.ui.formatting import printable
 
 LINES = 400
 """Of one page."""

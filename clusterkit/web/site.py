@@ -25,7 +25,7 @@ from clusterkit.output.prometheus import Reported, reported
 from clusterkit.output.series import Series
 from clusterkit.run import control
 from clusterkit.run import folder as run_folder
-from clusterkit.ui.words import printable, remark_lines
+from clusterkit.ui.formatting import printable, remark_lines
 from clusterkit.web import log_pages, page
 
 READ_SECONDS = 0.25

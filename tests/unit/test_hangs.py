@@ -14,7 +14,7 @@ from clusterkit.agent.rank_state import from_flight_recorder, from_traceback
 from clusterkit.agent.record import Record
 from clusterkit.backends.nodes import judge_running
 from clusterkit.run.status import NodeStatus, RunStatus, State
-from clusterkit.ui.words import remark_lines
+from clusterkit.ui.formatting import remark_lines
 
 LOAD, STEP = "train.py:44 in load()", "train.py:51 in step()"
 MOVING = Steps(last=9, quiet=0.5, every=0.5, pace=0.5)

@@ -106,8 +106,8 @@ run.run output.live
 output.prometheus
 run.launch
 run.export
-ui ui.words
-ui.plots ui.waiting ui.top ui.top.paint web.page web.log_pages
+ui ui.formatting
+ui.plots ui.spinner ui.top ui.top.paint web.page web.log_pages
 ui.top.board web.site
 web.server web
 api

@@ -16,7 +16,7 @@ from clusterkit.agent.record import Record
 from clusterkit.agent.stragglers import Clock, Stragglers
 from clusterkit.backends.nodes import judge_running
 from clusterkit.run.status import RunStatus, State
-from clusterkit.ui.words import remark_lines
+from clusterkit.ui.formatting import remark_lines
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data/arrivals.json").read_text())
 """Reports of real DDP runs with gloo (8 linear layers, several buckets, 0.07 to 0.2 s a step) on 2

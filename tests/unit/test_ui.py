@@ -14,7 +14,7 @@ from clusterkit.errors import BadInput, RunFolderError, Unavailable
 from clusterkit.output.logs import LogLine
 from clusterkit.run.folder import Event
 from clusterkit.run.status import Failure, NodeStatus, RunStatus, State
-from clusterkit.ui import follow, plots, waiting, words
+from clusterkit.ui import follow, formatting, plots, spinner
 from clusterkit.ui.follow import View
 
 
@@ -49,12 +49,12 @@ def status(state=State.SUCCEEDED, **fields):
     ],
 )
 def test_a_duration_reads_as_people_say_it(seconds, text):
-    assert words.duration(seconds) == text
+    assert formatting.duration(seconds) == text
 
 
 def test_a_source_is_a_node_and_a_rank():
-    assert words.source(LogLine(0, 1, 3, "")) == "n1 r3"
-    assert words.source(LogLine(0, 1, None, "")) == "n1 -"
+    assert formatting.source(LogLine(0, 1, 3, "")) == "n1 r3"
+    assert formatting.source(LogLine(0, 1, None, "")) == "n1 -"
 
 
 def test_a_log_line_shows_time_source_and_text(monkeypatch):
@@ -62,16 +62,16 @@ def test_a_log_line_shows_time_source_and_text(monkeypatch):
     import time
 
     time.tzset()
-    assert words.log_text(LogLine(3661.5, 0, 2, "hello")) == "01:01:01.500 n0 r2 hello"
+    assert formatting.log_text(LogLine(3661.5, 0, 2, "hello")) == "01:01:01.500 n0 r2 hello"
     marked = LogLine(0.0, 0, 0, '@clusterkit {"event": "metrics", "step": 1, "loss": 0.5}')
-    assert words.log_text(marked) == "00:00:00.000 n0 r0 step 1  loss 0.5"
+    assert formatting.log_text(marked) == "00:00:00.000 n0 r0 step 1  loss 0.5"
 
 
 def test_a_failure_names_who_why_and_the_remedy():
     failure = Failure(
         node=1, rank=3, exit_code=7, cause="ValueError: bad", hint="mend it", traceback="T\n  F"
     )
-    assert words.failure_text(status(State.FAILED, failure=failure)) == (
+    assert formatting.failure_text(status(State.FAILED, failure=failure)) == (
         "rank 3 on node 1 failed first: ValueError: bad (exit code 7)\n  T\n    F\nhint: mend it"
     )
 
@@ -88,15 +88,17 @@ def test_a_failure_names_who_why_and_the_remedy():
 )
 def test_all_lines_of_a_cause_are_shown_once(traceback, shown):
     failure = Failure(node=0, rank=0, exit_code=7, cause="E: first\n\tsecond", traceback=traceback)
-    text = words.failure_text(status(State.FAILED, failure=failure))
+    text = formatting.failure_text(status(State.FAILED, failure=failure))
     assert text.removeprefix("rank 0 on node 0 failed first: ").split("\n") == shown
     assert failure.summary == "E: first ..."
 
 
 def test_a_failure_of_nobody_in_particular():
     failure = Failure(node=None, rank=None, exit_code=None, cause="no room")
-    assert words.failure_text(status(State.FAILED, failure=failure)) == ("the run failed: no room")
-    assert words.failure_text(status()) == ""
+    assert formatting.failure_text(status(State.FAILED, failure=failure)) == (
+        "the run failed: no room"
+    )
+    assert formatting.failure_text(status()) == ""
 
 
 @pytest.mark.parametrize(
@@ -121,11 +123,11 @@ def test_a_failure_of_nobody_in_particular():
     ],
 )
 def test_a_terminal_is_shown_text_and_colours_and_told_to_do_nothing(monkeypatch, text, shown):
-    assert words.printable(text) == shown
+    assert formatting.printable(text) == shown
     monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b" not in words.printable(text)
+    assert "\x1b" not in formatting.printable(text)
     monkeypatch.delenv("NO_COLOR")
-    assert "\x1b" not in words.printable(text, colours=False)
+    assert "\x1b" not in formatting.printable(text, colours=False)
 
 
 # ---------------------------------------------------------------- the view
@@ -311,20 +313,20 @@ def shows(stderr, words):
 
 def test_what_is_waited_for_is_shown_with_the_time_that_it_has_taken(monkeypatch):
     stderr = terminal(monkeypatch)
-    monkeypatch.setattr(waiting, "PATIENCE", 0.0)
-    with waiting.waiting("looking at cluster [lab]") as told:
+    monkeypatch.setattr(spinner, "DELAY_SECONDS", 0.0)
+    with spinner.spinner("looking at cluster [lab]") as told:
         shows(stderr, r"looking at cluster \[lab\]  \d+ s")
-        told.say("waits: job 7: other jobs go first")
+        told.update("waits: job 7: other jobs go first")
         shows(stderr, r"waits: job 7: other jobs go first  \d+ s")
-        told.sent("h0", 0, 2_000_000)
+        told.report_sent("h0", 0, 2_000_000)
         shows(stderr, "0 bytes of 2.0 MB")
 
 
 def test_what_is_waited_for_fits_a_line_with_its_time_and_does_nothing_else(monkeypatch):
     stderr = terminal(monkeypatch)
-    monkeypatch.setattr(waiting, "PATIENCE", 0.0)
+    monkeypatch.setattr(spinner, "DELAY_SECONDS", 0.0)
     monkeypatch.setenv("COLUMNS", "60")
-    with waiting.waiting("waits: \x1b[31mno\x1b[2J room\nanywhere, " + "for long " * 20):
+    with spinner.spinner("waits: \x1b[31mno\x1b[2J room\nanywhere, " + "for long " * 20):
         shows(stderr, r"waits: no room.*anywhere, for .*\u2026  \d+ s")
     assert "\x1b[31m" not in stderr.getvalue()
     assert "\x1b[2J" not in stderr.getvalue()
@@ -334,12 +336,12 @@ def test_what_is_waited_for_fits_a_line_with_its_time_and_does_nothing_else(monk
 def test_without_a_terminal_a_wait_draws_nothing(closed, monkeypatch, capsys):
     stderr = None if closed else io.StringIO()
     monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.setattr(waiting, "PATIENCE", 0.0)
+    monkeypatch.setattr(spinner, "DELAY_SECONDS", 0.0)
     if not closed:
         monkeypatch.setenv("FORCE_COLOR", "1")
-    with waiting.waiting("looking", plain=True):
+    with spinner.spinner("looking", plain=True):
         for thread in threading.enumerate():
-            if thread.name == "waiting":  # until it has told
+            if thread.name == "spinner":  # until it has told
                 thread.join(30)
     assert capsys.readouterr().out == ""
     assert stderr is None or stderr.getvalue() == "looking\n"
@@ -347,27 +349,27 @@ def test_without_a_terminal_a_wait_draws_nothing(closed, monkeypatch, capsys):
 
 def test_what_takes_no_second_is_not_told_of(monkeypatch):
     stderr = terminal(monkeypatch)
-    monkeypatch.setattr(waiting, "PATIENCE", 60.0)
-    with waiting.waiting("looking"):
+    monkeypatch.setattr(spinner, "DELAY_SECONDS", 60.0)
+    with spinner.spinner("looking"):
         pass
     assert stderr.getvalue() == ""
 
 
 def test_of_bytes_the_rate_and_the_time_left_are_told_once_they_are_known(monkeypatch):
     now = 100.0
-    monkeypatch.setattr(waiting.time, "monotonic", lambda: now)
-    told = waiting.Waiting("copying the project")
+    monkeypatch.setattr(spinner.time, "monotonic", lambda: now)
+    told = spinner.Spinner("copying the project")
     now = 160.0
-    assert told.so_far() == "1 min 00 s"
-    told.sent("h0", 1_000_000, 5_000_000)
-    told.sent("h1", 0, 5_000_000)
-    assert told.so_far() == "1.0 MB of 10.0 MB"
+    assert told.progress() == "1 min 00 s"
+    told.report_sent("h0", 1_000_000, 5_000_000)
+    told.report_sent("h1", 0, 5_000_000)
+    assert told.progress() == "1.0 MB of 10.0 MB"
     now = 162.0
-    told.sent("h0", 3_000_000, 5_000_000)
-    assert told.so_far() == "3.0 MB of 10.0 MB  1.0 MB/s  7 s left"
-    told.sent("h0", 5_000_000, 5_000_000)
-    told.sent("h1", 5_000_000, 5_000_000)
-    assert told.so_far() == "10.0 MB sent  1 min 02 s"
+    told.report_sent("h0", 3_000_000, 5_000_000)
+    assert told.progress() == "3.0 MB of 10.0 MB  1.0 MB/s  7 s left"
+    told.report_sent("h0", 5_000_000, 5_000_000)
+    told.report_sent("h1", 5_000_000, 5_000_000)
+    assert told.progress() == "10.0 MB sent  1 min 02 s"
 
 
 def test_a_terminal_gets_a_progress_bar():
@@ -448,7 +450,7 @@ def test_why_nodes_wait_is_told_once():
 @pytest.mark.parametrize("detach", [False, True])
 def test_why_nodes_wait_is_shown_as_long_as_they_do(detach, monkeypatch):
     stderr = terminal(monkeypatch)
-    monkeypatch.setattr(waiting, "PATIENCE", 0.0)
+    monkeypatch.setattr(spinner, "DELAY_SECONDS", 0.0)
 
     class Waiting(Ended):
         id = "r1"

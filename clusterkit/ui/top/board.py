@@ -24,9 +24,9 @@ from clusterkit.output.live import (
 from clusterkit.output.logs import LogLine, page
 from clusterkit.run.folder import Event, RunFolder
 from clusterkit.run.status import RunStatus
+from clusterkit.ui.formatting import clock, duration, loss_text, pending_reason
 from clusterkit.ui.top import paint
 from clusterkit.ui.top.paint import BOLD, DIM, HERE, STYLES, Line, Piece
-from clusterkit.ui.words import clock, duration, loss_text, waits_for
 
 LOG_LINES = 1000
 """Of a rank's log that are kept to look back at."""
@@ -194,7 +194,7 @@ class RunsBoard(Board):
         for number in window:
             one = shown[number]
             here = HERE if number == self.cursor else ""
-            what = one.remark or (one.failure.summary if one.failure else waits_for(one)) or ""
+            what = one.remark or (one.failure.summary if one.failure else pending_reason(one)) or ""
             ago = f"{duration(time.time() - one.started_at):>8}" if one.started_at else " " * 8
             pieces = [
                 (f" {one.run:{wide}}  ", here), (f"{one.state:10}", here or STYLES[one.state]),
@@ -391,7 +391,7 @@ class RunBoard(Board):
             failure = status.failure
             words = f"{failure.blame}: {failure.summary}"
             found += paint.wrapped(words, width, 2, "bold red")
-        if (reason := waits_for(status)) is not None:
+        if (reason := pending_reason(status)) is not None:
             found += paint.wrapped(f"waits: {reason}", width, 1, "yellow")
         if self.live.stale:
             found += paint.wrapped(status.remark or "its supervisor is gone", width, 2, "yellow")

@@ -12,7 +12,7 @@ from rich.style import Style
 
 from clusterkit.output.logs import LogLine
 from clusterkit.output.series import Series
-from clusterkit.ui.words import clock, printable
+from clusterkit.ui.formatting import clock, printable
 
 Piece = tuple[str, str]
 """Text, and a style as Rich names it."""

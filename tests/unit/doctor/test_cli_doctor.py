@@ -144,14 +144,14 @@ def test_the_list_names_every_check_and_looks_at_nothing(cli, monkeypatch):
 
 
 def test_what_is_waited_for_is_told_after_a_second(cli, monkeypatch):
-    from clusterkit.ui import waiting
+    from clusterkit.ui import spinner
 
-    monkeypatch.setattr(waiting, "PATIENCE", 0.0)
+    monkeypatch.setattr(spinner, "DELAY_SECONDS", 0.0)
 
     def slow(job=None, *, progress, **options):
         progress(1, ["h3", "h4", "h5"])
         for thread in threading.enumerate():
-            if thread.name == "waiting":  # until it has told
+            if thread.name == "spinner":  # until it has told
                 thread.join(30)
         return FAULTS
 

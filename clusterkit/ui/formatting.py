@@ -1,4 +1,4 @@
-"""Sentences about a run, for terminals."""
+"""Text for terminals: a run's state, failures, log lines and times as people read them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")
 
 
 def printable(text: str, *, colours: bool = True) -> str:
-    """What a program printed, so that a terminal shows it and does nothing else.
+    """Remove from a program's output everything that a terminal would act on.
 
-    Colours stay, unless NO_COLOR is set, and end with the text; other escape sequences are left
-    out. Other control characters are shown as ``\\x07``.
+    Colours are kept unless NO_COLOR is set, and reset at the end; other escape sequences are
+    removed, and other control characters replaced by their code: ``\\x07``.
     """
     if "\x1b" in text:
         kept = r"\1" if colours and not os.environ.get("NO_COLOR") else ""
@@ -34,27 +34,27 @@ def printable(text: str, *, colours: bool = True) -> str:
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
-def shown_on(stream: TextIO, *, colours: bool = True) -> Callable[[str], str]:
-    """`printable` for a terminal; a file or pipe gets a program's words as they were written."""
+def terminal_filter(stream: TextIO, *, colours: bool = True) -> Callable[[str], str]:
+    """Return `printable` if the stream is a terminal; a file or pipe gets the text unchanged."""
     return partial(printable, colours=colours) if stream.isatty() else str
 
 
 def log_text(line: LogLine) -> str:
-    """One log line with its time, node and rank; marked lines in words."""
+    """Format a log line with its time, node and rank; a marked line as words, not JSON."""
     event = line.event
     text = line.text if event is None else readable(event)
     return f"{clock(line.time)} {source(line)} {text}"
 
 
 def source(line: LogLine) -> str:
-    """``n0 r3``: node 0, rank 3; ``n0 -``: what the launcher of node 0 says."""
+    """Name the origin of a line: ``n0 r3`` is node 0, rank 3; ``n0 -`` the launcher of node 0."""
     return f"n{line.node} {'-' if line.rank is None else f'r{line.rank}'}"
 
 
 def clock(moment: float) -> str:
-    """Local time with milliseconds."""
+    """Format a Unix time as local time with milliseconds."""
     second = int(moment)
-    # A third quicker than an f-string, and asked for each line of a log.
+    # A third faster than an f-string, and called for each line of a log.
     return "%s.%03d" % (_second(second), (moment - second) * 1000)  # noqa: UP031
 
 
@@ -63,8 +63,11 @@ def _second(moment: int) -> str:
     return time.strftime("%H:%M:%S", time.localtime(moment))
 
 
-def failure_text(status: RunStatus) -> str:
-    """Who failed first, why, its traceback and the remedy."""
+def failure_text(status: RunStatus, *, with_hint: bool = True) -> str:
+    """Format which rank failed first, the cause, its traceback and, ``with_hint``, the remedy.
+
+    Empty if the run has not failed.
+    """
     failure = status.failure
     if failure is None:
         return ""
@@ -75,34 +78,34 @@ def failure_text(status: RunStatus) -> str:
     lines = [f"{failure.blame}: {cause}{code}", *(f"  {line}" for line in more)]
     if failure.traceback:
         lines += [f"  {line}" for line in failure.traceback.splitlines()]
-    if failure.hint:
+    if failure.hint and with_hint:
         lines.append(f"hint: {failure.hint}")
     return "\n".join(lines)
 
 
-def waits_for(status: RunStatus) -> str | None:
-    """Why its nodes have not started, where that is known."""
+def pending_reason(status: RunStatus) -> str | None:
+    """Return why nodes have not started yet; None if all have, or it is not known."""
     waiting = (node for node in status.nodes if node.state is State.PENDING)
     return next((node.reason for node in waiting if node.reason), None)
 
 
 def start_text(reason: str | None = None) -> str:
-    """What a run does until its nodes have started, or why they have not."""
+    """Describe a run whose nodes have not started, with `pending_reason`."""
     return "starting" if reason is None else f"waits: {reason}"
 
 
 def goodput_text(goodput: Goodput) -> str:
-    """``93 % of the time was training; the rest: 12 s start, 30 s restart``."""
+    """Format as ``93 % of the time was training; the rest: 12 s start, 30 s restart``."""
     names = {"waiting": "waiting", "start": "start", "restart": "restart",
              "again": "steps done again", "end": "since the last step"}  # fmt: skip
-    rest = [(getattr(goodput, name), words) for name, words in names.items()]
-    shown = ", ".join(f"{duration(seconds)} {words}" for seconds, words in rest if seconds >= 0.5)
+    rest = [(getattr(goodput, name), label) for name, label in names.items()]
+    shown = ", ".join(f"{duration(seconds)} {label}" for seconds, label in rest if seconds >= 0.5)
     head = f"{100 * goodput.share:.0f} % of the time was training"
     return f"{head}; the rest: {shown}" if shown else head
 
 
 def remark_lines(status: RunStatus) -> list[str]:
-    """What the nodes remark, a line each."""
+    """Return the remarks of the nodes, then hanging and slow ranks, a line each."""
     found = [f"node {node.node}: {text}" for node in status.nodes for text in node.remarks]
     if not any(node.hang or node.slow for node in status.nodes):
         return found
@@ -113,12 +116,12 @@ def remark_lines(status: RunStatus) -> list[str]:
 
 
 def loss_text(loss: float) -> str:
-    """Four decimals, or four digits of a small one."""
+    """Format with four decimals, or with four digits if it is below 0.001."""
     return f"{loss:.4f}" if abs(loss) >= 0.001 else f"{loss:.4g}"
 
 
 def duration(seconds: float) -> str:
-    """``45 s``, ``2 min 05 s``, ``1 h 02 min``."""
+    """Format as ``45 s``, ``2 min 05 s`` or ``1 h 02 min``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
