@@ -1,7 +1,7 @@
-"""A job file, and an entry of the cluster file, from what other tools take. Text in, data out.
+"""Convert the input of other tools to a job file and a cluster entry. Text in, data out.
 
-Every source is a module of its own: options or keys, each with what becomes of it. A `Sheet`
-collects that; what has no equivalent is refused with its place, and nothing is dropped in silence.
+Each source has a module, which maps its options or keys to those of clusterkit. A `Draft` collects
+the result. An option without equivalent is refused with its place; none is dropped in silence.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from msgspec import Struct
 from clusterkit import shell, yaml_text
 from clusterkit.cluster import CLUSTER_TYPES
 from clusterkit.convert import accelerate, clouds, compose, kubernetes, lines, slurm
+from clusterkit.convert.draft import Draft, Note, Read, Tree, hosts_of
 from clusterkit.convert.options import job_name
-from clusterkit.convert.sheet import Note, Read, Sheet, Tree, hosts_of
 from clusterkit.errors import BadInput, choices
 from clusterkit.jobfile import loader
 from clusterkit.spec import JobSpec, check_job
@@ -26,61 +26,61 @@ from clusterkit.yaml_file import Document, parse_yaml
 
 
 class Converted(Struct, frozen=True):
-    """What a conversion gives."""
+    """The result of a conversion."""
 
     kind: str
-    """What it was: one of `KINDS`."""
+    """The kind of the input: one of `KINDS`."""
     job: dict[str, Any] | None
     """Keys of a job file; None: the input has no program, such as a hostfile."""
     cluster: dict[str, Any] | None
-    """A name and an entry of the cluster file; None: the input says nothing of one."""
+    """An entry of the cluster file by its name; None: the input names no cluster."""
     notes: tuple[Note, ...]
-    """What became of every option, in the input's order."""
+    """One note for each option, in the order of the input."""
 
     def job_text(self, head: str = "") -> str:
-        """The job file."""
+        """Return the text of the job file."""
         return yaml_text.documents([self.job or {}], head)
 
     def cluster_text(self) -> str:
-        """What to add to the cluster file."""
+        """Return the text to add to the cluster file."""
         return yaml_text.documents([self.cluster or {}])
 
 
-def _command(sheet: Sheet, text: str, words: Sequence[str]) -> None:
-    lines.convert(sheet, words)
+def _command(draft: Draft, text: str, words: Sequence[str]) -> None:
+    lines.convert(draft, words)
 
 
-def _hostfile(sheet: Sheet, text: str, words: Sequence[str]) -> None:
-    sheet.ssh(sheet.name, hosts_of(sheet.name, text))
+def _hostfile(draft: Draft, text: str, words: Sequence[str]) -> None:
+    draft.ssh(draft.name, hosts_of(draft.name, text))
 
 
-def _plan(sheet: Sheet, text: str, words: Sequence[str]) -> None:
-    """What `clusterkit plan` printed, as text or JSON, or wrote with ``--out``."""
+def _plan(draft: Draft, text: str, words: Sequence[str]) -> None:
+    """Convert the output of `clusterkit plan`: text, JSON, or a file that ``--out`` wrote."""
     if text.lstrip().startswith("{"):
-        found = parse_yaml(text.replace("\t", " "), sheet.name).data.get("job")
+        found = parse_yaml(text.replace("\t", " "), draft.name).data.get("job")
     else:
         part = text.rpartition("\njob\n")[2].rpartition("\nsteps\n")[0]
         body = "\n".join(line.removeprefix("  | ") for line in part.splitlines())
-        found = parse_yaml(body, sheet.name).data if part else None
+        found = parse_yaml(body, draft.name).data if part else None
     if not isinstance(found, dict):
-        raise BadInput(f"{sheet.name}: this plan does not hold its job", "clusterkit plan JOB")
+        raise BadInput(f"{draft.name}: this plan does not hold its job", "clusterkit plan JOB")
     for key, value in found.items():
-        sheet.job[key] = value
-        sheet.note(key, "as it was", "job")
+        draft.job[key] = value
+        draft.note(key, "as it was", "job")
 
 
-def _accelerate(sheet: Sheet, text: str, words: Sequence[str]) -> None:
-    tree = Tree(sheet, parse_yaml(text, sheet.name))
+def _accelerate(draft: Draft, text: str, words: Sequence[str]) -> None:
+    tree = Tree(draft, parse_yaml(text, draft.name))
     if not words:
         raise BadInput(
-            f"{sheet.name}: an accelerate config names no program",
-            hint=shell.join(["clusterkit", "convert", sheet.name, "--", "train.py", "--lr", "1"]),
+            f"{draft.name}: an accelerate config names no program",
+            hint=shell.join(["clusterkit", "convert", draft.name, "--", "train.py", "--lr", "1"]),
         )
-    accelerate.config(sheet, tree)
-    lines.convert(sheet, ["python", *words] if words[0].endswith(".py") else words, ranks=None)
+    accelerate.config(draft, tree)
+    lines.convert(draft, ["python", *words] if words[0].endswith(".py") else words, ranks=None)
 
 
-Source = Callable[[Sheet, str, Sequence[str]], None]
+Source = Callable[[Draft, str, Sequence[str]], None]
 KINDS: Mapping[str, Source] = {
     "command": _command,
     "hostfile": _hostfile,
@@ -92,7 +92,7 @@ KINDS: Mapping[str, Source] = {
     "dstack": clouds.dstack,
     "plan": _plan,
 }
-"""What can be converted, and what converts it: a sheet, the file's text, the words after --."""
+"""Kinds of input. A converter takes the draft, the file's text and the words after ``--``."""
 _WITH_WORDS = ("accelerate",)
 
 
@@ -104,17 +104,17 @@ def convert(
     kind: str | None = None,
     read: Read = lambda path: None,
 ) -> Converted:
-    """What ``text``, or a command line, becomes.
+    """Convert ``text``, or a command line.
 
     Args:
         text: of a file; None for a command line.
         words: the command line, or the program where a file names none.
         name: of the file, for its errors and for a job that has no name.
-        kind: one of `KINDS`; by default what the text looks like.
-        read: gives the text of further files that are named.
+        kind: one of `KINDS`; None: detect it.
+        read: returns the text of a file that the input names.
 
     Raises:
-        BadInput: it is of no kind that is known, or something in it has no equivalent.
+        BadInput: the kind is unknown, or an option has no equivalent.
     """
     kind = kind or ("command" if text is None else recognised(text, name))
     if kind not in KINDS:
@@ -125,50 +125,50 @@ def convert(
         words = shell.split(re.sub(r"\\\r?\n", " ", text))
     elif words and text is not None and kind not in _WITH_WORDS:
         raise BadInput(
-            f"{name} names its program itself, so no command can follow --",
+            f"{name} names its own program, so no command can follow --",
             hint=shell.join(["clusterkit", "convert", name]),
         )
-    sheet = Sheet(name, read)
-    KINDS[kind](sheet, text or "", words)
-    sheet.at = ""
-    sheet.check()
-    job = _checked_job(sheet) if sheet.job else None
+    draft = Draft(name, read)
+    KINDS[kind](draft, text or "", words)
+    draft.at = ""
+    draft.check()
+    job = _checked_job(draft) if draft.job else None
     cluster = None
-    if sheet.cluster:
-        cluster = {sheet.cluster_name: sheet.cluster}
-        entry_type = CLUSTER_TYPES[sheet.cluster["backend"]]
-        with _located(sheet, "cluster"):
-            loader.convert(Document("", sheet.cluster, {}), (), sheet.cluster, entry_type)
-    return Converted(kind, job, cluster, tuple(sheet.notes))
+    if draft.cluster:
+        cluster = {draft.cluster_name: draft.cluster}
+        entry_type = CLUSTER_TYPES[draft.cluster["backend"]]
+        with _located(draft, "cluster"):
+            loader.convert(Document("", draft.cluster, {}), (), draft.cluster, entry_type)
+    return Converted(kind, job, cluster, tuple(draft.notes))
 
 
-def _checked_job(sheet: Sheet) -> dict[str, Any]:
-    """The job's keys in the order of `JobSpec`, which takes them."""
+def _checked_job(draft: Draft) -> dict[str, Any]:
+    """Check the job, and return its keys in the order of `JobSpec`."""
     order = list(loader.fields_of(JobSpec))
-    if not sheet.job.get("name"):
-        sheet.job["name"] = job_name(posixpath.splitext(posixpath.basename(sheet.name))[0])
-    with _located(sheet, "job"):
-        check_job(loader.convert(Document("", sheet.job, {}), (), sheet.job, JobSpec))
-    return {key: sheet.job[key] for key in sorted(sheet.job, key=order.index)}
+    if not draft.job.get("name"):
+        draft.job["name"] = job_name(posixpath.splitext(posixpath.basename(draft.name))[0])
+    with _located(draft, "job"):
+        check_job(loader.convert(Document("", draft.job, {}), (), draft.job, JobSpec))
+    return {key: draft.job[key] for key in sorted(draft.job, key=order.index)}
 
 
 @contextlib.contextmanager
-def _located(sheet: Sheet, where: Literal["job", "cluster"]) -> Iterator[None]:
-    """Have an error name what gave the key that is wrong."""
+def _located(draft: Draft, where: Literal["job", "cluster"]) -> Iterator[None]:
+    """Add to an error the option that set the wrong key."""
     try:
         yield
     except BadInput as error:
         message = error.message.lstrip(": ")
         key = str(error.key[0]) if error.key else re.split(r"[:.\[]", message)[0]
-        origin = sheet.origins.get((where, key), sheet.name)
+        origin = draft.origins.get((where, key), draft.name)
         raise BadInput(f"{origin}: {message}" if origin else message, error.hint) from None
 
 
 def recognised(text: str, name: str) -> str:
-    """What a file looks like.
+    """Return the kind of a file.
 
     Raises:
-        BadInput: like nothing that is known.
+        BadInput: the file is of no known kind.
     """
     head = text.lstrip()
     if head.startswith("plan ") and "\nsteps\n" in text:
@@ -191,8 +191,8 @@ def recognised(text: str, name: str) -> str:
     if data is None and (name.endswith((".sh", ".sbatch", ".slurm")) or _one_line(rows)):
         return "script"
     raise BadInput(
-        f"{name}: none of the files that can be converted",
-        hint=f"--from KIND says what it is: {', '.join(KINDS)}",
+        f"{name}: not a kind of file that can be converted",
+        hint=f"name its kind with --from: {', '.join(KINDS)}",
     )
 
 
@@ -202,7 +202,7 @@ def _one_line(rows: Sequence[str]) -> bool:
 
 
 def _mapping(text: str, name: str) -> dict[str, Any] | None:
-    """The first document of a YAML file, if it is a mapping."""
+    """Return the first document of a YAML file, or None if it is no mapping."""
     try:
         data = parse_yaml(
             re.split(r"(?m)^---\s*$", text.lstrip().removeprefix("---"))[0], name

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from clusterkit.convert.options import by_meaning, meant
-from clusterkit.convert.sheet import Sheet, Tree
+from clusterkit.convert.draft import Draft, Tree
+from clusterkit.convert.options import apply_meaning, apply_option
 from clusterkit.jobfile.command import Used
 from clusterkit.jobfile.launcher_options import ACCELERATE, CONVERT, OURS, each
 from clusterkit.yaml_file import parse_yaml
@@ -79,15 +79,15 @@ _LOWER = frozenset(
 )  # fmt: skip
 
 
-def option(sheet: Sheet, used: Used) -> None:
-    """One option of the command; what a config file says as well waits for `finish`."""
+def option(draft: Draft, used: Used) -> None:
+    """Convert one option; those that a config file may also set wait for `finish`."""
     name = used.name.lstrip("-").replace("-", "_")
     if name in ("config_file", "cpu", "use_deepspeed") or used.meaning == CONVERT:
-        sheet.settings["use_cpu" if name == "cpu" else name] = (used.value or "true", used.written)
+        draft.settings["use_cpu" if name == "cpu" else name] = (used.value or "true", used.written)
     elif name in _CONFIGURED:
-        sheet.settings[name] = (used.value, used.written)
+        draft.settings[name] = (used.value, used.written)
     else:
-        by_meaning(sheet, used)
+        apply_option(draft, used)
 
 
 _CONFIGURED = frozenset(
@@ -95,182 +95,182 @@ _CONFIGURED = frozenset(
 )
 
 
-def finish(sheet: Sheet) -> None:
-    """The settings of the command, then those of its config file that it does not override."""
-    settings = sheet.settings
+def finish(draft: Draft) -> None:
+    """Apply the settings of the command, which override those of its config file."""
+    settings = draft.settings
     if "config_file" in settings:
         path, written = settings.pop("config_file")
-        if (text := sheet.file(written, path)) is None:
+        if (text := draft.file(written, path)) is None:
             return
-        tree = Tree(sheet, parse_yaml(text, path))
-        sheet.note(written, "read, as below", "job")
-        here = sheet.at
-        _read_config(sheet, tree)
-        sheet.at = here
-    _apply(sheet)
+        tree = Tree(draft, parse_yaml(text, path))
+        draft.note(written, "read, as below", "job")
+        here = draft.at
+        _read_config(draft, tree)
+        draft.at = here
+    _apply(draft)
 
 
-def config(sheet: Sheet, tree: Tree) -> None:
-    """The file of ``accelerate config`` alone."""
-    _read_config(sheet, tree)
-    sheet.key("accelerate", "launcher", ACCELERATE.launcher)
-    _apply(sheet)
+def config(draft: Draft, tree: Tree) -> None:
+    """Convert the file of ``accelerate config``."""
+    _read_config(draft, tree)
+    draft.key("accelerate", "launcher", ACCELERATE.launcher)
+    _apply(draft)
 
 
-def _read_config(sheet: Sheet, tree: Tree) -> None:
+def _read_config(draft: Draft, tree: Tree) -> None:
     tree.expect(dict.fromkeys(_SECTIONS, dict))
     for key, value in tree.each():
-        at = sheet.at
+        at = draft.at
         if key in _SECTIONS:
             if key == "deepspeed_config" and value:
                 fields = ",".join(value)
-                sheet.settings.setdefault("deepspeed_fields", (fields, key))
+                draft.settings.setdefault("deepspeed_fields", (fields, key))
             if key == "parallelism_config" and value:
-                sheet.settings.setdefault("use_parallelism_config", ("true", key))
+                draft.settings.setdefault("use_parallelism_config", ("true", key))
             for name, below in tree.each(key) if value else ():
                 name = _OLD.get(name, name)
                 full = name if name.startswith(_SECTIONS[key]) else _SECTIONS[key] + name
-                _from_file(sheet, full, below, f"{key}.{name}")
+                _from_file(draft, full, below, f"{key}.{name}")
         elif key == "compute_environment":
             if value == "LOCAL_MACHINE":
-                sheet.drop(f"{key}: {value}", "the cluster's entry says where")
+                draft.drop(f"{key}: {value}", "the cluster entry says where the job runs")
             else:
-                sheet.refuse(f"{key}: {value}", "clusterkit does not rent machines")
+                draft.refuse(f"{key}: {value}", "clusterkit does not rent machines")
         elif key == "distributed_type":
             if str(value) not in _TYPES:
-                sheet.refuse(f"{key}: {value}", "clusterkit runs on CPUs and GPUs")
+                draft.refuse(f"{key}: {value}", "clusterkit runs on CPUs and GPUs")
             else:
-                sheet.note(f"{key}: {value}", "the options below say what it needs", "job")
+                draft.note(f"{key}: {value}", "the options below configure it", "job")
                 if _TYPES[value]:
-                    sheet.settings.setdefault(_TYPES[value], ("true", f"{key}: {value}"))
+                    draft.settings.setdefault(_TYPES[value], ("true", f"{key}: {value}"))
         elif key.startswith("tpu_") or key in ("downcast_bf16", "commands", "command_file"):
             if str(value).lower() in ("no", "false", "none", "[]"):
-                sheet.drop(f"{key}: {value}", "clusterkit runs on CPUs and GPUs")
+                draft.drop(f"{key}: {value}", "clusterkit runs on CPUs and GPUs")
             else:
-                sheet.refuse(f"{key}: {value}", "clusterkit runs on CPUs and GPUs")
+                draft.refuse(f"{key}: {value}", "clusterkit runs on CPUs and GPUs")
         else:
-            _from_file(sheet, key, value, key)
-        sheet.at = at
-    sheet.at = ""
+            _from_file(draft, key, value, key)
+        draft.at = at
+    draft.at = ""
 
 
-def _from_file(sheet: Sheet, name: str, value: Any, what: str) -> None:
+def _from_file(draft: Draft, name: str, value: Any, origin: str) -> None:
     if value is None:
-        sheet.drop(f"{what}:", "it has no value")
+        draft.drop(f"{origin}:", "it has no value")
         return
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    shown = f"{what}: {text}"
-    if name in sheet.settings:
-        sheet.drop(shown, f"the command says {sheet.settings[name][1]}")
+    shown = f"{origin}: {text}"
+    if name in draft.settings:
+        draft.drop(shown, f"the command says {draft.settings[name][1]}")
     elif name == "num_processes" and text == "-1":
-        sheet.drop(shown, "as many as the command says")
+        draft.drop(shown, "the command sets the number")
     else:
-        sheet.settings[name] = (text, shown)
-        sheet.places[name] = sheet.at
+        draft.settings[name] = (text, shown)
+        draft.places[name] = draft.at
 
 
-def _apply(sheet: Sheet) -> None:
-    settings, here = sheet.settings, sheet.at
+def _apply(draft: Draft) -> None:
+    settings, here = draft.settings, draft.at
     nodes = 1
     if "num_machines" in settings:
-        text, what = settings["num_machines"]
-        sheet.at = sheet.places.get("num_machines", here)
-        nodes = sheet.whole(what, text) or 1
-        sheet.key(what, "nodes", nodes)
+        text, origin = settings["num_machines"]
+        draft.at = draft.places.get("num_machines", here)
+        nodes = draft.integer(origin, text) or 1
+        draft.key(origin, "nodes", nodes)
     if _true(settings.get("use_cpu")) and "mpirun_hostfile" not in settings:
         # Its launcher for CPUs starts one process on each machine, whatever the number says.
-        text, what = settings.pop("num_processes", ("1", "on CPUs"))
-        sheet.at = sheet.places.get("num_processes", here)
-        said = "gpus_per_node: 1, on CPUs accelerate starts one process on each machine"
-        sheet.key(what, "gpus_per_node", 1, said)
+        text, origin = settings.pop("num_processes", ("1", "on CPUs"))
+        draft.at = draft.places.get("num_processes", here)
+        became = "gpus_per_node: 1, on CPUs accelerate starts one process on each machine"
+        draft.key(origin, "gpus_per_node", 1, became)
     for flag, (name, defaults, prefix) in _USES.items():
         if _true(settings.get(flag)):
-            sheet.at = sheet.places.get(flag, here)
-            sheet.env(settings[flag][1], name, "true")
+            draft.at = draft.places.get(flag, here)
+            draft.env(settings[flag][1], name, "true")
             for key, value in defaults.items():
                 settings.setdefault(key, (value, f"{key}, accelerate's default"))
         else:
             for key in [key for key in settings if key.startswith(prefix)]:
-                text, what = settings.pop(key)
-                sheet.at = sheet.places.get(key, here)
-                sheet.drop(what, f"it means nothing without {flag}")
+                text, origin = settings.pop(key)
+                draft.at = draft.places.get(key, here)
+                draft.drop(origin, f"it has no effect without {flag}")
         settings.pop(flag, None)
     deepspeed = _true(settings.pop("use_deepspeed", None))
     if deepspeed:
-        sheet.at = here
-        sheet.env("DeepSpeed", "ACCELERATE_USE_DEEPSPEED", "true")
+        draft.at = here
+        draft.env("DeepSpeed", "ACCELERATE_USE_DEEPSPEED", "true")
         fields = settings.pop("deepspeed_fields", ("", ""))[0]
-        if "mixed_precision" in sheet.places:
+        if "mixed_precision" in draft.places:
             fields = f"{fields},mixed_precision".lstrip(",")
-        sheet.env("DeepSpeed", "ACCELERATE_CONFIG_DS_FIELDS", fields)
+        draft.env("DeepSpeed", "ACCELERATE_CONFIG_DS_FIELDS", fields)
     settings.pop("deepspeed_fields", None)
-    for name, (text, what) in settings.items():
-        sheet.at = sheet.places.get(name, here)
-        _setting(sheet, name, text, what, nodes, deepspeed)
-    sheet.at = here
-    if "gpus_per_node" not in sheet.job and not sheet.refused:
-        sheet.key("no --num_processes", "gpus_per_node", "auto")
+    for name, (text, origin) in settings.items():
+        draft.at = draft.places.get(name, here)
+        _setting(draft, name, text, origin, nodes, deepspeed)
+    draft.at = here
+    if "gpus_per_node" not in draft.job and not draft.refused:
+        draft.key("no --num_processes", "gpus_per_node", "auto")
 
 
-def _setting(sheet: Sheet, name: str, text: str, what: str, nodes: int, deepspeed: bool) -> None:
-    """One setting, of the command or of the file."""
+def _setting(draft: Draft, name: str, text: str, origin: str, nodes: int, deepspeed: bool) -> None:
+    """Apply one setting of the command or of the file."""
     yes = text.lower() in ("true", "yes", "1")
     option = f"--{name}".replace("_", "-")
     if name.startswith(_PREFIXES) and not {option} & (ACCELERATE.values.keys() | ACCELERATE.flags):
-        sheet.refuse(what, "accelerate has no such option")
+        draft.refuse(origin, "accelerate has no such option")
     elif name == "num_machines":
         pass
     elif name == "num_processes":
-        if (ranks := sheet.whole(what, text)) is not None:
+        if (ranks := draft.integer(origin, text)) is not None:
             if ranks % nodes:
-                sheet.refuse(what, f"{ranks} ranks cannot be divided among {nodes} nodes")
+                draft.refuse(origin, f"{ranks} ranks cannot be divided among {nodes} nodes")
             else:
-                sheet.key(what, "gpus_per_node", ranks // nodes)
+                draft.key(origin, "gpus_per_node", ranks // nodes)
     elif name in _MEANINGS:
-        meant(sheet, what, _MEANINGS[name], text)
+        apply_meaning(draft, origin, _MEANINGS[name], text)
     elif name == "use_cpu":
         if yes:
-            sheet.key(what, "device", "cpu")
+            draft.key(origin, "device", "cpu")
         else:
-            sheet.drop(what, "GPUs are used when there are some")
+            draft.drop(origin, "GPUs are used when there are some")
     elif name == "gpu_ids":
         if text == "all":
-            sheet.drop(what, "all that are visible, as without it")
+            draft.drop(origin, "all visible GPUs is the default")
         else:
-            sheet.yours(what, f"export CUDA_VISIBLE_DEVICES={text} where you submit")
+            draft.todo(origin, f"export CUDA_VISIBLE_DEVICES={text} where you submit")
     elif name in ("debug", "enable_cpu_affinity"):
         variable = "ACCELERATE_DEBUG_MODE" if name == "debug" else "ACCELERATE_CPU_AFFINITY"
         if yes:
-            sheet.env(what, variable, "true" if name == "debug" else "1")
+            draft.env(origin, variable, "true" if name == "debug" else "1")
         else:
-            sheet.drop(what, "as without it")
+            draft.drop(origin, "as without it")
     elif name in _DEEPSPEED:
         if deepspeed:
             value = text.lower() if name in _LOWER else text
-            sheet.env(what, f"ACCELERATE_{_DEEPSPEED[name]}", value)
+            draft.env(origin, f"ACCELERATE_{_DEEPSPEED[name]}", value)
         else:
-            sheet.drop(what, "it means nothing without use_deepspeed")
+            draft.drop(origin, "it has no effect without use_deepspeed")
     elif name in ("deepspeed_hostfile", "mpirun_hostfile"):
-        if hosts := sheet.hostfile(what, text):
-            sheet.ssh(what, hosts)
+        if hosts := draft.hostfile(origin, text):
+            draft.ssh(origin, hosts)
     elif name == "dynamo_backend":
-        sheet.env(what, "ACCELERATE_DYNAMO_BACKEND", text.upper())
+        draft.env(origin, "ACCELERATE_DYNAMO_BACKEND", text.upper())
     elif name.startswith("dynamo_"):
         value = str(yes) if name.startswith("dynamo_use") else text
-        sheet.env(what, f"ACCELERATE_{name.upper()}", value)
+        draft.env(origin, f"ACCELERATE_{name.upper()}", value)
     elif name.startswith("fsdp_"):
         short = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
         value = text.lower() if text in ("True", "False") else text
-        sheet.env(what, short.get(name, name.upper()), value)
+        draft.env(origin, short.get(name, name.upper()), value)
     elif name.startswith(("megatron_lm_", "parallelism_config_")):
-        sheet.env(what, name.upper(), text)
+        draft.env(origin, name.upper(), text)
     elif name == "fp8_override_linear_precision":
         for each, flag in zip(("FPROP", "DGRAD", "WGRAD"), text.split(","), strict=False):
-            sheet.env(what, f"ACCELERATE_FP8_OVERRIDE_{each}", str(flag.strip() == "true"))
+            draft.env(origin, f"ACCELERATE_FP8_OVERRIDE_{each}", str(flag.strip() == "true"))
     elif name.startswith("fp8_"):
-        sheet.env(what, f"ACCELERATE_{name.upper()}", text)
+        draft.env(origin, f"ACCELERATE_{name.upper()}", text)
     else:
-        sheet.refuse(what, "clusterkit knows no such setting of accelerate")
+        draft.refuse(origin, "clusterkit knows no such setting of accelerate")
 
 
 def _true(setting: tuple[str, str] | None) -> bool:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from clusterkit.convert import lines
+from clusterkit.convert.draft import OURS, Draft, Tree
 from clusterkit.convert.kubernetes import run_in_image
-from clusterkit.convert.options import assigned, job_name, meant, variables
-from clusterkit.convert.sheet import OURS, Sheet, Tree
+from clusterkit.convert.options import apply_meaning, assigned, job_name, variables
 from clusterkit.errors import dotted
 from clusterkit.yaml_file import parse_yaml
 
@@ -21,7 +21,7 @@ _OWN = frozenset(
     {"container_name", "hostname", "depends_on", "ports", "expose", "networks", "profiles",
      "healthcheck", "restart", "stdin_open", "tty", "init", "stop_grace_period"}
 )  # fmt: skip
-"""Of one node, or what clusterkit does its own way."""
+"""Keys that differ between nodes, or that clusterkit sets itself."""
 _KEYS = {
     "image": "entry.image", "mem_limit": "entry.memory", "cpus": "entry.cpus",
     "build": "?docker build it first, and name it as the entry's `image`",
@@ -37,17 +37,17 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "services.*.deploy.resources.*.devices.*": dict,
     "services.*.deploy.resources.*.devices.*.device_ids": list, "volumes": dict,
 }  # fmt: skip
-"""What stands where in the keys that are read here."""
+"""Types of the keys that are read, by path."""
 
 
-def file(sheet: Sheet, text: str, words: Sequence[str]) -> None:
-    """A whole file."""
-    tree = Tree(sheet, parse_yaml(text, sheet.name))
+def file(draft: Draft, text: str, words: Sequence[str]) -> None:
+    """Convert a compose file."""
+    tree = Tree(draft, parse_yaml(text, draft.name))
     tree.expect(_TYPES)
-    sheet.cluster["backend"] = sheet.cluster_name = "compose"
+    draft.cluster["backend"] = draft.cluster_name = "compose"
     services = tree.peek("services") or {}
     if not services:
-        sheet.refuse("services", "there are none")
+        draft.refuse("services", "there are none")
         return
     first = next(iter(services))
     nodes = 0
@@ -55,21 +55,21 @@ def file(sheet: Sheet, text: str, words: Sequence[str]) -> None:
         count = _replicas(tree, "services", name)
         nodes += count
         if name != first:
-            _alike(sheet, tree, name, service, first, services[first])
+            _alike(draft, tree, name, service, first, services[first])
     tree.get("services", first)
     tree.seen.discard(("services", first))
-    sheet.key(f"services: {', '.join(services)}", "nodes", nodes)
+    draft.key(f"services: {', '.join(services)}", "nodes", nodes)
     if project := tree.get("name"):
-        sheet.key(f"name: {project}", "name", job_name(str(project)))
+        draft.key(f"name: {project}", "name", job_name(str(project)))
     for key in ("version", "networks"):
         if tree.peek(key) is not None:
             tree.get(key)
-            sheet.drop(key, "a run has a network of its own" if key == "networks" else "not used")
+            draft.drop(key, "a run has a network of its own" if key == "networks" else "not used")
     for name in list(tree.peek("volumes") or {}):
         tree.get("volumes", name)
-        sheet.yours(f"volumes.{name}", f"docker volume create {name}")
+        draft.todo(f"volumes.{name}", f"docker volume create {name}")
     tree.get("volumes")
-    _service(sheet, tree, "services", first)
+    _service(draft, tree, "services", first)
     tree.rest()
 
 
@@ -78,24 +78,24 @@ def _replicas(tree: Tree, *place: str) -> int:
     return int(value) if isinstance(value, int) else 1
 
 
-def _alike(sheet: Sheet, tree: Tree, name: str, service: Any, first: str, model: Any) -> None:
-    """Refuse what another node has that the first one has not."""
+def _alike(draft: Draft, tree: Tree, name: str, service: Any, first: str, model: Any) -> None:
+    """Refuse keys in which another node differs from the first one."""
     tree.get("services", name)
     for key in sorted({*service, *model} - _OWN):
-        one, other = (_plain(sheet, each.get(key), key) for each in (service, model))
+        one, other = (_plain(draft, each.get(key), key) for each in (service, model))
         if one != other:
             tree.get("services", name, key)
-            sheet.refuse(f"services.{name}.{key}", f"all nodes are alike, and {first}'s is another")
+            draft.refuse(f"services.{name}.{key}", f"all nodes are alike, and {first}'s is another")
     tree.get("services", name)
-    sheet.note(f"services.{name}", f"a node, as {first}", "job")
+    draft.note(f"services.{name}", f"a node, as {first}", "job")
 
 
-def _plain(sheet: Sheet, value: Any, key: str) -> Any:
-    """A value without what numbers its node."""
+def _plain(draft: Draft, value: Any, key: str) -> Any:
+    """Return a value without node rank and master address."""
     if key in ("command", "entrypoint") and value is not None:
         words = [
             word
-            for each in sheet.words(key, value)
+            for each in draft.words(key, value)
             for word in (each.split() if " " in each else [each])
         ]
         found, skip = [], False
@@ -112,49 +112,49 @@ def _plain(sheet: Sheet, value: Any, key: str) -> Any:
     return value
 
 
-def _service(sheet: Sheet, tree: Tree, *place: str) -> None:
-    """The first node, which speaks for all of them."""
+def _service(draft: Draft, tree: Tree, *place: str) -> None:
+    """Convert the first node; all others are like it."""
     service = tree.peek(*place)
     code = ""
     for number, volume in enumerate(service.get("volumes") or ()):
         tree.get(*place, "volumes", number)
-        code = _volume(sheet, volume, dotted(("volumes", number))) or code
+        code = _volume(draft, volume, dotted(("volumes", number))) or code
     folder = str(tree.get(*place, "working_dir") or "")
     if folder and code and (folder + "/").startswith(code + "/"):
-        sheet.drop(f"working_dir: {folder}", "the project's folder is mounted as it is")
+        draft.drop(f"working_dir: {folder}", "the project's folder is mounted as it is")
     elif folder:
-        sheet.refuse(f"working_dir: {folder}", "say WORKDIR in the image")
+        draft.refuse(f"working_dir: {folder}", "set WORKDIR in the image")
     for key in service:
         if key in ("volumes", "working_dir", "command", "entrypoint", "deploy", "scale"):
             continue
-        _key(sheet, key, tree.get(*place, key))
-    _deploy(sheet, tree, *place)
+        _key(draft, key, tree.get(*place, key))
+    _deploy(draft, tree, *place)
     tree.get(*place, "scale")
     words: list[str] = []
     for key in ("entrypoint", "command"):
-        words += sheet.words(key, tree.get(*place, key))
+        words += draft.words(key, tree.get(*place, key))
     if filled := next((word for word in words if re.search(r"(?<!\$)\$\{?\w", word)), None):
-        sheet.refuse(filled, "write the value that compose puts in")
+        draft.refuse(filled, "write the value that compose substitutes")
     words = [word.replace("$$", "$") for word in words]
     if not words:
-        sheet.refuse("command", "without it the image's own runs, which is not known here")
+        draft.refuse("command", "the image's default command is not known: write the command")
     elif code:
         words = [_below(word, code) for word in words]
         if (script := lines.script_of(words)) is not None:
-            words = sheet.words("command", script)
-        lines.convert(sheet, words)
+            words = draft.words("command", script)
+        lines.convert(draft, words)
     else:
-        sheet.entry("no volume holds the program", "code", "baked")
-        run_in_image(sheet, words)
+        draft.entry("no volume holds the program", "code", "baked")
+        run_in_image(draft, words)
 
 
 def _below(word: str, code: str) -> str:
-    """A path below the mounted project, as it is on this machine."""
+    """Return a path of the mounted project relative to the project's folder."""
     return posixpath.relpath(word, code) if word.startswith(code + "/") else word
 
 
-def _volume(sheet: Sheet, volume: Any, what: str) -> str | None:
-    """One volume; of the project's own folder, where it is in the container."""
+def _volume(draft: Draft, volume: Any, origin: str) -> str | None:
+    """Convert a volume. Return the mount path if it is the project's folder."""
     if isinstance(volume, dict):
         text = f"{volume.get('source')}:{volume.get('target')}"
         text += ":ro" if volume.get("read_only") else ""
@@ -162,49 +162,49 @@ def _volume(sheet: Sheet, volume: Any, what: str) -> str | None:
         text = str(volume)
     source, _, target = text.partition(":")
     if source in (".", "./"):
-        sheet.drop(f"{what}: {text}", "the project's folder is mounted anyway")
+        draft.drop(f"{origin}: {text}", "the project's folder is mounted anyway")
         return target.partition(":")[0].rstrip("/")
-    sheet.more(f"{what}: {text}", "volumes", text)
+    draft.append(f"{origin}: {text}", "volumes", text)
     return None
 
 
-def _key(sheet: Sheet, key: str, value: Any) -> None:
-    what = f"{key}: {value}"
+def _key(draft: Draft, key: str, value: Any) -> None:
+    origin = f"{key}: {value}"
     if key in _KEYS:
-        meant(sheet, what if key != "build" else key, _KEYS[key], value)
+        apply_meaning(draft, origin if key != "build" else key, _KEYS[key], value)
     elif key == "environment":
         for name, text in variables(value):
             if "${" in (text or ""):
-                sheet.refuse(f"environment.{name}: {text}", "write its value instead")
+                draft.refuse(f"environment.{name}: {text}", "write its value instead")
             else:
-                assigned(sheet, f"environment.{name}", name, text)
+                assigned(draft, f"environment.{name}", name, text)
     elif key == "shm_size":
-        sheet.entry(what, "shm_size", str(value))
+        draft.entry(origin, "shm_size", str(value))
     elif key == "ulimits":
         limits = {name: each.get("soft") if isinstance(each, dict) else each
                   for name, each in (value or {}).items()}  # fmt: skip
-        sheet.entry(what, "ulimits", limits)
+        draft.entry(origin, "ulimits", limits)
     elif key == "gpus":
-        sheet.entry(what, "gpus", "auto" if value == "all" else value)
+        draft.entry(origin, "gpus", "auto" if value == "all" else value)
     elif key in _OWN or key in ("runtime", "ipc"):
-        sheet.drop(what if isinstance(value, (str, int, bool)) else key, OURS)
+        draft.drop(origin if isinstance(value, (str, int, bool)) else key, OURS)
     else:
-        sheet.refuse(key, "containers of a run have no such key")
+        draft.refuse(key, "containers of a run have no such key")
 
 
-def _deploy(sheet: Sheet, tree: Tree, *place: str) -> None:
+def _deploy(draft: Draft, tree: Tree, *place: str) -> None:
     for field in ("limits", "reservations"):
         for key, value in tree.each(*place, "deploy", "resources", field):
-            what = f"{field}.{key}: {value}"
+            origin = f"{field}.{key}: {value}"
             if key in ("cpus", "memory"):
-                if key in sheet.cluster:
-                    sheet.drop(what, "the limit counts")
+                if key in draft.cluster:
+                    draft.drop(origin, "the limit is used")
                 else:
                     number = key == "cpus" and re.fullmatch(r"[0-9]+(\.[0-9]+)?", str(value))
-                    sheet.entry(what, key, float(value) if number else str(value))
+                    draft.entry(origin, key, float(value) if number else str(value))
             elif key == "devices":
                 for device in value or ():
                     count = len(device.get("device_ids") or ()) or device.get("count", "all")
-                    sheet.entry("devices", "gpus", "auto" if count == "all" else count)
+                    draft.entry("devices", "gpus", "auto" if count == "all" else count)
             else:
-                sheet.refuse(what, "containers of a run have no such key")
+                draft.refuse(origin, "containers of a run have no such key")

@@ -1,4 +1,4 @@
-"""Files of a conversion: what the input names is read, and an entry is added to a cluster file."""
+"""Files of a conversion: read those that the input names, add an entry to a cluster file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from clusterkit.files import read_file, why, write_atomic
 from clusterkit.yaml_file import read_yaml
 
 _MOST_BYTES = 8 << 20
-"""More than any script or manifest has; it takes seconds to read that much YAML."""
+"""No script or manifest is larger; YAML of this size takes seconds to parse."""
 
 
 def text_of(path: str | Path) -> str:
-    """A file's text.
+    """Read a text file.
 
     Raises:
         BadInput: it cannot be read, or is no text.
@@ -30,7 +30,7 @@ def text_of(path: str | Path) -> str:
 
 
 def named(path: str) -> str | None:
-    """A file's text, or None where there is none."""
+    """Read a text file; None if it cannot be read."""
     try:
         return text_of(Path(path).expanduser())
     except BadInput:
@@ -38,10 +38,10 @@ def named(path: str) -> str | None:
 
 
 def add_cluster(entry: Mapping[str, Any], path: str | Path) -> None:
-    """Add entries to a cluster file, which is made if there is none.
+    """Add entries to a cluster file; create the file if it does not exist.
 
     Raises:
-        BadInput: the file has one of that name, or cannot be added to.
+        BadInput: the file has another entry of that name, or is written in flow style.
     """
     path = Path(path)
     before = text_of(path) if path.exists() else ""

@@ -1,4 +1,4 @@
-"""The commands of a script: variables, what comes before the ranks, and what starts them. Pure."""
+"""The commands of a script: variables, set-up, and the line that starts the ranks. Pure."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from clusterkit import shell
 from clusterkit.convert import lines
+from clusterkit.convert.draft import LOGS, Draft, shown, unknown_in, variable
 from clusterkit.convert.options import RENDEZVOUS, assigned
-from clusterkit.convert.sheet import LOGS, Sheet, shown, unknown_in, variable
 from clusterkit.convert.shell_text import Command, Unfinished, commands
 from clusterkit.jobfile.launcher_options import SCRIPTS
 
@@ -29,25 +29,25 @@ _SETS_UP = re.compile(
 )
 _LAUNCHERS = frozenset({name[0] for name in SCRIPTS} | {"srun", "torchx"})
 
-Other = Callable[[Sheet, Command], None]
-Launch = Callable[[Sheet, Sequence[str]], None]
+Other = Callable[[Draft, Command], None]
+Launch = Callable[[Draft, Sequence[str]], None]
 
 
 def left(todo: str, *, venv: bool = True) -> Other:
-    """Commands in front of the ranks, which nobody runs; one may name the Python."""
+    """Return a handler that leaves set-up commands to the user; one may name the Python."""
 
-    def other(sheet: Sheet, command: Command) -> None:
+    def other(draft: Draft, command: Command) -> None:
         raw = shown(command.raw).partition("\n")[0]
         if venv and (match := re.match(r"(?:source|\.)\s+(\S+)/bin/activate\b", raw)):
-            sheet.key(raw, "python", f"{match[1]}/bin/python")
+            draft.key(raw, "python", f"{match[1]}/bin/python")
         else:
-            sheet.yours(raw, todo)
+            draft.todo(raw, todo)
 
     return other
 
 
 class _Variables(dict[str, str]):
-    """Values by name, and which of them were asked for."""
+    """Values by name, and the names that were looked up."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
         super().__init__(values)
@@ -59,87 +59,88 @@ class _Variables(dict[str, str]):
 
 
 class Script:
-    """Reads a script for one source.
+    """Converts a script of one source.
 
     Args:
-        variables: that are known from the start.
-        launch: takes the words of the line that starts the ranks.
-        other: takes a command in front of it that has no meaning of its own here.
-        folder: takes ``cd FOLDER``; by default it becomes the job's `workdir`.
+        variables: known from the start.
+        launch: converts the words of the line that starts the ranks.
+        other: converts any other command in front of it.
+        folder: converts ``cd FOLDER``; by default it sets the job's `workdir`.
     """
 
     def __init__(
         self,
-        sheet: Sheet,
+        draft: Draft,
         variables: Mapping[str, str],
         launch: Launch,
         other: Other,
         folder: Callable[[str, str], None] | None = None,
     ) -> None:
-        self.sheet = sheet
+        self.draft = draft
         self.variables = _Variables(variables)
         self.launch = launch
         self.other = other
-        self.folder = folder or (lambda what, path: sheet.key(what, "workdir", path))
+        self.folder = folder or (lambda origin, path: draft.key(origin, "workdir", path))
         self.own: set[str] = set()
-        """Variables that the script itself sets to what is not known here."""
+        """Variables that the script sets to an unknown value."""
         self.launched = ""
         self.pending: dict[str, tuple[str, str]] = {}
-        """Exported variables of unknown value: fine where a word of a command line is all they
-        are, and lost if not."""
+        """Exported variables of unknown value: refused unless a command line uses them."""
 
     def read(self, text: str, first: int = 1) -> None:
-        """All of its commands."""
-        sheet = self.sheet
+        """Convert all commands of a script."""
+        draft = self.draft
         try:
             for command in commands(text, self.variables, first):
-                sheet.at = f"{sheet.name}:{command.line}" if sheet.name else ""
+                draft.at = f"{draft.name}:{command.line}" if draft.name else ""
                 self._command(command)
         except Unfinished as error:
-            sheet.at = f"{sheet.name}:{error.line}"
-            sheet.refuse("script", "a quote, bracket or here-document that does not end")
-        for name, (what, at) in self.pending.items():
-            sheet.at = at
+            draft.at = f"{draft.name}:{error.line}"
+            draft.refuse("script", "a quote, bracket or here-document that does not end")
+        for name, (origin, at) in self.pending.items():
+            draft.at = at
             if name in self.variables.used:
-                sheet.drop(what, "a variable of the script, put in where it stands")
+                draft.drop(origin, "a variable of the script, replaced by its value")
             else:
-                sheet.refuse(what, "what a script works out has no place in a job file")
-        sheet.at = ""
+                draft.refuse(origin, "its value is computed by the script: write the value")
+        draft.at = ""
 
     def start(self, words: Sequence[str], launch: Launch | None = None) -> None:
-        """The line that starts the ranks, or the one in ``bash -c SCRIPT`` that does."""
-        sheet, at, launch = self.sheet, self.sheet.at, launch or self.launch
+        """Convert the line that starts the ranks, or the ``bash -c SCRIPT`` that contains it."""
+        draft, at, launch = self.draft, self.draft.at, launch or self.launch
         if (inner := lines.script_of(words)) is None:
-            launch(sheet, words)
+            launch(draft, words)
             return
         known = {name: text for name, text in self.variables.items() if not unknown_in(text)}
-        within = Script(sheet, known, launch, self.other, self.folder)
+        within = Script(draft, known, launch, self.other, self.folder)
         within.own = set(self.own)
         line = re.search(r":(\d+)$", at)
         within.read(inner, int(line[1]) if line else 1)
-        sheet.at = at
+        draft.at = at
         if not within.launched:
-            sheet.refuse(shell.join(map(shown, words))[:60], "it starts no ranks")
+            draft.refuse(shell.join(map(shown, words))[:60], "no line of it starts ranks")
 
     def _command(self, command: Command) -> None:
-        sheet, words, name = self.sheet, command.words, command.name
+        draft, words, name = self.draft, command.words, command.name
         raw = shown(command.raw)
         assignments = [_ASSIGNMENT.match(word) for word in words]
         if not words:
-            sheet.refuse(raw, "a redirection without a command")
+            draft.refuse(raw, "a redirection without a command")
         elif name in _ENDS:
             pass  # its beginning has been refused
         elif name in _STRUCTURE or (len(words) > 1 and words[1].startswith("()")):
-            sheet.refuse(raw.partition("\n")[0], "what a script decides while it runs is not known")
+            draft.refuse(
+                raw.partition("\n")[0], "conditions, loops and functions cannot be converted"
+            )
         elif command.before in ("|", "|&"):
             if name == "tee":
-                sheet.drop(f"| {raw}", LOGS)
+                draft.drop(f"| {raw}", LOGS)
             elif not self.launched:
                 return  # the rest of a line that has been judged by its beginning
             else:
-                sheet.refuse(f"| {raw}", "a pipe behind the ranks")
+                draft.refuse(f"| {raw}", "the output of ranks cannot be piped into a command")
         elif command.before == "||":
-            sheet.drop(f"|| {raw}", "a run that fails says so itself")
+            draft.drop(f"|| {raw}", "a failed run is reported anyway")
         elif all(assignments):
             for word, match in zip(words, assignments, strict=True):
                 assert match is not None
@@ -150,54 +151,54 @@ class Script:
             self._folder(raw, words[1])
         elif self._starts_ranks(command):
             if self.launched:
-                sheet.refuse(raw.partition("\n")[0], f"a job starts one program: {self.launched}")
+                draft.refuse(raw.partition("\n")[0], f"a job has one program: {self.launched}")
                 return
             self.launched = f"line {command.line} starts another"
             for redirect in command.redirects:
                 if "<" in redirect and not redirect.endswith("/dev/null"):
-                    sheet.refuse(redirect, "ranks have no standard input")
+                    draft.refuse(redirect, "ranks have no standard input")
                 else:
-                    sheet.drop(redirect, LOGS)
+                    draft.drop(redirect, LOGS)
             for word in command.expanded:
-                sheet.refuse(word, "no shell reads the arguments: write what it makes of that")
+                draft.refuse(word, "no shell expands the arguments: write the expanded value")
             if command.after == "&":
-                sheet.drop("&", "the nodes run beside each other anyway")
-            self.launch(sheet, words)
+                draft.drop("&", "all nodes run at once anyway")
+            self.launch(draft, words)
         elif name in _TELLS and not command.redirects:
-            sheet.drop(raw.partition("\n")[0], "it only says or waits for something")
+            draft.drop(raw.partition("\n")[0], "it only prints or waits")
         elif self.launched:
-            sheet.refuse(raw, "nothing runs after the ranks")
+            draft.refuse(raw, "a job runs no command after the ranks")
         else:
             self._other(command)
 
     def _other(self, command: Command) -> None:
         if own := next((name for name in self.own if f"${name}" in shown(command.raw)
                         or f"${{{name}" in shown(command.raw)), None):  # fmt: skip
-            self.sheet.refuse(shown(command.raw), f"${own} is worked out by the script")
+            self.draft.refuse(shown(command.raw), f"${own} is worked out by the script")
         else:
-            self.other(self.sheet, command)
+            self.other(self.draft, command)
 
-    def _assign(self, what: str, name: str, value: str, *, exported: bool) -> None:
-        """A variable; what only the script sees becomes no option of anything."""
-        sheet = self.sheet
+    def _assign(self, origin: str, name: str, value: str, *, exported: bool) -> None:
+        """Convert a variable; only exported ones reach the job."""
+        draft = self.draft
         if bad := unknown_in(value):
             self.own.add(name)
             self.variables[name] = variable(name) if value == variable(bad) else value
             if name in RENDEZVOUS:
-                sheet.drop(f"{name}=...", "clusterkit works it out")
+                draft.drop(f"{name}=...", "clusterkit works it out")
             elif exported:
-                self.pending[name] = (f"{name}=...", sheet.at)
+                self.pending[name] = (f"{name}=...", draft.at)
             else:
-                sheet.drop(f"{name}=...", "a variable of the script")
+                draft.drop(f"{name}=...", "a variable of the script")
             return
         self.variables[name] = value
         if name in RENDEZVOUS:
             # Known, but not needed: whoever uses it in an argument gets a value nevertheless.
-            sheet.drop(what)
+            draft.drop(origin)
         elif exported:
-            assigned(sheet, what, name, value)
+            assigned(draft, origin, name, value)
         else:
-            sheet.note(what, "a variable of the script, put in where it stands", "dropped")
+            draft.note(origin, "a variable of the script, replaced by its value", "dropped")
 
     def _export(self, words: Sequence[str], raw: str) -> None:
         for word in words:
@@ -205,16 +206,16 @@ class Script:
             if match is None:
                 value = self.variables.get(word)
                 if value is not None and not unknown_in(value):
-                    assigned(self.sheet, f"export {word}", word, value)
+                    assigned(self.draft, f"export {word}", word, value)
                 elif word in RENDEZVOUS:
-                    self.sheet.drop(f"export {word}")
+                    self.draft.drop(f"export {word}")
                 else:
-                    self.sheet.refuse(f"export {word}", "its value is not known here")
+                    self.draft.refuse(f"export {word}", "its value is not known here")
             elif (
                 (bad := unknown_in(match[3])) and match[1] not in RENDEZVOUS and not self._own(bad)
             ):
                 self.other(
-                    self.sheet, Command(0, ["export", word], f"export {_written(raw, match[1])}")
+                    self.draft, Command(0, ["export", word], f"export {_written(raw, match[1])}")
                 )
             else:
                 self._assign(shown(word), match[1], match[3], exported=True)
@@ -225,7 +226,7 @@ class Script:
     def _folder(self, raw: str, folder: str) -> None:
         bad = unknown_in(folder)
         if bad in ("SLURM_SUBMIT_DIR", "PBS_O_WORKDIR", "PWD"):
-            self.sheet.drop(raw, "ranks start where the program is found")
+            self.draft.drop(raw, "ranks start where the program is found")
         else:
             self.folder(raw, folder)
 
@@ -249,6 +250,6 @@ class Script:
 
 
 def _written(raw: str, name: str) -> str:
-    """``NAME=VALUE`` as it stands in a line, quotes and all."""
+    """Return ``NAME=VALUE`` as written, with its quotes."""
     found = re.search(rf"\b{name}=(?:\"(?:\\.|[^\"])*\"|'[^']*'|\S)*", raw)
     return found[0] if found else raw

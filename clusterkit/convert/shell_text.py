@@ -1,7 +1,7 @@
-"""Shell scripts as far as job scripts go: simple commands, with variables that are known.
+"""A parser for the subset of shell that job scripts use: simple commands and known variables.
 
-No shell runs. A variable without a known value, ``$(...)`` and the like become a `variable` in the
-word, so that whoever uses the word can refuse it.
+No shell runs. An unknown variable, ``$(...)`` and the like become a `variable` marker in the word,
+so that the user of the word can refuse it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from clusterkit import shell
-from clusterkit.convert.sheet import variable
+from clusterkit.convert.draft import variable
 
 _NAME = re.compile(shell.NAME)
 _BRACED = re.compile(rf"({shell.NAME})(?::?[-=]((?:[^${{}}`])*))?\Z")
@@ -21,22 +21,22 @@ _FIELD = re.compile("(?:\ue000[^\ue001]*\ue001|\\S)+")
 _QUOTED = re.compile(r"\\.|'[^']*'|\"(?:[^\"\\]|\\.)*\"|\$\{[^}]*\}|\$.", re.DOTALL)
 _EXPANDED = re.compile(r"\A~|\*|\{(?=[^{}]*\})[^{}]*?(?:,|\.\.)")
 _ANSI = re.compile(r"\$'(?:[^'\\]|\\.)*'", re.DOTALL)
-"""Text with escapes, which are not read here."""
+"""``$'...'``, whose escapes are not interpreted."""
 _REDIRECT = re.compile(r"(\d*|&)(>>|>&|>\||>|<<<|<<-?|<&|<)(&?)")
 
 
 @dataclass
 class Command:
-    """A simple command."""
+    """A simple command of a shell script."""
 
     line: int
     words: list[str] = field(default_factory=list)
     raw: str = ""
     redirects: list[str] = field(default_factory=list)
     expanded: list[str] = field(default_factory=list)
-    """Words of which a shell makes names of files, or several words."""
+    """Words that a shell would expand: globs, braces, ``~``."""
     before: str = ""
-    """The operator in front of it."""
+    """The operator in front of the command."""
     after: str = ""
 
     @property
@@ -45,7 +45,7 @@ class Command:
 
 
 class Unfinished(ValueError):
-    """A quote or bracket without its end; holds the line where it begins."""
+    """A quote or bracket does not end; ``line`` is where it begins."""
 
     def __init__(self, line: int) -> None:
         super().__init__(line)
@@ -53,11 +53,11 @@ class Unfinished(ValueError):
 
 
 def commands(text: str, variables: Mapping[str, str], first: int = 1) -> Iterator[Command]:
-    """The simple commands of a script, in order.
+    """Yield the simple commands of a script, in order.
 
     Args:
-        variables: values by name; read when a command is reached, so that what earlier ones set
-            counts.
+        variables: values by name; looked up when a command is reached, so that earlier commands
+            may set them.
         first: number of the text's first line.
 
     Raises:
@@ -78,17 +78,17 @@ class _Reader:
         self.at = 0
         self._counted = (0, first)
         self._ends: list[tuple[str, bool]] = []
-        """Of here-documents that begin behind this line."""
+        """End markers of the here-documents that follow this line."""
 
     def line(self, at: int | None = None) -> int:
-        """The number of the line at a place; counted on from the last one, which came before."""
+        """Return the line number of a position, which must not lie before that of the last call."""
         before, number = self._counted
         at = max(before, self.at if at is None else at)
         self._counted = (at, number + self.text.count("\n", before, at))
         return self._counted[1]
 
     def command(self) -> Command | None:
-        """The next one, which may be empty; None at the end."""
+        """Return the next command, which may be empty; None at the end."""
         text = self.text
         self._skip_blanks()
         if self.at >= len(text):
@@ -245,7 +245,7 @@ class _Reader:
         return "$"
 
     def _bracket(self, opened: str, closed: str) -> str:
-        """From an opening bracket to its end, quotes respected."""
+        """Return the text of a bracket up to its end; respects quotes."""
         text, begin, depth = self.text, self.at, 0
         while self.at < len(text):
             here = text[self.at]
@@ -262,7 +262,7 @@ class _Reader:
 
 
 def _sum(expression: str, variables: Mapping[str, str]) -> int | None:
-    """The value of ``$((...))``; None if it is not known."""
+    """Evaluate ``$((...))``; None if a value is unknown."""
     text = _NAME.sub(lambda match: variables.get(match[0], "?"), expression.replace("$", ""))
     try:
         return _value(ast.parse(text.strip(), mode="eval").body)

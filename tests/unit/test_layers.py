@@ -43,7 +43,7 @@ batch rendezvous jobfile.loader jobfile.schema
 plan jobfile.request jobfile.catalogue jobfile.deepspeed_config
 program run.folder jobfile.examples
 warm run.goodput
-convert.sheet convert.files
+convert.draft convert.files
 convert.options
 convert.deepspeed
 convert.mpirun convert.accelerate convert.torchx

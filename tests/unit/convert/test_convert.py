@@ -139,7 +139,7 @@ def hosts(cwd):
 def test_the_job_goes_to_stdout_and_loads_with_its_cluster_as_a_comment(hosts, cli):
     done = cli("convert", *LINE)
     assert done.code == 0
-    assert "--no_local_rank: dropped, LOCAL_RANK stands in the environment\n" in done.err
+    assert "--no_local_rank: dropped, LOCAL_RANK is set in the environment\n" in done.err
     (hosts / "job.yaml").write_text(done.out)
     assert loader.read_job("job.yaml")[0].node_range == (2, 2)
     assert "# For clusters.yaml:\n# hosts:\n#   backend: ssh\n" in done.out
@@ -167,7 +167,7 @@ def test_an_entry_alone_and_json(hosts, cli):
     found = cli("convert", "--json", *LINE).json
     assert found["job"]["nodes"] == 2
     assert list(found["cluster"]) == ["hosts"]
-    became = "dropped, LOCAL_RANK stands in the environment"
+    became = "dropped, LOCAL_RANK is set in the environment"
     note = {"what": "--no_local_rank", "became": became, "fate": "dropped"}
     assert note in found["notes"]
 
@@ -182,7 +182,7 @@ def test_what_cannot_be_converted_is_one_error(hosts, cli):
         (("job.yaml",), "job.yaml is a job file already"),
         (("plan.json",), "plan.json: progam: unknown key"),
         (("image",), "image: not a text file"),
-        (("hosts", "--", "python", "x.py"), "hosts names its program itself"),
+        (("hosts", "--", "python", "x.py"), "hosts names its own program"),
         (("--from", "accelerate", "--", "x.py"), "--from accelerate needs a file"),
         (("-o", "out.yaml", "--", "torchrun", "--turbo", "x.py"), "--turbo: clusterkit does not"),
     ):

@@ -1,5 +1,4 @@
-"""What a conversion has found so far: keys of a job, an entry of the cluster file, and of every
-option what became of it. Pure."""
+"""The state of a conversion: keys of a job, a cluster entry, and a note for each option. Pure."""
 
 from __future__ import annotations
 
@@ -16,28 +15,27 @@ from clusterkit.errors import BadInput, Place, dotted
 from clusterkit.jobfile.command import Used
 from clusterkit.yaml_file import Document
 
-Fate = Literal["job", "cluster", "dropped", "yours"]
-"""It became a key of the job, or of the cluster's entry; clusterkit does it anyway, or it has no
-meaning there; or it is left to the person who converts."""
+Outcome = Literal["job", "cluster", "dropped", "yours"]
+"""A key of the job, a key of the cluster entry, dropped (with the reason), or left to the user."""
 
 OURS = "dropped, clusterkit works it out"
 LOGS = "dropped, every rank's lines are kept: `clusterkit logs`"
 HINT = "take it out, or write the job file by hand: docs/job-file.md"
 
 Read = Callable[[str], str | None]
-"""The text of a file that the input names, relative to where the conversion runs; None: no such."""
+"""Returns the text of a file, relative to the current folder; None if it cannot be read."""
 
 _VARIABLE = "\ue000{}\ue001"
 _VARIABLES = re.compile("\ue000(.*?)\ue001", re.DOTALL)
 
 
 class Note(Struct, frozen=True, omit_defaults=True):
-    """What became of one option."""
+    """The outcome of one option."""
 
     what: str
     """The option, or the path of the key, as written."""
     became: str
-    fate: Fate
+    fate: Outcome
     where: str = ""
     """``file:line``; empty for a command line."""
 
@@ -47,23 +45,23 @@ class Note(Struct, frozen=True, omit_defaults=True):
 
 
 def variable(name: str) -> str:
-    """Stands in a text for a shell variable whose value is not known."""
+    """Return a marker for a shell variable of unknown value."""
     return _VARIABLE.format(name)
 
 
 def shown(text: str) -> str:
-    """A text with `variable` as a person would write it."""
+    """Return a text with each `variable` marker as ``$NAME``."""
     return _VARIABLES.sub(r"$\1", text)
 
 
 def unknown_in(text: str) -> str | None:
-    """The first `variable` in a text."""
+    """Return the name of the first `variable` marker in a text, if any."""
     found = _VARIABLES.search(text)
     return found[1] if found else None
 
 
 def hosts_of(path: str, text: str) -> list[Host]:
-    """What a hostfile names; a line without slots is one slot.
+    """Read a hostfile; a line without slots has one slot.
 
     Raises:
         BadInput: as `addresses.hostfile`; no hosts, a host without ranks.
@@ -78,8 +76,8 @@ def hosts_of(path: str, text: str) -> list[Host]:
     return [replace(host, slots=host.slots or 1) for host in hosts]
 
 
-class Sheet:
-    """Collects a conversion; ``at`` says where the option that is being read stands."""
+class Draft:
+    """Collects the result of a conversion. ``at`` is the place of the option being read."""
 
     def __init__(self, name: str, read: Read = lambda path: None) -> None:
         self.name = name
@@ -90,140 +88,138 @@ class Sheet:
         self.notes: list[Note] = []
         self.refused: list[str] = []
         self.at = ""
-        self.origins: dict[tuple[Fate, str], str] = {}
-        """What gave a key of the job, or of the cluster's entry."""
+        self.origins: dict[tuple[Outcome, str], str] = {}
+        """The option that set each key of the job or of the cluster entry."""
         self.hosts: dict[str, Used] = {}
-        """A launcher's options about hosts, which mean something only all together."""
+        """A launcher's options about hosts, which `finish` reads together."""
         self.settings: dict[str, tuple[str, str]] = {}
-        """Options of accelerate that a config file may hold as well: value, and as written."""
+        """Settings of accelerate, of the command or its config file: value, and as written."""
         self.places: dict[str, str] = {}
-        """Where the file has them."""
+        """The place of each setting in the config file."""
         self.slots: dict[str, int] = {}
-        """Hosts that a launcher was given, and the ranks that each takes."""
+        """Ranks by host, of the launcher's hostfile or host list."""
 
     # ------------------------------------------------------------ fates
 
-    def key(self, what: str, key: str, value: Any, said: str = "") -> None:
-        """A key of the job; the same key with another value is refused."""
-        self._set(what, "job", key, value, said or f"{key}: {_short(value)}")
+    def key(self, origin: str, key: str, value: Any, became: str = "") -> None:
+        """Set a key of the job. Another value for the same key is refused."""
+        self._set(origin, "job", key, value, became or f"{key}: {_short(value)}")
 
-    def env(self, what: str, name: str, value: str) -> None:
-        """A variable of the ranks."""
-        if self._is_no_name(what, name) or self._has_no_value(what, value):
+    def env(self, origin: str, name: str, value: str) -> None:
+        """Set a variable of the ranks."""
+        if self._is_no_name(origin, name) or self._has_no_value(origin, value):
             return
         self.job.setdefault("env", {})[name] = value
-        self.note(what, f"env.{name}: {_short(value)}", "job")
+        self.note(origin, f"env.{name}: {_short(value)}", "job")
 
-    def secret(self, what: str, name: str) -> None:
-        """A variable that the submitter's environment gives."""
-        if self._is_no_name(what, name):
+    def secret(self, origin: str, name: str) -> None:
+        """Add a variable that is taken from the submitter's environment."""
+        if self._is_no_name(origin, name):
             return
         secrets = self.job.setdefault("secrets", [])
         if name not in secrets:
             secrets.append(name)
-        self.note(what, f"secrets: {name}, taken from your environment when you submit", "job")
+        self.note(origin, f"secrets: {name}, taken from your environment when you submit", "job")
 
-    def entry(self, what: str, key: str, value: Any, said: str = "") -> None:
-        """A key of the cluster's entry, as `key`."""
-        self._set(what, "cluster", key, value, said or f"cluster entry, {key}: {_short(value)}")
+    def entry(self, origin: str, key: str, value: Any, became: str = "") -> None:
+        """Set a key of the cluster entry, as `key`."""
+        self._set(origin, "cluster", key, value, became or f"cluster entry, {key}: {_short(value)}")
 
     def _set(
-        self, what: str, where: Literal["job", "cluster"], key: str, value: Any, said: str
+        self, origin: str, where: Literal["job", "cluster"], key: str, value: Any, became: str
     ) -> None:
         keys, of = (self.job, "") if where == "job" else (self.cluster, " of the cluster")
         if key in keys and keys[key] != value:
             before = self.origins.get((where, key), "another")
-            self.refuse(what, f"{key}{of} is {keys[key]} by {before}")
-        elif not self._has_no_value(what, value):
+            self.refuse(origin, f"{key}{of} is {keys[key]} by {before}")
+        elif not self._has_no_value(origin, value):
             keys[key] = value
-            self.origins[where, key] = self._place(what)
-            self.note(what, said, where)
+            self.origins[where, key] = self._place(origin)
+            self.note(origin, became, where)
 
-    def more(self, what: str, key: str, value: Any) -> None:
-        """One more item of a list in the cluster's entry."""
-        if self._has_no_value(what, value):
+    def append(self, origin: str, key: str, value: Any) -> None:
+        """Append an item to a list of the cluster entry."""
+        if self._has_no_value(origin, value):
             return
         self.cluster.setdefault(key, []).append(value)
-        self.note(what, f"cluster entry, {key}: {_short(value)}", "cluster")
+        self.note(origin, f"cluster entry, {key}: {_short(value)}", "cluster")
 
-    def drop(self, what: str, why: str = OURS) -> None:
-        """Not needed."""
-        self.note(what, why if why.startswith("dropped") else f"dropped, {why}", "dropped")
+    def drop(self, origin: str, why: str = OURS) -> None:
+        """Record an option that is not needed, with the reason."""
+        self.note(origin, why if why.startswith("dropped") else f"dropped, {why}", "dropped")
 
-    def yours(self, what: str, todo: str) -> None:
-        """Left to whoever converts."""
-        self.note(what, f"left to you: {todo}", "yours")
+    def todo(self, origin: str, todo: str) -> None:
+        """Record an option that is left to the user, with what to do."""
+        self.note(origin, f"left to you: {todo}", "yours")
 
-    def refuse(self, what: str, why: str) -> None:
-        """Cannot be said in a job file; the conversion fails when all has been read."""
+    def refuse(self, origin: str, why: str) -> None:
+        """Record an option without equivalent; `check` then raises."""
         where = f"{self.at}: " if self.at else ""
-        self.refused.append(f"{where}{shown(what)}: {why}")
+        self.refused.append(f"{where}{shown(origin)}: {why}")
 
-    def note(self, what: str, became: str, fate: Fate) -> None:
-        self.notes.append(Note(shown(what), shown(became), fate, self.at))
+    def note(self, origin: str, became: str, fate: Outcome) -> None:
+        self.notes.append(Note(shown(origin), shown(became), fate, self.at))
 
-    def _has_no_value(self, what: str, value: Any) -> bool:
+    def _has_no_value(self, origin: str, value: Any) -> bool:
         if bad := _unknown(value):
-            self.refuse(what, _no_value(bad))
+            self.refuse(origin, _no_value(bad))
         return bad is not None
 
-    def _is_no_name(self, what: str, name: str) -> bool:
+    def _is_no_name(self, origin: str, name: str) -> bool:
         if bad := not shell.is_name(name):
-            self.refuse(what, f"{name!r} is not a valid name of an environment variable")
+            self.refuse(origin, f"{name!r} is not a valid name of an environment variable")
         return bad
 
-    def _place(self, what: str) -> str:
-        return f"{self.at}: {what}" if self.at else what
+    def _place(self, origin: str) -> str:
+        return f"{self.at}: {origin}" if self.at else origin
 
     # ------------------------------------------------------------ helpers
 
-    def whole(self, what: str, text: Any, least: int = 1) -> int | None:
-        """A whole number; anything else is refused."""
+    def integer(self, origin: str, text: Any, least: int = 1) -> int | None:
+        """Parse a whole number; refuse anything else."""
         if re.fullmatch(r"[0-9]{1,9}", str(text)) and int(str(text)) >= least:
             return int(str(text))
-        if not self._has_no_value(what, text):
-            self.refuse(what, f"{_short(text)!r} is not a whole number, {least} or more")
+        if not self._has_no_value(origin, text):
+            self.refuse(origin, f"{_short(text)!r} is not a whole number, {least} or more")
         return None
 
-    def words(self, what: str, value: str | list[Any] | None) -> list[str]:
-        """A command as one line, or as a list of words."""
+    def words(self, origin: str, value: str | list[Any] | None) -> list[str]:
+        """Split a command that is a line or a list of words."""
         try:
             return shell.split(value) if isinstance(value, str) else [str(e) for e in value or ()]
         except BadInput as error:
-            raise BadInput(f"{self._place(what)}: {error.message}", "end the quote") from None
+            raise BadInput(f"{self._place(origin)}: {error.message}", "end the quote") from None
 
-    def ssh(self, what: str, hosts: Sequence[Host]) -> None:
-        """Hosts, with the ranks that each takes."""
+    def ssh(self, origin: str, hosts: Sequence[Host]) -> None:
+        """Make the cluster entry one over SSH, with these hosts and their slots."""
         self.cluster["backend"] = "ssh"
         self.cluster_name = "hosts"
-        names = ", ".join(host.name for host in addresses.check_hosts(hosts, self._place(what)))
+        names = ", ".join(host.name for host in addresses.check_hosts(hosts, self._place(origin)))
         entry = [
             {key: value for key, value in asdict(host).items() if value is not None}
             for host in hosts
         ]
-        self.entry(what, "hosts", entry, f"cluster entry, hosts: {names}")
+        self.entry(origin, "hosts", entry, f"cluster entry, hosts: {names}")
 
-    def hostfile(self, what: str, path: str) -> list[Host]:
-        """A hostfile's hosts; one that is not there is refused."""
-        text = self.file(what, path)
+    def hostfile(self, origin: str, path: str) -> list[Host]:
+        """Read the hosts of a hostfile; refuse one that cannot be read."""
+        text = self.file(origin, path)
         return [] if text is None else hosts_of(path, text)
 
-    def number(self, what: str, key: str, text: Any, least: int = 1) -> None:
-        """A key of the job that takes a whole number."""
-        if (value := self.whole(what, text, least)) is not None:
-            self.key(what, key, value)
+    def number(self, origin: str, key: str, text: Any, least: int = 1) -> None:
+        """Set a key of the job that takes a whole number."""
+        if (value := self.integer(origin, text, least)) is not None:
+            self.key(origin, key, value)
 
-    def file(self, what: str, path: str) -> str | None:
-        """A file's text; one that is not there is refused."""
+    def file(self, origin: str, path: str) -> str | None:
+        """Read a file; refuse one that cannot be read."""
         text = None if _unknown(path) else self.read(path)
         if text is None:
-            self.refuse(what, f"{shown(path)} cannot be read here")
+            self.refuse(origin, f"{shown(path)} cannot be read here")
         return text
 
     def check(self) -> None:
-        """Raises:
-        BadInput: something was refused.
-        """
+        """Raise `BadInput` with all refused options, if there are any."""
         if self.refused:
             count = len(self.refused)
             first = "" if count == 1 else f"{count} options have no equivalent:\n  "
@@ -231,22 +227,22 @@ class Sheet:
 
 
 class Tree:
-    """A parsed YAML file that says which of its keys have been read: what is left is refused."""
+    """A parsed YAML file that records which keys were read; `rest` refuses the others."""
 
-    def __init__(self, sheet: Sheet, document: Document) -> None:
-        self.sheet = sheet
+    def __init__(self, draft: Draft, document: Document) -> None:
+        self.draft = draft
         self.document = document
         self.seen: set[Place] = set()
 
     def expect(self, *tables: Mapping[str, type | tuple[type, ...]]) -> None:
-        """Look at the types, so that who reads the values need not.
+        """Check the types of values.
 
         Args:
-            tables: a place, with ``*`` for every key or item, to what stands there if anything
-                does; what holds a place comes before it.
+            tables: types by path; ``*`` in a path is every key or item. A parent comes before
+                its children. Missing keys are fine.
 
         Raises:
-            BadInput: something else stands there.
+            BadInput: a value has another type.
         """
         for table in ({"": dict}, *tables):
             for path, types in table.items():
@@ -260,26 +256,26 @@ class Tree:
                         raise self.document.error(place, message, f"write {wanted} here")
 
     def get(self, *place: str | int) -> Any:
-        """What stands at a place, which counts as read; None if nothing does."""
+        """Return the value at a place and mark it as read; None if missing."""
         value = self._find(place)
         if value is _ABSENT:
             return None
         self.seen.add(place)
-        self.sheet.at = self.document.where(place)
+        self.draft.at = self.document.where(place)
         return value
 
     def each(self, *place: str | int) -> Iterator[tuple[str, Any]]:
-        """Keys and values of a mapping; each counts as read, and is where the sheet is."""
+        """Yield keys and values of a mapping; mark each as read and move the draft there."""
         value = self.peek(*place)
         if isinstance(value, dict):
             for key in value:
                 yield key, self.get(*place, key)
         elif value is not None:
             self.get(*place)
-            self.sheet.refuse(dotted(place), f"{_short(value)} is not a mapping")
+            self.draft.refuse(dotted(place), f"{_short(value)} is not a mapping")
 
     def peek(self, *place: str | int) -> Any:
-        """As `get`, but it does not count."""
+        """Return the value at a place without marking it as read."""
         value = self._find(place)
         return None if value is _ABSENT else value
 
@@ -293,15 +289,15 @@ class Tree:
         return value
 
     def rest(self, why: str = "clusterkit has no such key") -> None:
-        """Refuse every key that nobody has read."""
+        """Refuse every key that was not read."""
         self._rest((), self.document.data, why)
 
     def _rest(self, place: Place, value: Any, why: str) -> None:
         if place in self.seen:
             return
         if not any(seen[: len(place)] == place for seen in self.seen):
-            self.sheet.at = self.document.where(place)
-            self.sheet.refuse(dotted(place), why)
+            self.draft.at = self.document.where(place)
+            self.draft.refuse(dotted(place), why)
             return
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, below in items:
@@ -313,7 +309,7 @@ _TYPES: dict[type, str] = {dict: "a mapping", list: "a list", str: "text"}
 
 
 def _below(place: Place, value: Any, parts: list[str]) -> Iterator[tuple[Place, Any]]:
-    """What stands at the places that a pattern names; a key without a value is as no key."""
+    """Yield the places and values that a pattern matches, without null values."""
     if not parts:
         yield place, value
         return
