@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from clusterkit.doctor.base import Finding, Rule, Subject
+from clusterkit.doctor.base import Check, Finding, Subject
 from clusterkit.doctor.report import Progress, Report, refusal
 from clusterkit.errors import BadInput, did_you_mean
 
@@ -21,23 +21,23 @@ __all__ = [
     "Finding", "Progress", "Report", "Subject", "chosen", "every_check", "examine", "refusal",
 ]  # fmt: skip
 
-WAYS = {
-    "hosts": "clusterkit.doctor.hosts",
+EXAMINERS = {
+    "hosts": "clusterkit.doctor.hosts.examine",
     "kubernetes": "clusterkit.doctor.kubernetes",
     "slurm": "clusterkit.backends.slurm.doctor",
 }
 """What there is to examine; each is a module with ``CHECKS`` and ``look``."""
 
 
-def _way(name: str) -> Any:
+def _examiner(name: str) -> Any:
     """The module that examines this kind, imported only here: backends need a subject in every
     command, the checks only where something is examined."""
-    return import_module(WAYS[name])
+    return import_module(EXAMINERS[name])
 
 
-def every_check() -> dict[str, tuple[Rule, ...]]:
+def every_check() -> dict[str, tuple[Check, ...]]:
     """All checks, by what they look at."""
-    return {name: _way(name).CHECKS for name in WAYS}
+    return {name: _examiner(name).CHECKS for name in EXAMINERS}
 
 
 def examine(
@@ -60,9 +60,9 @@ def examine(
     Raises:
         BadInput: a name in ``only`` that no check has.
     """
-    way = _way(subject.way)
-    checks = chosen(way.CHECKS, quick=quick, only=only)
-    report: Report = way.look(subject, transport, checks, progress)
+    examiner = _examiner(subject.way)
+    checks = chosen(examiner.CHECKS, quick=quick, only=only)
+    report: Report = examiner.look(subject, transport, checks, progress)
     return report
 
 

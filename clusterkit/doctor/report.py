@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 from msgspec import Struct
 
-from clusterkit.doctor.base import LEVELS, Finding, Level, worst
-from clusterkit.doctor.words import shortened
+from clusterkit.doctor.base import LEVELS, Finding, Level, shortened, worst
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
 
 WIDTH = 100

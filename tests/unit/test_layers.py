@@ -61,13 +61,13 @@ sync.relay
 sync.project
 assemble execute bench.slow_links
 bench.bandwidth
-doctor.driver doctor.meeting doctor.base doctor.words
-doctor.check doctor.report
-doctor.bundle
-doctor.checks.packages
-doctor.checks.*
-doctor.checks
-doctor.hosts
+doctor.hosts.runner doctor.hosts.meeting doctor.base
+doctor.report doctor.hosts doctor.hosts.base doctor.hosts.helpers
+doctor.hosts.bundle
+doctor.hosts.checks.packages
+doctor.hosts.checks.*
+doctor.hosts.checks
+doctor.hosts.examine
 doctor
 backends.base
 backends backends.nodes backends.ports backends.placing backends.probing

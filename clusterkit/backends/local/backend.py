@@ -34,7 +34,7 @@ from clusterkit.spec import JobSpec, parse_duration
 from clusterkit.transport import Transport
 
 if TYPE_CHECKING:
-    from clusterkit.doctor.base import HostSubject
+    from clusterkit.doctor.hosts.base import HostSubject
 
 
 class LocalBackend(Backend, SupportsDoctor):
@@ -56,7 +56,7 @@ class LocalBackend(Backend, SupportsDoctor):
         return cluster
 
     def subject(self, name: str, cluster: LocalCluster, job: JobSpec | None = None) -> HostSubject:
-        from clusterkit.doctor.base import HostSubject, Machine, Needs
+        from clusterkit.doctor.hosts.base import HostSubject, Machine, Needs
 
         ranks = None
         if job is not None and job.gpus_per_node != "auto":

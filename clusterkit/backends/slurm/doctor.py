@@ -11,9 +11,8 @@ from clusterkit.backends.slurm.place import place
 from clusterkit.backends.slurm.probe import folder, host_of, partition, probe, python_of
 from clusterkit.backends.slurm.queue import SLURM_SECONDS, run
 from clusterkit.cluster import SlurmCluster
-from clusterkit.doctor.base import Finding, Level, Rule
+from clusterkit.doctor.base import Check, Finding, Level, shortened
 from clusterkit.doctor.report import Progress, Report
-from clusterkit.doctor.words import shortened
 from clusterkit.errors import ClusterkitError, counted
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
@@ -119,11 +118,11 @@ def _compute(subject: SlurmSubject, transport: Transport) -> Verdict:
     return "ok", f"seen on {said}", None
 
 
-CHECKS = tuple(map(Rule, (_partition, _admission, _folder, _compute)))
+CHECKS = tuple(map(Check, (_partition, _admission, _folder, _compute)))
 
 
 def look(
-    subject: SlurmSubject, transport: Transport, checks: Sequence[Rule], progress: Progress
+    subject: SlurmSubject, transport: Transport, checks: Sequence[Check], progress: Progress
 ) -> Report:
     """Ask, and judge what was answered. Nothing in the cluster is changed."""
     findings = []

@@ -28,7 +28,7 @@ from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport, fan_out
 
 if TYPE_CHECKING:
-    from clusterkit.doctor.base import HostSubject
+    from clusterkit.doctor.hosts.base import HostSubject
 
 _REPORT_GONE = 2
 """Exit code of a Python that does not find its program."""
@@ -70,7 +70,7 @@ class SshBackend(Backend, SupportsDoctor, SupportsFile, SupportsForget):
 
     def subject(self, name: str, cluster: SshCluster, job: JobSpec | None = None) -> HostSubject:
         from clusterkit.backends.ssh.probe import hosts_for, ranks_python
-        from clusterkit.doctor.base import HostSubject, Machine, Needs
+        from clusterkit.doctor.hosts.base import HostSubject, Machine, Needs
 
         wanted = None if job is None or job.gpus_per_node == "auto" else job.gpus_per_node
         return HostSubject(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from clusterkit.doctor.base import Finding, Rule
+from clusterkit.doctor.base import Check, Finding
 from clusterkit.doctor.kubernetes.base import (
     CLUSTER,
     UNEXPECTED,
@@ -22,7 +22,7 @@ __all__ = ["CHECKS", "look"]
 
 
 def look(
-    subject: KubeSubject, transport: Transport, checks: Sequence[Rule], progress: Progress
+    subject: KubeSubject, transport: Transport, checks: Sequence[Check], progress: Progress
 ) -> Report:
     """Ask the API server, and judge what it answered. Nothing in the cluster is changed.
 

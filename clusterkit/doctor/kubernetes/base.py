@@ -30,8 +30,7 @@ from clusterkit.backends.kubernetes.probe import context_of, facts_of, survey
 from clusterkit.backends.kubernetes.server import AT_ONCE, Server, flags, path_to
 from clusterkit.backends.kubernetes.text import Object, made
 from clusterkit.cluster import Facts, KubernetesCluster
-from clusterkit.doctor.base import Rule, Verdict
-from clusterkit.doctor.words import shortened
+from clusterkit.doctor.base import Check, Verdict, shortened
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
@@ -238,7 +237,7 @@ UNPLANNED = "the job cannot be planned for this cluster"
 
 def check(
     path: str = "", *, of: str = "", quick: bool = False, planned: bool = False
-) -> Callable[[Judge], Rule]:
+) -> Callable[[Judge], Check]:
     """Make a check of a function whose verdicts are those of `ok`, `warn`, `fail` and `skip`.
 
     Args:
@@ -247,7 +246,7 @@ def check(
         planned: nothing can be said as long as there is no plan; `plan` says why there is none.
     """
 
-    def decorate(function: Judge) -> Rule:
+    def decorate(function: Judge) -> Check:
         @wraps(function)
         def judge(seen: Seen, subject: KubeSubject) -> list[Verdict]:
             found: Verdict | list[Verdict]
@@ -262,7 +261,7 @@ def check(
                 found = warn(shortened(unexpected(error)))
             return found if isinstance(found, list) else [found]
 
-        return Rule(judge, quick)
+        return Check(judge, quick)
 
     return decorate
 

@@ -8,10 +8,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from clusterkit.doctor.base import Finding, HostSubject, Machine, Needs
-from clusterkit.doctor.check import Answer, Check, Output, Script
-from clusterkit.doctor.checks import CHECKS
-from clusterkit.doctor.hosts import judge
+from clusterkit.doctor.base import Finding
+from clusterkit.doctor.hosts.base import (
+    Answer,
+    HostCheck,
+    HostSubject,
+    Machine,
+    Needs,
+    Output,
+    Script,
+)
+from clusterkit.doctor.hosts.checks import CHECKS
+from clusterkit.doctor.hosts.examine import judge
 
 PYTHON = "/opt/venv/bin/python"
 
@@ -59,7 +67,7 @@ def make_answer(outputs: Mapping[str, Any] | None = None, **fields: Any) -> Answ
     )
 
 
-def named(name: str) -> Check:
+def named(name: str) -> HostCheck:
     return next(check for check in CHECKS if check.name == name)
 
 

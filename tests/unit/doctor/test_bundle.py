@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from clusterkit.doctor import bundle, driver, meeting
-from clusterkit.doctor.check import Script
-from clusterkit.doctor.checks import CHECKS
+from clusterkit.doctor.hosts import bundle, meeting, runner
+from clusterkit.doctor.hosts.base import Script
+from clusterkit.doctor.hosts.checks import CHECKS
 
 SCRIPTS = list({script.name: script for check in CHECKS for script in check.scripts}.values())
 
@@ -101,7 +101,9 @@ def leave_a_child(given):
 def test_each_script_gives_its_own_value_and_the_host_tells_its_time():
     before = time.time()
     done, reply = ran(
-        Script("one", echo, object), Script("two", echo, object, safe=True), given={"a": [1, "é"]}
+        Script("one", echo, object),
+        Script("two", echo, object, in_process=True),
+        given={"a": [1, "é"]},
     )
     assert done.returncode == 0
     assert done.stderr == ""
@@ -115,7 +117,7 @@ def test_each_script_gives_its_own_value_and_the_host_tells_its_time():
 
 def test_a_script_that_hangs_is_ended_and_does_not_hold_the_others():
     began = time.monotonic()
-    _, reply = ran(Script("hang", hang, object, limit=0.5), Script("echo", echo, object))
+    _, reply = ran(Script("hang", hang, object, timeout=0.5), Script("echo", echo, object))
     assert time.monotonic() - began < 30
     assert reply.outputs["hang"].timed_out in ("S", "R", "D")
     assert value(reply.outputs["echo"]) == {}
@@ -123,7 +125,7 @@ def test_a_script_that_hangs_is_ended_and_does_not_hold_the_others():
 
 
 def test_patience_gives_longer():
-    _, reply = ran(Script("nap", nap, object, limit=0.001), patience=30000)
+    _, reply = ran(Script("nap", nap, object, timeout=0.001), patience=30000)
     assert value(reply.outputs["nap"]) == "woke"
 
 
@@ -137,7 +139,7 @@ def nap(given):
 def test_what_goes_wrong_in_a_script_is_its_own_error():
     _, reply = ran(
         Script("fail", fail, object),
-        Script("safe-fail", fail, object, safe=True),
+        Script("safe-fail", fail, object, in_process=True),
         Script("flood", flood, object),
         Script("die", die, object),
         Script("unprintable", unprintable, object),
@@ -173,7 +175,7 @@ def test_annotations_of_a_newer_python_are_not_read():
 
 def test_the_answer_does_not_wait_for_what_a_script_leaves_behind():
     began = time.monotonic()
-    _, reply = ran(Script("leave", leave_a_child, object, limit=30))
+    _, reply = ran(Script("leave", leave_a_child, object, timeout=30))
     os.kill(value(reply.outputs["leave"]), 9)
     assert time.monotonic() - began < 30
 
@@ -195,7 +197,7 @@ def test_a_process_limit_is_an_error_of_the_scripts_that_did_not_start(monkeypat
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(os, "fork", no_fork)
-    running = driver._start_all([{"name": "echo", "limit": 1}], {})
+    running = runner._start_all([{"name": "echo", "limit": 1}], {})
     assert running == []
     reply = bundle.parse(capfd.readouterr().out)
     assert "cannot start a process: " in reply.outputs["echo"].error
@@ -263,7 +265,7 @@ FRAMES = [
 
 
 def text(frames=FRAMES):
-    return "".join(f"\n{driver.MARK}{json.dumps(frame)}\n" for frame in frames)
+    return "".join(f"\n{runner.MARK}{json.dumps(frame)}\n" for frame in frames)
 
 
 def test_frames_are_told_from_a_greeting():
@@ -312,7 +314,7 @@ def imported(tree):
             yield str(node.module).split(".")[0]
 
 
-SOURCES = {"driver": bundle.driver_text()}
+SOURCES = {"runner": bundle.runner_text()}
 SOURCES |= {script.name: script.source for script in SCRIPTS}
 
 
@@ -347,7 +349,7 @@ def test_a_script_needs_nothing_that_stands_beside_it(script):
 
     missing = set(globals_of(function)) - set(dir(builtins))
     # Annotations of inner functions are never read.
-    assert missing <= {"Any", "versions", "refusal", "free_port", "addresses", *driver.HELPERS}
+    assert missing <= {"Any", "versions", "refusal", "free_port", "addresses", *runner.HELPERS}
 
 
 def test_the_meeting_is_sent_with_its_whole_module():

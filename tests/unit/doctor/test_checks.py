@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterkit import errors
-from clusterkit.doctor import bundle
-from clusterkit.doctor.base import LEVELS, Machine, Needs
-from clusterkit.doctor.check import Output
-from clusterkit.doctor.checks import CHECKS
-from clusterkit.doctor.checks.network import MEET
-from clusterkit.doctor.checks.packages import Packages, collect_packages
-from clusterkit.doctor.checks.system import agreed, collect_strays, offset
-from clusterkit.doctor.hosts import judge
-from clusterkit.doctor.words import common, parsed_address
+from clusterkit.doctor.base import LEVELS
+from clusterkit.doctor.hosts import bundle
+from clusterkit.doctor.hosts.base import Machine, Needs, Output
+from clusterkit.doctor.hosts.checks import CHECKS
+from clusterkit.doctor.hosts.checks.network import MEET
+from clusterkit.doctor.hosts.checks.packages import Packages, collect_packages
+from clusterkit.doctor.hosts.checks.system import agreed, collect_strays, offset
+from clusterkit.doctor.hosts.examine import judge
+from clusterkit.doctor.hosts.helpers import most_common, parsed_address
 from clusterkit.spec import JobSpec
 from tests.unit.doctor.conftest import PYTHON, make_answer, make_subject, named, needs, raw
 
@@ -106,9 +106,9 @@ def test_whatever_hosts_answer_is_judged(value, data):
 
 
 def test_the_commonest_wins_and_among_equals_the_first():
-    assert common([1, 2, 2], 0) == 2
-    assert common([1, 2], 0) == 1
-    assert common([], 0) == 0
+    assert most_common([1, 2, 2], 0) == 2
+    assert most_common([1, 2], 0) == 1
+    assert most_common([], 0) == 0
 
 
 @pytest.mark.parametrize(
@@ -459,7 +459,7 @@ def test_a_package_s_folder_is_looked_for_and_not_its_metadata_alone(tmp_path):
     (tmp_path / "numpy" / "__init__.py").write_text("raise SystemExit('it was imported')\n")
     (tmp_path / "deepspeed").mkdir()  # without a file: pip leaves caches behind
     text = (
-        f"{bundle.driver_text()}\n"
+        f"{bundle.runner_text()}\n"
         f"sys.path[:] = [{str(tmp_path)!r}, *(p for p in sys.path if 'site-' not in p)]\n"
         f"{collect_packages.source}\nprint(sorted(collect_packages({{}})['gone']))"
     )
@@ -900,9 +900,9 @@ def test_a_host_that_met_nobody_has_nothing_to_tell(judged):
 
 
 def test_the_meeting_has_time_to_end_before_it_is_ended():
-    from clusterkit.doctor import meeting
+    from clusterkit.doctor.hosts import meeting
 
-    assert meeting.MEET + meeting.DIAL < meeting.END < MEET.limit
+    assert meeting.MEET + meeting.DIAL < meeting.END < MEET.timeout
 
 
 # ---------------------------------------------------------------- GPUs

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit.doctor import every_check
-from clusterkit.doctor.checks import folders, login, names, system
+from clusterkit.doctor.hosts.checks import folders, login, names, system
 
 CHECKS = [check for checks in every_check().values() for check in checks]
 PAGE = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text()

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-from clusterkit.doctor import bundle, meeting
-from clusterkit.doctor.checks.network import MEET, Met
+from clusterkit.doctor.hosts import bundle, meeting
+from clusterkit.doctor.hosts.checks.network import MEET, Met
 from clusterkit.transport import LocalTransport
 
 NOWHERE = "255.255.255.255"

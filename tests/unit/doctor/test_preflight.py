@@ -12,9 +12,8 @@ import pytest
 from clusterkit import api, doctor
 from clusterkit.backends import backend
 from clusterkit.cluster import Host, LocalCluster, SshCluster
-from clusterkit.doctor.base import HostSubject, Machine, Needs
-from clusterkit.doctor.check import Output
-from clusterkit.doctor.hosts import CHECKS, completed
+from clusterkit.doctor.hosts.base import HostSubject, Machine, Needs, Output
+from clusterkit.doctor.hosts.examine import CHECKS, completed
 from clusterkit.errors import BadInput, CapabilityError, SubmitFailed, Unavailable
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed, LocalTransport

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from clusterkit.doctor.base import Finding
+from clusterkit.doctor.base import Finding, shortened
+from clusterkit.doctor.hosts.helpers import size_text
 from clusterkit.doctor.report import Report, ranges, refusal
-from clusterkit.doctor.words import shortened, size
 from clusterkit.errors import EXIT_BAD_INPUT, EXIT_UNAVAILABLE
 
 HOSTS = tuple(f"h{i}" for i in range(64))
@@ -239,7 +239,7 @@ def test_a_refusal_does_not_fill_the_screen():
      (3 << 29, "1.5 GiB"), (10 << 40, "10 TiB")],
 )  # fmt: skip
 def test_bytes_as_people_say_them(count, text):
-    assert size(count) == text
+    assert size_text(count) == text
 
 
 def test_control_characters_do_not_reach_the_terminal():

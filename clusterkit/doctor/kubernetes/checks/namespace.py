@@ -8,7 +8,7 @@ from typing import Any
 from clusterkit.backends.kubernetes.server import path_to
 from clusterkit.backends.kubernetes.text import made
 from clusterkit.cluster import Claim
-from clusterkit.doctor.base import Verdict
+from clusterkit.doctor.base import Verdict, shortened
 from clusterkit.doctor.kubernetes.base import (
     NAMESPACE,
     UNPLANNED,
@@ -26,7 +26,6 @@ from clusterkit.doctor.kubernetes.base import (
     templates,
     warn,
 )
-from clusterkit.doctor.words import shortened
 from clusterkit.errors import counted
 
 

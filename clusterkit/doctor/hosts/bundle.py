@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from clusterkit.doctor import driver
-from clusterkit.doctor.check import Answer, Output, Script
+from clusterkit.doctor.hosts import runner
+from clusterkit.doctor.hosts.base import Answer, Output, Script
 from clusterkit.host_probe import PORTS, addresses, free_port, refusal, versions
 
 # Tried in turn until one does its work: where the interpreter of the ranks does not run, any
@@ -50,12 +50,12 @@ def command(
             "name": script.name,
             "function": script.collect.__name__,
             "source": script.source,
-            "limit": script.limit * patience,
-            "safe": script.safe,
+            "limit": script.timeout * patience,
+            "in_process": script.in_process,
         }
         for script in scripts
     ]
-    program = f"{driver_text()}\nmain({tasks!r}, {dict(given)!r}, sys.argv[1])\n"
+    program = f"{runner_text()}\nmain({tasks!r}, {dict(given)!r}, sys.argv[1])\n"
     packed = base64.b64encode(zlib.compress(program.encode())).decode()
     # The empty entry would let a json.py in the current folder shadow Python's own.
     unpack = (
@@ -69,9 +69,9 @@ def command(
 
 
 @cache
-def driver_text() -> str:
+def runner_text() -> str:
     """The driver, and what others ask hosts as well."""
-    text = Path(driver.__file__).read_text(encoding="utf-8") + f"\nPORTS = {PORTS}\n"
+    text = Path(runner.__file__).read_text(encoding="utf-8") + f"\nPORTS = {PORTS}\n"
     functions = (versions, refusal, free_port, addresses)
     text += "\n".join(inspect.getsource(each) for each in functions)
     names = ", ".join(f"{each.__name__}={each.__name__}" for each in functions)
@@ -80,7 +80,7 @@ def driver_text() -> str:
 
 def limit(scripts: Sequence[Script[Any]], patience: float = 1.0) -> float:
     """Seconds after which the command has ended on a host that works at all."""
-    return (max((script.limit for script in scripts), default=0) + 15) * patience
+    return (max((script.timeout for script in scripts), default=0) + 15) * patience
 
 
 def parse(stdout: str) -> Answer:
@@ -88,7 +88,7 @@ def parse(stdout: str) -> Answer:
     outputs: dict[str, Output] = {}
     first, last = _Line(), _Line()
     for text in stdout.splitlines():
-        before, _, document = text.partition(driver.MARK)
+        before, _, document = text.partition(runner.MARK)
         try:
             line = msgspec.json.decode(document, type=_Line)
         except msgspec.MsgspecError:

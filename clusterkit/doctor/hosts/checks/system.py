@@ -9,10 +9,10 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import Level, Verdict, fail, ok, warn
-from clusterkit.doctor.check import Answer, Answers, check, script
-from clusterkit.doctor.driver import text_of, user_of
-from clusterkit.doctor.words import common, shortened, size
+from clusterkit.doctor.base import Level, Verdict, fail, ok, shortened, warn
+from clusterkit.doctor.hosts.base import Answer, Answers, check, script
+from clusterkit.doctor.hosts.helpers import most_common, size_text
+from clusterkit.doctor.hosts.runner import text_of, user_of
 from clusterkit.errors import counted
 
 
@@ -35,7 +35,7 @@ _PARTS: dict[str, tuple[str, Level, str]] = {
 """What to call it, how bad a difference is, and what to do about it."""
 
 
-@script("system", System, safe=True)
+@script("system", System, in_process=True)
 def collect_system(given: dict[str, Any]) -> Any:
     release = {}
     for line in text_of("/etc/os-release").splitlines():
@@ -57,7 +57,7 @@ def collect_system(given: dict[str, Any]) -> Any:
 def system(answers: Answers) -> Iterator[Verdict]:
     """Processor, system, C library and kernel are the same everywhere."""
     seen = answers.read(collect_system)
-    usual = {key: common((getattr(each, key) for each in seen.values()), "") for key in _PARTS}
+    usual = {key: most_common((getattr(each, key) for each in seen.values()), "") for key in _PARTS}
     for host, there in seen.items():
         for key, (what, level, mend) in _PARTS.items():
             if (own := getattr(there, key)) != usual[key]:
@@ -151,7 +151,7 @@ class Memory(Struct):
     limit: int | None
 
 
-@script("memory", Memory, safe=True)
+@script("memory", Memory, in_process=True)
 def collect_memory(given: dict[str, Any]) -> Any:
     values = {}
     for line in text_of("/proc/meminfo").splitlines():
@@ -173,17 +173,17 @@ def memory(answers: Answers) -> Iterator[Verdict]:
     """There is memory for every rank, and about as much on every host."""
     seen = answers.read(collect_memory)
     totals = {host: min(each.total, each.limit or each.total) for host, each in seen.items()}
-    usual = common(totals.values(), 0)
+    usual = most_common(totals.values(), 0)
     for host, there in seen.items():
         available = min(there.available, totals[host])
         share = available / (answers.machines[host].slots or 1)
-        free = f"{size(available)} of {size(totals[host])} available"
+        free = f"{size_text(available)} of {size_text(totals[host])} available"
         if share < MEMORY_WARN:
-            cause = f"{free}: {size(share)} for each rank"
+            cause = f"{free}: {size_text(share)} for each rank"
             mend = "ps -eo pid,user,rss,args --sort=-rss | head"
             yield Verdict(host, "fail" if share < MEMORY_FAIL else "warn", cause, mend)
         elif abs(totals[host] - usual) > _UNLIKE * usual:
-            cause = f"{size(totals[host])} of memory, but {size(usual)} on other hosts"
+            cause = f"{size_text(totals[host])} of memory, but {size_text(usual)} on other hosts"
             yield warn(host, cause, "free -h")
         yield ok(host, free)
 
@@ -195,7 +195,7 @@ class Load(Struct):
     load: float
 
 
-@script("load", Load, safe=True)
+@script("load", Load, in_process=True)
 def collect_load(given: dict[str, Any]) -> Any:
     return {"cpus": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}
 
@@ -204,7 +204,7 @@ def collect_load(given: dict[str, Any]) -> Any:
 def load(answers: Answers) -> Iterator[Verdict]:
     """There is a core for every rank, and nothing else keeps them busy."""
     seen = answers.read(collect_load)
-    usual = common((load.cpus for load in seen.values()), 0)
+    usual = most_common((load.cpus for load in seen.values()), 0)
     for host, load in seen.items():
         ranks, cores = answers.machines[host].slots or 1, counted(load.cpus, "core")
         if load.load > max(2, load.cpus):
@@ -232,7 +232,7 @@ class Shm(Struct):
     total: int
 
 
-@script("shm", Shm, safe=True)
+@script("shm", Shm, in_process=True)
 def collect_shm(given: dict[str, Any]) -> Any:
     path = "/dev/shm"
     if not os.path.isdir(path):
@@ -254,13 +254,13 @@ def shm(answers: Answers) -> Iterator[Verdict]:
             cause = "/dev/shm cannot be written to" if there.there else "there is no /dev/shm"
             yield fail(host, cause, "sudo mount -t tmpfs -o mode=1777 tmpfs /dev/shm")
         elif there.free < SHM_WARN:
-            left = f"/dev/shm has {size(there.free)} left of {size(there.total)}"
+            left = f"/dev/shm has {size_text(there.free)} left of {size_text(there.total)}"
             cause = f"{left}: NCCL and data loaders put their buffers there"
             mend = "sudo mount -o remount,size=50% /dev/shm"
             if there.total >= SHM_WARN:
                 mend = "ls -la /dev/shm  # rm what dead processes left"
             yield Verdict(host, "fail" if there.free < SHM_FAIL else "warn", cause, mend)
-        yield ok(host, f"{size(there.free)} free")
+        yield ok(host, f"{size_text(there.free)} free")
 
 
 # ---------------------------------------------------------------- limits
@@ -283,7 +283,7 @@ class Limits(Struct):
     cpus: int
 
 
-@script("limits", Limits, safe=True)
+@script("limits", Limits, in_process=True)
 def collect_limits(given: dict[str, Any]) -> Any:
     import resource
 

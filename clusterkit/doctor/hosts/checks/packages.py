@@ -13,10 +13,10 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import HostSubject, Level, Verdict, fail, ok, skip, warn
-from clusterkit.doctor.check import Answers, check, script
-from clusterkit.doctor.driver import text_of
-from clusterkit.doctor.words import common, shortened
+from clusterkit.doctor.base import Level, Verdict, fail, ok, shortened, skip, warn
+from clusterkit.doctor.hosts.base import Answers, HostSubject, check, script
+from clusterkit.doctor.hosts.helpers import most_common
+from clusterkit.doctor.hosts.runner import text_of
 from clusterkit.host_probe import versions
 
 OLDEST = (3, 11)
@@ -32,7 +32,7 @@ class Python(Struct):
     bits: int
 
 
-@script("python", Python, safe=True)
+@script("python", Python, in_process=True)
 def collect_python(given: dict[str, Any]) -> Any:
     return {"version": list(sys.version_info[:3]), "bits": 64 if sys.maxsize > 2**32 else 32}
 
@@ -115,7 +115,7 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-@check(collect_python, collect_packages, silent_too=True)
+@check(collect_python, collect_packages, unreachable_too=True)
 def python(answers: Answers) -> Iterator[Verdict]:
     """The interpreter of the ranks works, is Python 3.11 or newer, and the same everywhere."""
     packages = _packages_of_a_new_one(answers)
@@ -127,8 +127,8 @@ def python(answers: Answers) -> Iterator[Verdict]:
         elif host not in working:
             complaint = shortened(answer.stderr) or "it says nothing"
             yield fail(host, f"{python} does not work: {complaint}", _made(python, packages))
-    seen = answers.read(collect_python, among=working)
-    usual = common((python.version for python in seen.values()), (0, 0, 0))
+    seen = answers.read(collect_python, hosts=working)
+    usual = most_common((python.version for python in seen.values()), (0, 0, 0))
     remedy = _made_beside(f"python{_dotted(max(usual[:2], OLDEST))}", packages)
     for host, there in seen.items():
         python, version = answers.machines[host].python, _dotted(there.version)
@@ -147,10 +147,10 @@ def python(answers: Answers) -> Iterator[Verdict]:
 
 def _packages_of_a_new_one(answers: Answers) -> dict[str, str]:
     """What a new interpreter has to be given: what the job needs, in the others' versions."""
-    seen = answers.read(collect_packages, among=_with_its_python(answers), quiet=True)
+    seen = answers.read(collect_packages, hosts=_with_its_python(answers), quiet=True)
     needed = _needed(answers.subject)
     found = {
-        name: common((there.versions.get(name, "") for there in seen.values()), "")
+        name: most_common((there.versions.get(name, "") for there in seen.values()), "")
         for name in dict.fromkeys([*needed, *_NAMED])
     }
     return {name: version for name, version in found.items() if version or name in needed}
@@ -191,11 +191,11 @@ def packages(answers: Answers) -> Iterator[Verdict]:
     for host in answers.of:
         if host not in right:
             yield skip(host, f"{answers.machines[host].python} does not work")
-    seen = answers.read(collect_packages, among=right)
+    seen = answers.read(collect_packages, hosts=right)
     needed = _needed(answers.subject)
     names = dict.fromkeys(name for packages in seen.values() for name in packages.versions)
     usual = {
-        name: common((packages.versions.get(name, _NONE) for packages in seen.values()), _NONE)
+        name: most_common((packages.versions.get(name, _NONE) for packages in seen.values()), _NONE)
         for name in (*names, *needed)
     }
     for host, there in seen.items():
@@ -281,7 +281,7 @@ def _without_deepspeed(subject: HostSubject) -> str | None:
     return None if uses else "the job does not use DeepSpeed"
 
 
-@check(collect_tools, quick=False, pointless=_without_deepspeed)
+@check(collect_tools, quick=False, skip_reason=_without_deepspeed)
 def compiler(answers: Answers) -> Iterator[Verdict]:
     """A C++ compiler, ninja and Python's headers are there for DeepSpeed, and no lock of a
     killed build."""

@@ -11,11 +11,11 @@ from typing import Any
 
 from msgspec.structs import replace as replace_fields
 
-from clusterkit.doctor import bundle
-from clusterkit.doctor.base import Finding, HostSubject, Machine, skip
-from clusterkit.doctor.check import Answer, Answers, Check, Script
-from clusterkit.doctor.checks import CHECKS as CHECKS
-from clusterkit.doctor.checks.network import collect_interfaces, collect_port
+from clusterkit.doctor.base import Finding, skip
+from clusterkit.doctor.hosts import bundle
+from clusterkit.doctor.hosts.base import Answer, Answers, HostCheck, HostSubject, Machine, Script
+from clusterkit.doctor.hosts.checks import CHECKS as CHECKS
+from clusterkit.doctor.hosts.checks.network import collect_interfaces, collect_port
 from clusterkit.doctor.report import Progress, Report
 from clusterkit.errors import ClusterkitError
 from clusterkit.transport import Transport
@@ -27,10 +27,10 @@ PATIENT_AFTER = 3.0
 
 
 def look(
-    subject: HostSubject, transport: Transport, checks: Sequence[Check], progress: Progress
+    subject: HostSubject, transport: Transport, checks: Sequence[HostCheck], progress: Progress
 ) -> Report:
     """Look at every host, and judge what was seen. Nothing on the hosts is changed."""
-    useful = [check for check in checks if check.pointless(subject) is None]
+    useful = [check for check in checks if check.skip_reason(subject) is None]
     visits = Visits(subject, transport, useful, progress)
     visits.make()
     return Report(
@@ -43,13 +43,13 @@ def look(
     )
 
 
-def judge(check: Check, answers: Mapping[str, Answer], subject: HostSubject) -> list[Finding]:
+def judge(check: HostCheck, answers: Mapping[str, Answer], subject: HostSubject) -> list[Finding]:
     """What a check says of every host of the subject, in its order."""
     names = [machine.name for machine in subject.hosts]
-    if (reason := check.pointless(subject)) is not None:
+    if (reason := check.skip_reason(subject)) is not None:
         return [Finding(check.name, host, "skip", reason) for host in names]
     heard = {host: answer for host, answer in answers.items() if answer.began is not None}
-    seen = Answers(subject, answers if check.silent_too else heard)
+    seen = Answers(subject, answers if check.unreachable_too else heard)
     silent = {host: answer.error for host, answer in answers.items() if host not in seen.of}
     judged = [
         *check.judge(seen),
@@ -79,7 +79,7 @@ class Visits:
         self,
         subject: HostSubject,
         transport: Transport,
-        checks: Sequence[Check],
+        checks: Sequence[HostCheck],
         progress: Progress,
     ) -> None:
         self.subject = subject
@@ -148,7 +148,7 @@ class Visits:
             for script in self._scripts.values()
             if script.phase == number
             and script.runs_on(machine.name, self.subject)
-            and (self.subject.head.name in present or not script.with_head)
+            and (self.subject.head.name in present or not script.needs_head)
         ]
 
     def _visit(

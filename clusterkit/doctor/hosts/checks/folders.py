@@ -13,10 +13,10 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import HostSubject, Level, Verdict, fail, ok, skip, warn, worst
-from clusterkit.doctor.check import Answers, check, script
-from clusterkit.doctor.driver import text_of, user_of
-from clusterkit.doctor.words import size
+from clusterkit.doctor.base import Level, Verdict, fail, ok, skip, warn, worst
+from clusterkit.doctor.hosts.base import Answers, HostSubject, check, script
+from clusterkit.doctor.hosts.helpers import size_text
+from clusterkit.doctor.hosts.runner import text_of, user_of
 
 BYTES_WARN = 5 << 30
 BYTES_FAIL = 500 << 20
@@ -71,7 +71,7 @@ def disk(answers: Answers) -> Iterator[Verdict]:
                 yield fail(host, f"{disk.path} is mounted read-only", mend)
             elif disk.total:  # or the file system has no size of its own
                 yield from _full(host, disk)
-        free = ", ".join(f"{disk.path} {size(disk.free)}" for disk in disks)
+        free = ", ".join(f"{disk.path} {size_text(disk.free)}" for disk in disks)
         yield ok(host, f"free: {free}")
 
 
@@ -82,7 +82,7 @@ def _full(host: str, disk: Disk) -> Iterator[Verdict]:
     if level == "ok":
         return
     if space == level:
-        cause = f"{disk.path} has {size(disk.free)} left of {size(disk.total)}"
+        cause = f"{disk.path} has {size_text(disk.free)} left of {size_text(disk.total)}"
         mend = f"{shell.join(['df', '-h', disk.path])}; {shell.join(['du', '-xsh', disk.path])}"
     else:
         cause = f"{disk.path} has room for {disk.inodes_free} more files (inodes)"
@@ -209,7 +209,7 @@ def collect_written(given: dict[str, Any]) -> Any:
     return {"error": None}
 
 
-@script("shared-read", Found, phase=2, where="others", with_head=True)
+@script("shared-read", Found, phase=2, where="others", needs_head=True)
 def collect_found(given: dict[str, Any]) -> Any:
     folder = os.path.expanduser(given["shared"])
     kind = ""
@@ -244,7 +244,7 @@ def _nothing_shared(subject: HostSubject) -> str | None:
     return None if subject.shared else "the cluster entry names no shared folder"
 
 
-@check(collect_written, collect_found, remove_shared, quick=False, pointless=_nothing_shared)
+@check(collect_written, collect_found, remove_shared, quick=False, skip_reason=_nothing_shared)
 def shared(answers: Answers) -> Iterator[Verdict]:
     """What one host writes to the shared folder, every other reads there at once."""
     folder = answers.subject.shared or ""

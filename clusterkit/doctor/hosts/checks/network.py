@@ -13,12 +13,12 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor import meeting
-from clusterkit.doctor.base import HostSubject, Machine, Verdict, fail, ok, skip, warn
-from clusterkit.doctor.check import Answers, alone, check, script
-from clusterkit.doctor.driver import text_of, user_of
-from clusterkit.doctor.meeting import SLOW
-from clusterkit.doctor.words import Process, common, end_processes, parsed_address
+from clusterkit.doctor.base import Verdict, fail, ok, skip, warn
+from clusterkit.doctor.hosts import meeting
+from clusterkit.doctor.hosts.base import Answers, HostSubject, Machine, check, one_host, script
+from clusterkit.doctor.hosts.helpers import Process, end_processes, most_common, parsed_address
+from clusterkit.doctor.hosts.meeting import SLOW
+from clusterkit.doctor.hosts.runner import text_of, user_of
 from clusterkit.errors import listed
 from clusterkit.host_probe import addresses, free_port, refusal
 
@@ -39,7 +39,7 @@ Routes = dict[str, str | None]
 """The local address that a host uses towards each other host; None: it has no route there."""
 
 
-@script("interfaces", dict[str, Interface], safe=True)
+@script("interfaces", dict[str, Interface], in_process=True)
 def collect_interfaces(given: dict[str, Any]) -> Any:
     def read(name: str, entry: str) -> str:
         return text_of(f"/sys/class/net/{name}/{entry}").strip()
@@ -68,7 +68,7 @@ def collect_interfaces(given: dict[str, Any]) -> Any:
     return interfaces
 
 
-@script("routes", Routes, phase=2, safe=True)
+@script("routes", Routes, phase=2, in_process=True)
 def collect_routes(given: dict[str, Any]) -> Any:
     routes: dict[str, str | None] = {}
     for name, address in given["hosts"]:
@@ -100,9 +100,9 @@ def interface(answers: Answers) -> Iterator[Verdict]:
             yield fail(host, *problem)
         elif name is not None:
             used[host] = (name, seen[host][name])
-    mtu = common((there.mtu for _, there in used.values()), 0)
-    speed = common((there.speed for _, there in used.values()), None)
-    usual = common((name for name, _ in used.values()), "")
+    mtu = most_common((there.mtu for _, there in used.values()), 0)
+    speed = most_common((there.speed for _, there in used.values()), None)
+    usual = most_common((name for name, _ in used.values()), "")
     for host, (name, there) in used.items():
         if there.mtu != mtu:
             cause = f"{name} has MTU {there.mtu}, the others {mtu}: large packets may vanish"
@@ -172,7 +172,7 @@ class Port(Struct):
     """The user who asked."""
 
 
-@script("port", Port, where="head", safe=True)
+@script("port", Port, where="head", in_process=True)
 def collect_port(given: dict[str, Any]) -> Any:
     wanted = given["port"]
     port = (free_port(None) or 20000) if wanted is None else wanted
@@ -225,7 +225,7 @@ def port(answers: Answers) -> Iterator[Verdict]:
 
 
 class Met(Struct):
-    """What `clusterkit.doctor.meeting.meet` gives."""
+    """What `clusterkit.doctor.hosts.meeting.meet` gives."""
 
     head: str | None
     listening: str | None
@@ -235,7 +235,7 @@ class Met(Struct):
 
 
 MEET = script(
-    "meet", Met, limit=meeting.END + 3, phase=2, with_head=True, whole_module=True
+    "meet", Met, timeout=meeting.END + 3, phase=2, needs_head=True, whole_module=True
 )(meeting.meet)  # fmt: skip
 
 
@@ -292,7 +292,7 @@ _FULL = (
 )
 
 
-@check(MEET, quick=False, pointless=alone)
+@check(MEET, quick=False, skip_reason=one_host)
 def mesh(answers: Answers) -> Iterator[Verdict]:
     """Every host can connect to every other on ports that the kernel chooses, as gloo and NCCL
     do, and its link carries more than 10 Mbit/s."""

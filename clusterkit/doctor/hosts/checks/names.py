@@ -12,9 +12,9 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import Level, Machine, Verdict, ok, warn
-from clusterkit.doctor.check import Answers, alone, check, script
-from clusterkit.doctor.words import parsed_address
+from clusterkit.doctor.base import Level, Verdict, ok, warn
+from clusterkit.doctor.hosts.base import Answers, Machine, check, one_host, script
+from clusterkit.doctor.hosts.helpers import parsed_address
 from clusterkit.errors import listed
 
 WARN = 1.0
@@ -94,7 +94,7 @@ def collect_names(given: dict[str, Any]) -> Any:
     return seen
 
 
-@check(collect_names, pointless=alone)
+@check(collect_names, skip_reason=one_host)
 def names(answers: Answers) -> Iterator[Verdict]:
     """Every host finds every other by name and by address, at once; its own name is not
     127.0.1.1."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from clusterkit.doctor.check import Check
-from clusterkit.doctor.checks import folders, gpus, login, names, network, packages, system
+from clusterkit.doctor.hosts.base import HostCheck
+from clusterkit.doctor.hosts.checks import folders, gpus, login, names, network, packages, system
 
-CHECKS: tuple[Check, ...] = (
+CHECKS: tuple[HostCheck, ...] = (
     login.reachable, login.host_key, login.login_shell, login.user, login.duplicates,
     system.system, system.clock,
     packages.python, packages.packages, packages.compiler,

@@ -75,7 +75,7 @@ def main(tasks: list[dict[str, Any]], given: dict[str, Any], interpreter: str) -
     """Run the tasks, print one line for each, and end this process.
 
     Args:
-        tasks: ``name``, ``function``, ``source``, ``limit`` (seconds) and ``safe`` of each.
+        tasks: ``name``, ``function``, ``source``, ``limit`` (seconds) and ``in_process`` of each.
         given: what every function is called with.
         interpreter: the name under which this Python was started.
     """
@@ -85,9 +85,9 @@ def main(tasks: list[dict[str, Any]], given: dict[str, Any], interpreter: str) -
         reached = (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[2]
         _print({"began": time.time(), "interpreter": interpreter, "reached_at": reached})
         code = 0
-        running = _start_all([task for task in tasks if not task["safe"]], given)
+        running = _start_all([task for task in tasks if not task["in_process"]], given)
         for task in tasks:
-            if task["safe"]:
+            if task["in_process"]:
                 _print({"name": task["name"], **json.loads(_run(task, given).decode())})
         # Side by side, whoever is asked first: those that end soon do not wait for the others.
         for name, pid, reader, until in sorted(running, key=lambda work: work[3]):

@@ -10,10 +10,10 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import Verdict, fail, ok, skip, warn
-from clusterkit.doctor.check import Answers, alone, check, script, without_ssh
-from clusterkit.doctor.driver import text_of, user_of
-from clusterkit.doctor.words import common, is_about_host_key, shortened
+from clusterkit.doctor.base import Verdict, fail, ok, shortened, skip, warn
+from clusterkit.doctor.hosts.base import Answers, check, not_over_ssh, one_host, script
+from clusterkit.doctor.hosts.helpers import most_common
+from clusterkit.doctor.hosts.runner import text_of, user_of
 
 SLOW = 8.0
 """Seconds until a host begins to answer; a look-up that fails takes 10."""
@@ -23,7 +23,11 @@ _NO_LOOKUPS = (
 _RETURN_EARLY = "sed -i '1i case $- in *i*) ;; *) return ;; esac' ~/.bashrc"
 
 
-@check(silent_too=True)
+def is_about_host_key(message: str) -> bool:
+    return "host key" in message.lower()
+
+
+@check(unreachable_too=True)
 def reachable(answers: Answers) -> Iterator[Verdict]:
     """The host answers, within seconds."""
     for host, answer in answers.of.items():
@@ -45,7 +49,7 @@ def reachable(answers: Answers) -> Iterator[Verdict]:
         yield ok(host)
 
 
-@check(silent_too=True, pointless=without_ssh)
+@check(unreachable_too=True, skip_reason=not_over_ssh)
 def host_key(answers: Answers) -> Iterator[Verdict]:
     """The key that proves who the host is stands in known_hosts and has not changed."""
     for host, answer in answers.of.items():
@@ -86,7 +90,7 @@ def collect_shell(given: dict[str, Any]) -> Any:
     return {"shell": shell, "output": done.stdout[:4096].decode("utf-8", "replace")}
 
 
-@check(collect_shell, quick=False, pointless=without_ssh)
+@check(collect_shell, quick=False, skip_reason=not_over_ssh)
 def login_shell(answers: Answers) -> Iterator[Verdict]:
     """The login shell prints nothing when a command runs over SSH."""
     for host, seen in answers.read(collect_shell).items():
@@ -133,7 +137,7 @@ def user(answers: Answers) -> Iterator[Verdict]:
     """Commands run as an ordinary user with a home, without sudo; with a shared folder, under
     the same number everywhere."""
     seen = answers.read(collect_user)
-    usual = common((user.uid for user in seen.values()), 0)
+    usual = most_common((user.uid for user in seen.values()), 0)
     for host, user in seen.items():
         name = user.user or str(user.uid)
         if not user.user:
@@ -168,7 +172,7 @@ class Identity(Struct):
     """The network namespace: another one for each of them."""
 
 
-@script("identity", Identity, safe=True)
+@script("identity", Identity, in_process=True)
 def collect_identity(given: dict[str, Any]) -> Any:
     boot = text_of("/proc/sys/kernel/random/boot_id").strip()
     try:
@@ -178,7 +182,7 @@ def collect_identity(given: dict[str, Any]) -> Any:
     return {"hostname": os.uname().nodename, "boot": boot, "network": network}
 
 
-@check(collect_identity, pointless=alone)
+@check(collect_identity, skip_reason=one_host)
 def duplicates(answers: Answers) -> Iterator[Verdict]:
     """Every host is a machine of its own, with a name and an address of its own."""
     machines: dict[tuple[str, str], str] = {}

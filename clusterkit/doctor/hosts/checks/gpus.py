@@ -11,11 +11,11 @@ from typing import Any
 
 from msgspec import Struct
 
-from clusterkit.doctor.base import HostSubject, Level, Verdict, fail, ok, skip, warn
-from clusterkit.doctor.check import Answers, check, script
-from clusterkit.doctor.checks.packages import Packages, collect_packages
-from clusterkit.doctor.driver import run, text_of, user_of
-from clusterkit.doctor.words import Process, common, end_processes, shortened
+from clusterkit.doctor.base import Level, Verdict, fail, ok, shortened, skip, warn
+from clusterkit.doctor.hosts.base import Answers, HostSubject, check, script
+from clusterkit.doctor.hosts.checks.packages import Packages, collect_packages
+from clusterkit.doctor.hosts.helpers import Process, end_processes, most_common
+from clusterkit.doctor.hosts.runner import run, text_of, user_of
 from clusterkit.errors import counted, listed
 
 _GPU_COLUMNS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version")
@@ -107,7 +107,7 @@ def _parsed(
     return rows, foreign + [line for line in command.stderr.splitlines() if line.strip()]
 
 
-@script("nvidia", Nvidia, limit=45)
+@script("nvidia", Nvidia, timeout=45)
 def collect_nvidia(given: dict[str, Any]) -> Any:
     def query(kind: str, *fields: str) -> Any:
         found = run("nvidia-smi", f"--query-{kind}={','.join(fields)}", "--format=csv,nounits")
@@ -194,7 +194,7 @@ _REMEDIES = (
 )
 
 
-@check(collect_nvidia, collect_packages, pointless=_on_cpus)
+@check(collect_nvidia, collect_packages, skip_reason=_on_cpus)
 def gpu_driver(answers: Answers) -> Iterator[Verdict]:
     """The NVIDIA driver works, is the same everywhere and new enough for the CUDA of torch."""
     seen = _seen(answers)
@@ -202,7 +202,7 @@ def gpu_driver(answers: Answers) -> Iterator[Verdict]:
         host: nvidia.gpus[0]["driver_version"] for host, nvidia in seen.items() if nvidia.gpus
     }
     packages = answers.read(collect_packages, quiet=True)
-    usual = common(versions.values(), "")
+    usual = most_common(versions.values(), "")
     for host, nvidia in seen.items():
         yield _driver(host, nvidia, versions.get(host), usual, packages.get(host))
 
@@ -263,7 +263,7 @@ _SERIOUS = {48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140}
 _SICK = ("[gpu requires reset]", "[unknown error]", "err!", "[gpu is lost]")
 
 
-@check(collect_nvidia, pointless=_on_cpus)
+@check(collect_nvidia, skip_reason=_on_cpus)
 def gpus(answers: Answers) -> Iterator[Verdict]:
     """There are as many GPUs as the job needs, of one kind, without memory errors, throttling
     or errors in the kernel's log."""
@@ -282,7 +282,7 @@ def gpus(answers: Answers) -> Iterator[Verdict]:
         for host, nvidia in seen.items()
         if nvidia.gpus
     }
-    usual = common(kinds.values(), "")
+    usual = most_common(kinds.values(), "")
     for host, nvidia in seen.items():
         there = healthy[host]
         need = answers.machines[host].slots
@@ -339,12 +339,12 @@ def _logged(host: str, nvidia: Nvidia) -> Iterator[Verdict]:
 # ---------------------------------------------------------------- NVIDIA's own diagnosis
 
 
-@script("gpu-diagnosis", Diagnosis, limit=45)
+@script("gpu-diagnosis", Diagnosis, timeout=45)
 def collect_diagnosis(given: dict[str, Any]) -> Any:
     return {"command": run("dcgmi", "diag", "-r", "1", "-j", seconds=40)}
 
 
-@check(collect_diagnosis, quick=False, pointless=_on_cpus)
+@check(collect_diagnosis, quick=False, skip_reason=_on_cpus)
 def gpu_diagnosis(answers: Answers) -> Iterator[Verdict]:
     """NVIDIA's own short diagnosis (`dcgmi diag -r 1`) finds nothing, where it is installed."""
     for host, there in answers.read(collect_diagnosis).items():
@@ -384,7 +384,7 @@ FREE_MIB = 1024
 """A GPU that nobody uses holds less: the driver's own part, an idle context."""
 
 
-@check(collect_nvidia, pointless=_on_cpus)
+@check(collect_nvidia, skip_reason=_on_cpus)
 def gpu_processes(answers: Answers) -> Iterator[Verdict]:
     """No process left over, or of somebody else, holds the GPUs that the job needs."""
     for host, nvidia in _seen(answers).items():
