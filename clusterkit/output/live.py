@@ -253,7 +253,7 @@ class LiveRun:
         if not stale:
             self._refreshed = None
         elif (found := self._refreshed) is None:
-            found = self.folder.maybe_json("state.json", RunStatus)
+            found = self.folder.saved_status()
         found = found or self.status
         if self.plan is None:
             self.plan = self.folder.maybe_json("plan.json", Plan)
@@ -429,7 +429,7 @@ class LiveRuns:
 def _recorded(folder: RunFolder) -> RunStatus:
     if (found := control.current(folder)) is not None:
         return found
-    saved = folder.maybe_json("state.json", RunStatus)
+    saved = folder.saved_status()
     if saved is None:
         saved = RunStatus(run=folder.run_id, job="?", cluster="?", backend="?", state=State.UNKNOWN)
     remark = "nobody watches over it: `clusterkit status` asks how it is"

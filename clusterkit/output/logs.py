@@ -33,11 +33,11 @@ BATCH_LINES = 4096
 _CHUNK = 1 << 18
 LONGEST_LINE = 16 << 20
 PAGE_SCAN = 256 << 20
-"""Bytes that are looked at for one page: a word that stands nowhere holds nobody up for long."""
-_NEWS = 4 << 20
-"""Bytes after a place; whoever is further behind than that begins at the end again."""
-_Wanted = Callable[[bytes, int], list[tuple[int, bytes]]]
-"""Which of some lines, that begin at a place of a log; with their places."""
+"""Bytes of a log that a search for one page reads at most."""
+_MOST_NEW = 4 << 20
+"""Bytes that a page shows after an offset at most; with more, it shows the end of the log."""
+_Filter = Callable[[bytes, int], list[tuple[int, bytes]]]
+"""Selects from whole lines, given the offset of the first; returns offsets and lines."""
 # 2026-11-21T20:11:58.123456Z 3 text
 _LINE = re.compile(r"^(?:([0-9T:-]{19})\.([0-9]{6})Z (-|[0-9]{1,9}) )?(.*)$", re.MULTILINE)
 _TORCH_PREFIX = re.compile(r"\A\[rank\d+\]:(?: |\Z)")
@@ -59,7 +59,7 @@ class LogLine(Struct, frozen=True, gc=False):
 
 
 HEAD = re.compile(rb"[0-9T:-]{19}\.[0-9]{6}Z (-|[0-9]{1,9}) ")
-"""Before the text of a line in a node's log; holds who said it."""
+"""What precedes the text of a line in a node's log; the group is its rank."""
 
 
 def parse_mark(text: str) -> dict[str, Any] | None:
@@ -83,8 +83,8 @@ def is_number(value: Any) -> bool:
 
 
 def marked(data: bytes, node: int, attempt: int = 1, rank: int | None = None) -> Iterator[LogLine]:
-    """The marked lines of ranks, or of one, among whole lines. The others, of which there may be
-    millions, are passed over without being read."""
+    """Yield the marked lines of all ranks, or of one, among whole lines. Other lines, of which
+    there may be millions, are skipped without being parsed."""
     mark = (" " if rank is None else f" {rank} ").encode()
     at = 0
     while (at := data.find(mark + MARK.encode(), at)) >= 0:
@@ -96,9 +96,9 @@ def marked(data: bytes, node: int, attempt: int = 1, rank: int | None = None) ->
 
 
 def parse_lines(data: bytes, node: int, attempt: int = 1) -> Iterator[LogLine]:
-    """The lines of a piece of a node's log that does not end with a newline.
+    """Yield the lines of a piece of a node's log that does not end with a newline.
 
-    One of another form becomes the text of a line without a time.
+    A line of another form becomes the text of a `LogLine` with time 0.
     """
     # One search over all of it: a log may have millions of lines.
     for stamp, micros, rank, text in _LINE.findall(data.decode(errors="replace")):
@@ -120,42 +120,93 @@ def _unix_second(stamp: str) -> int | None:
         return None
 
 
-class NodeLog:
-    """Reads one node's growing log; ``get(offset, limit)`` gives bytes; None: no log yet."""
+class GrowingFile:
+    """Reads what is new at the end of a file: whole lines, in bounded pieces. A file that was
+    truncated is read from its beginning again."""
 
-    def __init__(self, node: int, attempt: int, get: Callable[[int, int], bytes | None]) -> None:
-        self._node = node
-        self._attempt = attempt
-        self._get = get
-        self._offset = 0
-        self._rest = b""
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self._path = str(path)
+        self._offset = offset
+        self._torn = offset > 0  # the first line that is read may lack its beginning
+
+    def read(self, limit: int, *, skip: bool = False) -> bytes:
+        """Return at most ``limit`` new bytes, ending with a newline; empty: nothing is new. A
+        longer line is returned whole, up to LONGEST_LINE.
+
+        Args:
+            skip: of more than ``limit`` bytes read the last, not the first.
+        """
+        try:
+            size = os.stat(self._path).st_size
+            if size == self._offset:
+                return b""
+            if size < self._offset:
+                self._offset, self._torn = 0, False
+            if skip and size - self._offset > limit:
+                self._offset, self._torn = size - limit, True
+            data = self._bytes(limit)
+        except OSError:
+            return b""
+        end = data.rfind(b"\n") + 1
+        if not end:
+            if len(data) < limit:
+                return b""
+            if limit < LONGEST_LINE:
+                return self.read(2 * limit)
+            self._offset, self._torn = self._offset + limit, True  # its rest is left out as well
+            return b""
+        begin = data.find(b"\n") + 1 if self._torn else 0
+        self._offset, self._torn = self._offset + end, False
+        return data[begin:end]
+
+    def read_unfinished(self) -> bytes:
+        """Return the last line, which has no newline; empty: there is none."""
+        try:
+            data = self._bytes(LONGEST_LINE)
+        except OSError:
+            return b""
+        self._offset += len(data)
+        return data
+
+    def _bytes(self, limit: int) -> bytes:
+        with open(self._path, "rb", buffering=0) as file:
+            file.seek(self._offset)
+            return file.read(limit)
+
+    @property
+    def more(self) -> bool:
+        """Whether there is anything new, an unfinished line included."""
+        try:
+            return os.stat(self._path).st_size > self._offset
+        except OSError:
+            return False
+
+
+class NodeLog:
+    """Reads the lines of one node's growing log."""
+
+    def __init__(self, path: Path, node: int, attempt: int = 1) -> None:
+        self._file, self._node, self._attempt = GrowingFile(path), node, attempt
 
     def available(self) -> Iterator[LogLine]:
-        """The whole lines that are there by now and were not given before."""
-        while data := self._get(self._offset, _CHUNK):
-            self._offset += len(data)
-            whole, newline, rest = data.rpartition(b"\n")
-            if newline:
-                whole, self._rest = self._rest + whole, rest
-                yield from parse_lines(whole, self._node, self._attempt)
-            else:
-                self._rest += data
+        """Yield the whole lines that are new since the last call."""
+        while data := self._file.read(_CHUNK):
+            yield from parse_lines(data.removesuffix(b"\n"), self._node, self._attempt)
 
     def remainder(self) -> Iterator[LogLine]:
-        """A last line that never got its newline."""
-        if self._rest:
-            rest, self._rest = self._rest, b""
-            yield from parse_lines(rest, self._node, self._attempt)
+        """Yield the last line if it never got its newline."""
+        if data := self._file.read_unfinished():
+            yield from parse_lines(data.removesuffix(b"\n"), self._node, self._attempt)
 
 
 def merged(
     logs: Sequence[NodeLog], follow: Callable[[], bool] | None = None
 ) -> Iterator[list[LogLine]]:
-    """The lines of several nodes in the order of their times, at most BATCH_LINES at once.
+    """Yield the lines of several nodes in the order of their times, at most BATCH_LINES at once.
 
     Args:
-        follow: asked when there is nothing new; while it says True, more is waited for.
-            None: what is there now, and no more.
+        follow: called when nothing is new; while it returns True, more is waited for. None: the
+            lines that exist now.
     """
     while True:
         more = follow is not None and follow()
@@ -172,62 +223,16 @@ def _batches(parts: Iterable[Iterator[LogLine]]) -> Iterator[list[LogLine]]:
         yield batch
 
 
-class GrowingFile:
-    """What is new at the end of a file: whole lines, in bounded pieces; one that was cut is read
-    from its beginning again."""
-
-    def __init__(self, path: Path, offset: int = 0) -> None:
-        self._path = str(path)
-        self._offset = offset
-        self._torn = offset > 0  # the first line that is read may lack its beginning
-
-    def read(self, limit: int, *, skip: bool = False) -> bytes:
-        """At most ``limit`` new bytes, ending with a newline; empty: nothing new.
-
-        Args:
-            skip: where there are more, the last of them, not the first.
-        """
-        try:
-            size = os.stat(self._path).st_size
-            if size == self._offset:
-                return b""
-            if size < self._offset:
-                self._offset, self._torn = 0, False
-            if skip and size - self._offset > limit:
-                self._offset, self._torn = size - limit, True
-            with open(self._path, "rb", buffering=0) as file:
-                file.seek(self._offset)
-                data = file.read(limit)
-        except OSError:
-            return b""
-        end = data.rfind(b"\n") + 1
-        if not end:
-            if len(data) == limit:  # of one line longer than that the rest is left out as well
-                self._offset, self._torn = self._offset + limit, True
-            return b""
-        begin = data.find(b"\n") + 1 if self._torn else 0
-        self._offset, self._torn = self._offset + end, False
-        return data[begin:end]
-
-    @property
-    def more(self) -> bool:
-        """Whether there is anything new, an unfinished line included."""
-        try:
-            return os.stat(self._path).st_size > self._offset
-        except OSError:
-            return False
-
-
 class Page(Struct, frozen=True):
-    """Whole lines of a node's log, each with the number of its first byte, its place."""
+    """Whole lines of a node's log, each with its offset in bytes."""
 
     lines: list[tuple[int, bytes]] = []
     before: int = 0
-    """Where to go on backwards; 0: this was the log's beginning."""
+    """Offset before which the previous page ends; 0: the log begins with this page."""
     after: int = 0
-    """Where to go on."""
+    """Offset at which the next page begins."""
     skipped: bool = False
-    """There was too much after the place that was asked for: these are the last lines."""
+    """Whether lines after the requested offset were left out: these are the last of them."""
 
     def parsed(self, node: int, attempt: int) -> list[LogLine]:
         text = b"\n".join([text for _, text in self.lines])
@@ -244,36 +249,35 @@ def page(
     most: int,
     scan: float = PAGE_SCAN,
 ) -> Page:
-    """Lines of a log: its last ones, those before a place, or all those after one.
+    """Return lines of a log: the last ones, those before an offset, or all those after one.
 
     Args:
-        rank: its lines alone; None: all.
-        search: only lines whose text holds this, whatever its case; a blank finds JSON's
-            punctuation, too.
-        most: how many at most, but for those after a place.
-        scan: how many bytes are looked at.
+        rank: only its lines; None: all.
+        search: only lines whose text contains this, in any case; a blank also matches JSON's
+            punctuation.
+        most: how many lines at most, but with ``after``.
+        scan: how many bytes to read at most.
     """
     try:
         size = path.stat().st_size
         with path.open("rb", buffering=0) as file:
-            wanted = _wanted(rank, search)
-            if after is not None and after <= size <= after + _NEWS:
+            select = _filter(rank, search)
+            if after is not None and after <= size <= after + _MOST_NEW:
                 data = os.pread(file.fileno(), size - after, after)
                 data = data[: data.rfind(b"\n") + 1]
-                return Page(wanted(data, after), 0, after + len(data))
+                return Page(select(data, after), 0, after + len(data))
             end = size if before is None else min(before, size)
-            found = _older(file.fileno(), end, wanted, most, scan)
-    except OSError:  # its node has not started, or writes elsewhere
+            found = _page_before(file.fileno(), end, select, most, scan)
+    except OSError:  # its node has not started, or its log is not on this machine
         return Page()
     return msgspec.structs.replace(found, skipped=after is not None and size > 0)
 
 
-def _wanted(rank: int | None, search: str) -> _Wanted:
-    """Finds the lines of a rank that hold a word among whole lines that begin at a place."""
+def _filter(rank: int | None, search: str) -> _Filter:
     name = rb"(?:-|[0-9]+)" if rank is None else str(rank).encode()
     header = re.compile(rb"[0-9T:-]{19}\.[0-9]{6}Z " + name + rb" ")
-    # Where a marked line is shown with blanks, it has JSON between the words. One pattern for all
-    # blanks in a row: several would be tried in every way that there is.
+    # Where a marked line is shown with blanks, it has JSON between the words. One pattern matches
+    # all blanks in a row: several would be tried in all combinations.
     words = re.split(rb'[":,]* [ ":,]*', search.encode())
     pattern = rb'[ ":,]+'.join(map(re.escape, words))
     word = re.compile(pattern, re.IGNORECASE) if search else None
@@ -293,34 +297,34 @@ def _wanted(rank: int | None, search: str) -> _Wanted:
     return find
 
 
-def _older(file: int, end: int, wanted: _Wanted, most: int, scan: float) -> Page:
+def _page_before(file: int, end: int, select: _Filter, most: int, scan: float) -> Page:
     lines: list[tuple[int, bytes]] = []
-    chunk, scanned, after, place = _CHUNK, 0, None, end
-    while place > 0 and len(lines) < most and scanned < scan:
-        begin = max(0, place - chunk)
-        data = os.pread(file, place - begin, begin)
+    chunk, scanned, after, offset = _CHUNK, 0, None, end
+    while offset > 0 and len(lines) < most and scanned < scan:
+        begin = max(0, offset - chunk)
+        data = os.pread(file, offset - begin, begin)
         scanned += len(data)
-        last = data.rfind(b"\n") + 1  # a line that is not whole yet comes with the news
+        last = data.rfind(b"\n") + 1  # a line that is not whole yet is on the next page
         first = data.find(b"\n") + 1 if begin else 0
         if begin and (not first or first >= last) and chunk < LONGEST_LINE:
             chunk *= 2  # one long line
             continue
         after = begin + last if after is None else after
-        data, place, chunk = data[first:last], begin + first if first < last else begin, _CHUNK
-        lines = wanted(data, place) + lines
+        data, offset, chunk = data[first:last], begin + first if first < last else begin, _CHUNK
+        lines = select(data, offset) + lines
     if len(lines) > most:
         lines = lines[-most:]
-        place = lines[0][0]
-    return Page(lines, place, end if after is None else after)
+        offset = lines[0][0]
+    return Page(lines, offset, end if after is None else after)
 
 
 def without_rank(text: str) -> str:
-    """A line without the ``[rank3]: `` that torch puts before those of a traceback."""
+    """Return a line without the ``[rank3]: `` that torch writes before those of a traceback."""
     return _TORCH_PREFIX.sub("", text, count=1)
 
 
 def readable(event: dict[str, Any]) -> str:
-    """A marked line for people."""
+    """Return the object of a marked line as text for people: ``step 3  loss 0.5``."""
     kind = str(event["event"])
     fields = {key: value for key, value in event.items() if key != "event"}
     if kind == "metrics" and "step" in fields:

@@ -24,7 +24,7 @@ from clusterkit.errors import BadInput
 from clusterkit.output.logs import LogLine
 from clusterkit.output.series import LARGEST_STEP, MOST_METRICS
 from clusterkit.run.folder import Rank0, RunFolder, home
-from clusterkit.run.status import RunStatus, State
+from clusterkit.run.status import State
 from clusterkit.spec import JobSpec
 
 SECONDS = 1.0
@@ -298,7 +298,7 @@ def _track(
                         folder.write_json(kept, written)
                 ended.wait(SECONDS)
         finally:
-            status = folder.maybe_json("state.json", RunStatus)
+            status = folder.saved_status()
             tracker.close(State.UNKNOWN if status is None else status.state)
     except Exception as error:
         why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"

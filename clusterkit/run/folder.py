@@ -7,11 +7,11 @@ $CLUSTERKIT_HOME/runs/RUN/
     files/          what the plan wrote: scripts, configs
     steps.jsonl     every step carried out, and how it went
     events.jsonl    what the supervisor saw and did, in sentences
-    supervisor.json process that watches the run
+    supervisor.json process that supervises the run
     supervisor.lock locked as long as that process lives
     state.json      state, attempt, failure; final once the run has ended
-    cancelled       there once someone has asked to cancel
-    leftovers       there while a host that did not answer may still run some of it
+    cancelled       exists once someone has asked to cancel
+    leftovers       exists while a host that did not answer may still run some of it
     attempts/K/node-N/   log, exit code and process ids of one node in attempt K
     checkpoints/    unless the job says elsewhere
 """
@@ -24,9 +24,9 @@ import os
 import posixpath
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import IO, TypeVar
@@ -35,28 +35,33 @@ import msgspec
 from msgspec import Struct
 
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts
-from clusterkit.errors import BadInput, RunFolderError, RunNotFound, listed
+from clusterkit.errors import BadInput, ClusterkitError, RunFolderError, RunNotFound, listed
 from clusterkit.files import locked, write_atomic
 from clusterkit.output.logs import GrowingFile, LogLine, NodeLog, marked, merged
 from clusterkit.plan import Plan, Step
+from clusterkit.run.status import RunStatus, State
 from clusterkit.shell import check_text
 
 Document = TypeVar("Document")
 RUN_ID = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?\Z")
 RUN_ID_MAX = 63
-_MADE = re.compile(r"-\d{10}-")
+_TIMESTAMP = re.compile(r"-\d{10}-")
 """In the ids that `new_run_id` makes."""
 _LOCK = "supervisor.lock"
 _LOCK_TRIES = 20
 MADE = "made"
-"""File of a run's folder: what a cluster keeps under the run's id is of this run, and not of one
-of the same id that somebody submitted elsewhere."""
+"""File that exists where this run, and not one of the same id from another machine, made what the
+cluster keeps under the run's id."""
 LEFTOVERS = "leftovers"
-"""File that is there while something of the run could not be ended, and says where."""
+"""File that exists while something of the run could not be ended; holds why."""
+RESERVE = ".reserve"
+"""File that reserves the disk space of the last ``state.json``."""
+TOKEN = "token"
+"""File with the secret that a node needs to join a running attempt."""
 POLL_SECONDS = 0.1
-"""Pause of whoever looks at a run's files again and again."""
+"""Pause between two looks at a run's files."""
 LAST = "last"
-"""Instead of a run's id: the newest."""
+"""Stands for the newest run in place of an id."""
 _CHUNK = 1 << 18
 _ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"
 
@@ -71,6 +76,18 @@ class Submission(Struct, frozen=True, kw_only=True):
     created_at: float
     clusterkit: str
 
+    def pending(self, restarts_left: int | None = None) -> RunStatus:
+        """Return the status of a run that was submitted and has not started."""
+        return RunStatus(
+            run=self.run,
+            job=self.job,
+            cluster=self.cluster,
+            backend=self.backend,
+            state=State.PENDING,
+            started_at=self.created_at,
+            restarts_left=restarts_left,
+        )
+
 
 class Event(Struct, frozen=True, kw_only=True):
     """One line of ``events.jsonl``."""
@@ -81,7 +98,7 @@ class Event(Struct, frozen=True, kw_only=True):
 
 
 class StepRecord(Struct, frozen=True, kw_only=True):
-    """One line of ``steps.jsonl``; secrets are not part of a step."""
+    """One line of ``steps.jsonl``; a step holds no secrets."""
 
     at: float
     attempt: int
@@ -94,7 +111,7 @@ class StepRecord(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class RunHandle:
-    """One attempt of a run, made by `RunFolder.handle`: what backends are given of it."""
+    """One attempt of a run, as backends get it; made by `RunFolder.handle`."""
 
     folder: RunFolder
     """On this machine, wherever the nodes write."""
@@ -103,12 +120,12 @@ class RunHandle:
 
 
 def node_dir(run_dir: str, attempt: int, node: int) -> str:
-    """Folder of one node in one attempt; ``node.sh`` makes it."""
+    """Return the folder of one node in one attempt; ``node.sh`` makes it."""
     return posixpath.join(run_dir, "attempts", str(attempt), f"node-{node}")
 
 
 def home() -> Path:
-    """``$CLUSTERKIT_HOME``, or ``~/.clusterkit``."""
+    """Return ``$CLUSTERKIT_HOME``, or ``~/.clusterkit``."""
     named = os.environ.get("CLUSTERKIT_HOME") or "~/.clusterkit"
     try:
         path = Path(named).expanduser().absolute()
@@ -119,7 +136,7 @@ def home() -> Path:
 
 
 def new_run_id(job_name: str) -> str:
-    """``name-MMDDhhmmss-xxxx``: legal as a DNS label, 40 characters at most."""
+    """Return ``name-MMDDhhmmss-xxxx``, a DNS label of at most 40 characters."""
     import secrets
 
     return f"{slug(job_name)}-{time.strftime('%m%d%H%M%S')}-" + "".join(
@@ -128,15 +145,16 @@ def new_run_id(job_name: str) -> str:
 
 
 def slug(name: str) -> str:
-    """The first 24 characters of a name that a DNS label takes; ``job`` when there are none."""
+    """Return the first 24 characters of a name that a DNS label allows; ``job`` if there are
+    none."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower())[:24].strip("-") or "job"
 
 
 def check_run_id(run_id: str) -> str:
-    """``run_id`` itself.
+    """Return ``run_id``.
 
     Raises:
-        BadInput: not a DNS label, or the word that means the newest run.
+        BadInput: not a DNS label, or ``last``, which means the newest run.
     """
     if run_id == LAST:
         raise BadInput(f"run id {run_id!r}: it means the newest run", hint="choose another")
@@ -157,10 +175,10 @@ class RunFolder:
 
     @classmethod
     def create(cls, run_id: str, base: Path | None = None) -> RunFolder:
-        """A new, empty folder: for its owner alone, unless CLUSTERKIT_RUN_MODE says otherwise.
+        """Make an empty folder, with mode CLUSTERKIT_RUN_MODE, by default 700.
 
         Raises:
-            BadInput: the run exists already, or CLUSTERKIT_RUN_MODE is no such mode.
+            BadInput: the run exists already, or CLUSTERKIT_RUN_MODE does not let its owner use it.
             RunFolderError: it cannot be made.
         """
         path = (base or home()) / "runs" / check_run_id(run_id)
@@ -208,10 +226,10 @@ class RunFolder:
         self.write(name, msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
 
     def read(self, name: str) -> bytes:
-        """One file's contents.
+        """Return one file's contents.
 
         Raises:
-            RunFolderError: the file is not there or not readable.
+            RunFolderError: the file is missing or not readable.
         """
         try:
             return (self.path / name).read_bytes()
@@ -222,7 +240,7 @@ class RunFolder:
             ) from error
 
     def read_json(self, name: str, kind: type[Document]) -> Document:
-        """One JSON file as ``kind``.
+        """Return one JSON file as ``kind``.
 
         Raises:
             RunFolderError: it is missing, not JSON, or of another shape.
@@ -236,27 +254,41 @@ class RunFolder:
             ) from error
 
     def maybe_json(self, name: str, kind: type[Document]) -> Document | None:
-        """`read_json`, or None when the file is missing or damaged."""
+        """Return `read_json`, or None when the file is missing or damaged."""
         try:
             return self.read_json(name, kind)
         except RunFolderError:
             return None
 
+    def saved_status(self) -> RunStatus | None:
+        """Return ``state.json``, or None when it is missing or damaged."""
+        return self.maybe_json("state.json", RunStatus)
+
     def append(self, name: str, record: object) -> None:
-        """One more line of a ``.jsonl`` file; lost, not fatal, when the disk is full."""
+        """Append a line to a ``.jsonl`` file. On a full disk it is lost, without an error."""
         with contextlib.suppress(OSError), (self.path / name).open("ab") as file:
             file.write(msgspec.json.encode(record) + b"\n")
 
     def record(self, attempt: int, step: Step, outcome: str) -> None:
-        """One more line of ``steps.jsonl``."""
+        """Append a line to ``steps.jsonl``."""
         done = StepRecord(
-            at=time.time(), attempt=attempt, kind=step.kind, host=step.host, node=step.node,
-            argv=step.argv, outcome=outcome,
-        )  # fmt: skip
+            at=time.time(),
+            attempt=attempt,
+            kind=step.kind,
+            host=step.host,
+            node=step.node,
+            argv=step.argv,
+            outcome=outcome,
+        )
         self.append("steps.jsonl", done)
 
+    def steps_by_attempt(self) -> Counter[int]:
+        """Return how many steps were carried out in each attempt; none in those that agents
+        started."""
+        return Counter(step.attempt for step in self.records("steps.jsonl", StepRecord))
+
     def records(self, name: str, kind: type[Document]) -> list[Document]:
-        """The lines of a ``.jsonl`` file; torn ones are left out."""
+        """Return the lines of a ``.jsonl`` file, without torn ones."""
         found: list[Document] = []
         with contextlib.suppress(OSError):
             for line in (self.path / name).read_bytes().splitlines():
@@ -267,10 +299,10 @@ class RunFolder:
     # -- what the run was made of ------------------------------------------
 
     def plan(self) -> Plan:
-        """The run's plan.
+        """Return the run's plan.
 
         Raises:
-            RunFolderError: missing or damaged.
+            RunFolderError: it is missing or damaged.
         """
         return self.read_json("plan.json", Plan)
 
@@ -281,10 +313,10 @@ class RunFolder:
         self.write("plan.txt", plan.to_text())
 
     def cluster(self) -> ClusterSpec:
-        """The run's cluster entry.
+        """Return the run's cluster entry.
 
         Raises:
-            RunFolderError: missing or damaged.
+            RunFolderError: it is missing or damaged.
         """
         entry = self.read_json("cluster.json", dict)
         kind = CLUSTER_TYPES.get(str(entry.get("backend", "local")))
@@ -293,31 +325,31 @@ class RunFolder:
         return self.read_json("cluster.json", kind)
 
     def handle(self, attempt: int = 1, plan: Plan | None = None) -> RunHandle:
-        """One attempt, for a backend.
+        """Return one attempt, for a backend.
 
         Args:
-            plan: the run's, of a caller that has read it.
+            plan: the run's plan; None: it is read.
 
         Raises:
             RunFolderError: the plan is missing or damaged.
         """
         return RunHandle(self, plan or self.plan(), attempt)
 
-    # -- whose it is -------------------------------------------------------
+    # -- the supervisor's lock ---------------------------------------------
 
     def hold(self) -> IO[bytes] | None:
-        """Take the lock of whoever looks after the run; None: another process has it.
+        """Take the lock of the run's supervisor. Return None if another process holds it.
 
-        The lock is free again once the file is closed, here and in every process that inherited
-        it: a process that was killed holds nothing.
+        The lock is released when the file is closed in this process and in all that inherited it,
+        or when they are killed.
 
         Raises:
-            RunFolderError: it cannot be made.
+            RunFolderError: the file cannot be made.
         """
         try:
             with contextlib.ExitStack() as undo:
                 file = undo.enter_context((self.path / _LOCK).open("ab"))
-                for _ in range(_LOCK_TRIES):  # `is_held` has it for an instant
+                for _ in range(_LOCK_TRIES):  # `is_held` holds it for a moment
                     if locked(file):
                         undo.pop_all()
                         return file
@@ -329,7 +361,7 @@ class RunFolder:
         return None
 
     def is_held(self) -> bool:
-        """Whether a process, on this machine or (over NFS) another, looks after the run."""
+        """Return whether a supervisor runs, on this machine or (over NFS) another."""
         try:
             with (self.path / _LOCK).open("rb") as file:
                 return not locked(file, shared=True)
@@ -339,11 +371,11 @@ class RunFolder:
     # -- nodes -------------------------------------------------------------
 
     def node_dir(self, attempt: int, node: int) -> Path:
-        """What one node wrote in one attempt."""
+        """Return the folder of one node in one attempt."""
         return Path(node_dir(str(self.path), attempt, node))
 
     def nodes_of(self, attempt: int, plan: Plan | None, rank: int | None = None) -> Sequence[int]:
-        """The nodes of an attempt, or of them those whose logs may hold a rank's lines.
+        """Return the nodes of an attempt; with ``rank``, those whose logs may hold its lines.
 
         Args:
             plan: the newest; it does not count spares that earlier attempts have used up.
@@ -361,36 +393,45 @@ class RunFolder:
     def log(
         self, attempt: int, nodes: Iterable[int], follow: Callable[[], bool] | None = None
     ) -> Iterator[list[LogLine]]:
-        """Yield one attempt's lines of these nodes, ordered by `clusterkit.output.logs.merged`."""
+        """Yield one attempt's lines of these nodes, as `clusterkit.output.logs.merged` does."""
+        paths = {node: self.node_dir(attempt, node) / "log" for node in nodes}
+        return merged([NodeLog(path, node, attempt) for node, path in paths.items()], follow)
 
-        def read(node: int, offset: int, limit: int) -> bytes | None:
-            try:
-                with (self.node_dir(attempt, node) / "log").open("rb") as file:
-                    file.seek(offset)
-                    return file.read(limit)
-            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-                return None
-
-        return merged([NodeLog(node, attempt, partial(read, node)) for node in nodes], follow)
-
-    # -- cancel ------------------------------------------------------------
-
-    def leftover_words(self, message: str) -> str:
-        """What a person should know where not all of the run could be ended."""
-        return (
-            f"parts of it may still run: {message}; `clusterkit cancel {self.run_id}` tries again"
-        )
+    # -- the end -----------------------------------------------------------
 
     def mark_cancelled(self) -> None:
-        """Record, for every process that may look, that this run is to end."""
+        """Record that this run is to end, for all processes that supervise it."""
         self.write("cancelled", f"{time.time()}\n")
 
     def is_cancelled(self) -> bool:
         return (self.path / "cancelled").exists()
 
+    def stop(self, work: Callable[[], None]) -> tuple[ClusterkitError | None, str | None]:
+        """Call ``work``, which stops nodes, and record in `LEFTOVERS` whether it could.
+
+        Returns:
+            Its error and what the run's status remarks of it; None and None: all were stopped.
+        """
+        try:
+            work()
+        except ClusterkitError as error:
+            with contextlib.suppress(RunFolderError):
+                self.write(LEFTOVERS, f"{error.message}\n")
+            remark = f"parts of it may still run: {error.message}"
+            return error, f"{remark}; `clusterkit cancel {self.run_id}` tries again"
+        self.file(LEFTOVERS).unlink(missing_ok=True)
+        return None, None
+
+    def record_end(self, status: RunStatus) -> None:
+        """Write the final ``state.json``, and remove the files that only a running run needs."""
+        for name in (RESERVE, TOKEN):
+            with contextlib.suppress(OSError):
+                self.file(name).unlink()
+        self.write_json("state.json", status)
+
 
 class Rank0:
-    """The marked lines of rank 0, of one attempt after the other, in bounded memory."""
+    """Reads the marked lines of rank 0, of one attempt after the other, in bounded memory."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder, self._plan = folder, folder.maybe_json("plan.json", Plan)
@@ -398,7 +439,7 @@ class Rank0:
         self._logs: dict[Path, GrowingFile] = {}
 
     def read(self, newest: int) -> Iterator[LogLine]:
-        """What was not given before, up to the newest attempt."""
+        """Yield the lines that are new since the last call, up to the newest attempt."""
         while True:
             for node in self._folder.nodes_of(self._attempt, self._plan, 0):
                 path = self._folder.node_dir(self._attempt, node) / "log"
@@ -417,7 +458,7 @@ _HOME_HINT = "set CLUSTERKIT_HOME to a folder that you may write to"
 
 
 def all_runs() -> Iterator[RunFolder]:
-    """Every run folder, newest first; a plan that somebody wrote there is no run."""
+    """Yield every run folder, newest first, but not the folders of `plan --out`."""
     base = home() / "runs"
     try:
         folders = [entry for entry in os.scandir(base) if entry.is_dir() and not _is_plan(entry)]
@@ -431,7 +472,7 @@ def all_runs() -> Iterator[RunFolder]:
 
 
 def _is_plan(folder: os.DirEntry[str]) -> bool:
-    """Whether it holds what `plan --out` writes, and neither of the files that a run has beside."""
+    # What `plan --out` writes has neither of these files.
     ours = (os.path.exists(f"{folder.path}/{name}") for name in ("run.json", "job.json"))
     return not any(ours) and os.path.exists(f"{folder.path}/plan.txt")
 
@@ -445,19 +486,19 @@ def _created(path: Path) -> float:
 
 
 def find(name: str) -> RunFolder:
-    """The run with this id, the only one that begins so, or the newest for ``last``.
+    """Return the run with this id, the only one whose id begins so, or the newest for ``last``.
 
     Raises:
         RunNotFound: none, or several; the message lists candidates.
     """
     exact = home() / "runs" / name
-    # os.path: False, not an error, for a folder of somebody else's; all_runs() says it then.
+    # os.path: False, not an error, for a folder of another user; all_runs() reports that.
     if RUN_ID.match(name) and os.path.isdir(exact):
         return RunFolder(exact)
     runs = list(all_runs())
     ids = [run.run_id for run in runs]
     where = f"under {home() / 'runs'}"
-    if _MADE.search(name) and not any(each.startswith(name) for each in ids):
+    if _TIMESTAMP.search(name) and not any(each.startswith(name) for each in ids):
         raise RunNotFound(
             f"run {name!r} is unknown {where}",
             hint=f"another machine's, on Kubernetes: clusterkit attach {name} --cluster CLUSTER",
@@ -467,8 +508,12 @@ def find(name: str) -> RunFolder:
 
 
 def resolve(name: str, ids: Sequence[str], where: str) -> str:
-    """Of these ids, newest first: this one, the only one that begins so, or the first for
+    """Return ``name`` if it is one of the ids, the only id that begins so, or the first for
     ``last``. Pure.
+
+    Args:
+        ids: newest first.
+        where: where they were found, for the message.
 
     Raises:
         RunNotFound: none, or several; the message lists candidates.

@@ -1,25 +1,37 @@
-"""The verdict on an attempt: whether it succeeded, and if not, why. Records how a run ends."""
+"""The outcome of an attempt: whether it has ended, whether it succeeded, and if not, why."""
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
+from enum import Enum
 from itertools import chain
 
 from msgspec.structs import replace
 
 from clusterkit.backends.base import Observation
 from clusterkit.plan import Plan
-from clusterkit.run.folder import RunFolder, RunHandle
-from clusterkit.run.status import Failure, RunStatus, State, overall
+from clusterkit.run.folder import RunHandle
+from clusterkit.run.status import Failure, State, overall
 from clusterkit.spec import JobSpec
 
 TAIL_LINES = 5000
 """How many log lines of an attempt a diagnosis reads."""
-RESERVE = ".reserve"
-"""File in a run's folder that reserves the disk space of the last ``state.json``."""
-TOKEN = "token"
-"""File in a run's folder: the secret that a node needs to join a running attempt."""
+
+
+class Phase(Enum):
+    """How far an attempt has come."""
+
+    RUNNING = 1
+    """Enough nodes run, or are about to."""
+    ENDING = 2
+    """The outcome is certain, but nodes may still run."""
+    ENDED = 3
+    """No node runs, or the nodes' agents have begun the next attempt."""
+
+
+def _running(seen: Observation) -> set[State]:
+    """Return the states of nodes that run, or that the platform will still run."""
+    return {State.RUNNING, State.RESTARTING} | ({State.UNKNOWN} if seen.queued else set())
 
 
 def without_spares(plan: Plan, seen: Observation) -> Observation:
@@ -33,46 +45,56 @@ def without_spares(plan: Plan, seen: Observation) -> Observation:
         else node
         for node in seen.nodes
     )
-    ends = [node.state for node in nodes if not node.spare]
-    busy = {State.RUNNING, State.RESTARTING, *([State.UNKNOWN] if seen.queued else [])} & {*ends}
-    enough = ends.count(State.SUCCEEDED) >= plan.least and not (busy or seen.goes_on)
-    state = State.SUCCEEDED if enough else overall({*ends})
-    return replace(seen, nodes=nodes, state=state)
+    states = [node.state for node in nodes if not node.spare]
+    enough = states.count(State.SUCCEEDED) >= plan.least and seen.goes_on is None
+    succeeded = enough and not _running(seen) & set(states)
+    return replace(seen, nodes=nodes, state=State.SUCCEEDED if succeeded else overall({*states}))
 
 
-def record(folder: RunFolder, status: RunStatus) -> None:
-    """Write the final ``state.json``, and remove the files that only a running run needs."""
-    for name in (RESERVE, TOKEN):
-        with contextlib.suppress(OSError):
-            folder.file(name).unlink()
-    folder.write_json("state.json", status)
+def phase(plan: Plan, seen: Observation, *, pending: bool, unreported: bool) -> Phase:
+    """Return how far an attempt has come.
 
-
-def over_time(job: JobSpec) -> Failure:
-    """Return the failure of a run that reached its time limit."""
-    from clusterkit.agent import LATE, LATE_EXIT  # deferred like `diagnose` below
-
-    return Failure(
-        exit_code=LATE_EXIT,
-        cause=f"{LATE} of {job.time_limit}",
-        hint="raise time_limit; another run can resume from this one's checkpoint",
+    Args:
+        seen: the result of `without_spares`.
+        pending: whether a node with ranks has yet to start.
+        unreported: whether an agent may run that has not reported yet.
+    """
+    states = [node.state for node in seen.nodes]
+    running = _running(seen)
+    active = pending or any(state in running for state in states)
+    finished = seen.state is State.SUCCEEDED or all(
+        node.spare or node.state.final for node in seen.nodes
     )
+    if seen.goes_on is not None:
+        return Phase.ENDED if finished or not (active or unreported) else Phase.RUNNING
+    if not (active or unreported):
+        return Phase.ENDED
+    lost = {State.FAILED, State.CANCELLED, State.UNKNOWN} - running
+    too_few = sum(state not in lost for state in states) < plan.least
+    return Phase.ENDING if finished or too_few or not active else Phase.RUNNING
 
 
 def diagnosis(handle: RunHandle, seen: Observation) -> Failure:
     """Return why an attempt that has ended did not succeed."""
+    if seen.late:
+        from clusterkit.agent import LATE, LATE_EXIT
+
+        limit = handle.folder.read_json("job.json", JobSpec).time_limit
+        hint = "raise time_limit; another run can resume from this one's checkpoint"
+        return Failure(exit_code=LATE_EXIT, cause=f"{LATE} of {limit}", hint=hint)
     from clusterkit.output.diagnose import diagnose  # a run that succeeds does without this import
 
-    if seen.late:
-        return over_time(handle.folder.read_json("job.json", JobSpec))
     plan = handle.plan
     lines = chain.from_iterable(handle.folder.log(handle.attempt, range(plan.nodes)))
-    tail = deque(lines, maxlen=TAIL_LINES)
     nproc = plan.topology.get("nproc_per_node", 1)
     failure = diagnose(
-        seen.nodes, tail, rank_exits=seen.rank_exits, nproc_per_node=nproc,
-        oom_kills=seen.oom_kills, causes=seen.causes,
-    )  # fmt: skip
+        seen.nodes,
+        deque(lines, maxlen=TAIL_LINES),
+        rank_exits=seen.rank_exits,
+        nproc_per_node=nproc,
+        oom_kills=seen.oom_kills,
+        causes=seen.causes,
+    )
     if plan.nodes < plan.topology.get("nodes", plan.nodes) and failure.rank is not None:
         # One launcher for all nodes (mpirun): only the rank says which node it was.
         failure = replace(failure, node=failure.rank // nproc)

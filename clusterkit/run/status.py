@@ -1,4 +1,4 @@
-"""What is said of a run: states, nodes, the failure; one form for every backend."""
+"""The status of a run, its nodes and attempts, and its failure; the same for every backend."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from msgspec import Struct
 
 
 class State(StrEnum):
-    """States of a run and of a node; what a backend reports beyond them is UNKNOWN."""
+    """State of a run or a node; UNKNOWN for any state of a backend's that has no equivalent."""
 
     PENDING = "PENDING"
     RUNNING = "RUNNING"
@@ -27,7 +27,7 @@ FINAL = frozenset({State.SUCCEEDED, State.FAILED, State.CANCELLED})
 
 
 def overall(states: set[State]) -> State:
-    """A run's state from its nodes' states."""
+    """Return a run's state from its nodes' states."""
     for state in (State.UNKNOWN, State.RESTARTING, State.RUNNING, State.FAILED, State.CANCELLED):
         if state in states:
             return state
@@ -47,30 +47,30 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     """Why it ended, where an exit code does not say."""
     ended_at: float | None = None
     until: float | None = None
-    """RESTARTING: when the next attempt begins, or until when it is waited for a lost node."""
+    """RESTARTING: when the next attempt begins, or how long a lost node is waited for."""
     remarks: tuple[str, ...] = ()
-    """What a person should know of it, however it ended: log lines that were lost, and the like."""
+    """Messages for people that do not depend on how it ended, such as lost log lines."""
     hang: str | None = None
-    """What its ranks stand still for, or on node 0 those of all nodes; null while they go on."""
+    """Why its ranks hang, or on node 0 those of all nodes; null while they make progress."""
     slow: str | None = None
-    """On node 0: which ranks the others wait for again and again; null while there are none."""
+    """On node 0: which ranks the others wait for repeatedly; null if none."""
     spare: bool = False
-    """Whether it has no ranks: it waits for a place, or would if it had come."""
+    """Whether it has no ranks, but replaces a node that is lost."""
 
 
 class RankExit(Struct, frozen=True):
-    """How one rank ended, where the backend knows: -N for signal N; Unix time."""
+    """How one rank ended, if the backend knows: exit code, -N for signal N, and Unix time."""
 
     node: int
     rank: int
     exit_code: int
     at: float
     asked: bool = True
-    """Whether its agent may have asked it to end before it did."""
+    """Whether its agent may have stopped it."""
 
 
 class NodeCause(Struct, frozen=True, kw_only=True):
-    """Why a node or its ranks were killed, where a backend knows more than an exit code says."""
+    """Why a node or its ranks were killed, where a backend knows more than the exit code."""
 
     node: int
     words: str
@@ -79,7 +79,7 @@ class NodeCause(Struct, frozen=True, kw_only=True):
 
 
 class Failure(Struct, frozen=True, kw_only=True):
-    """Who failed first, and why."""
+    """The first failure of a run: the rank or node, and the cause."""
 
     node: int | None = None
     rank: int | None = None
@@ -90,7 +90,7 @@ class Failure(Struct, frozen=True, kw_only=True):
 
     @property
     def who(self) -> str:
-        """``rank 3 on node 1``, ``node 1``, or ``the run`` where it was none of them."""
+        """``rank 3 on node 1``, ``node 1``, or ``the run`` where it was neither."""
         node = "the run" if self.node is None else f"node {self.node}"
         return node if self.rank is None else f"rank {self.rank} on {node}"
 
@@ -101,13 +101,13 @@ class Failure(Struct, frozen=True, kw_only=True):
 
     @property
     def summary(self) -> str:
-        """The cause in one line; ``...`` stands for the rest of it."""
+        """The first line of the cause, with ``...`` if there are more."""
         first, _, rest = self.cause.partition("\n")
         return f"{first} ..." if rest else first
 
 
 class AttemptStatus(Struct, frozen=True, kw_only=True):
-    """How an attempt ended after which another was started. Times are Unix seconds."""
+    """An attempt that ended and was followed by another. Times are Unix seconds."""
 
     attempt: int
     state: State
@@ -115,25 +115,25 @@ class AttemptStatus(Struct, frozen=True, kw_only=True):
     started_at: float
     finished_at: float
     last_step: int | None = None
-    """That it reported."""
+    """The last step that it reported."""
     steps_lost: int | None = None
-    """From the step that a later attempt resumed from to ``last_step``."""
+    """Steps between the one from which a later attempt resumed and ``last_step``."""
 
 
 class Goodput(Struct, frozen=True, kw_only=True):
-    """Where a run's seconds went, by what rank 0 reported, until it ended or until now."""
+    """How a run spent its time in seconds, by what rank 0 reported, until it ended or until now."""
 
     share: float
-    """Of all of them that were ``training``."""
+    """``training`` as a fraction of the total."""
     training: float
     waiting: float
     """From submit to the start of its first node."""
     start: float
-    """To the first attempt's first step."""
+    """From there to the first step of the first attempt."""
     restart: float
     """From the last step of an attempt to the first of the next one."""
     again: float
-    """Steps that an earlier attempt had done."""
+    """Repeating steps of an earlier attempt."""
     end: float
     """Since the last step."""
 
@@ -157,11 +157,16 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     attempts: tuple[AttemptStatus, ...] = ()
     """The attempts before the newest."""
     restarts_left: int | None = None
-    """None: nobody counts them, because its supervisor has not begun."""
+    """None: its supervisor has not started."""
     goodput: Goodput | None = None
-    """None: no step was reported, or nobody has looked."""
+    """None: no step was reported, or the logs were not read."""
     remark: str | None = None
-    """What a person should know of this state, in one sentence."""
+    """A sentence for people about this state."""
+
+    @classmethod
+    def unknown(cls, run: str, state: State = State.UNKNOWN) -> RunStatus:
+        """Return the status of a run of which only the id is known."""
+        return cls(run=run, job="?", cluster="?", backend="?", state=state)
 
     def __repr__(self) -> str:
         code = "" if self.exit_code is None else f" ({self.exit_code})"

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from clusterkit.errors import ClusterkitError, SubmitFailed
-from clusterkit.run.folder import RunFolder
-from clusterkit.run.outcome import RESERVE
+from clusterkit.run.folder import RESERVE, RunFolder
 from clusterkit.run.supervisor import Supervisor
 from clusterkit.transport import Transport
 
@@ -65,19 +64,23 @@ def spawn(folder: RunFolder, lock: IO[bytes], *, adopt: bool = False) -> None:
             argv += [*map(str, files), *(["--adopt"] if adopt else [])]
             # The shell exits at once, so the supervisor is a child of init and leaves no zombie.
             subprocess.run(
-                ["/bin/sh", "-c", '"$@" &', "sh", *argv], start_new_session=True, pass_fds=files,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=True,
-            )  # fmt: skip
-        said = b""
+                ["/bin/sh", "-c", '"$@" &', "sh", *argv],
+                start_new_session=True,
+                pass_fds=files,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                check=True,
+            )
+        received = b""
         while select.select([answer], [], [], START_SECONDS)[0] and (data := answer.read(4096)):
-            said += data
-    if said == STARTED:
+            received += data
+    if received == STARTED:
         return
     log_text = folder.read("supervisor.log").decode(errors="replace").strip()
-    words, _, hint = said.decode().partition("\n")
-    raise SubmitFailed(
-        f"the run's supervisor did not start: {words or log_text or 'no output'}", hint=hint or None
-    )
+    problem, _, hint = received.decode().partition("\n")
+    why = problem or log_text or "no output"
+    raise SubmitFailed(f"the run's supervisor did not start: {why}", hint=hint or None)
 
 
 def main(argv: list[str]) -> None:

@@ -1,7 +1,7 @@
 """A run's supervisor: starts its nodes, watches them, and records how it ends.
 
 The nodes' agents restart ranks that fail (`clusterkit.agent.membership`); the supervisor follows
-their attempts. It restarts nodes: lost ones, and all of them where the agents cannot go on.
+their attempts. It restarts nodes: lost ones, and all of them where the agents cannot.
 """
 
 from __future__ import annotations
@@ -29,19 +29,11 @@ from clusterkit.errors import (
 )
 from clusterkit.output import mirror
 from clusterkit.output.track import tracking
-from clusterkit.run.folder import (
-    LEFTOVERS,
-    POLL_SECONDS,
-    Event,
-    RunFolder,
-    RunHandle,
-    StepRecord,
-    Submission,
-)
-from clusterkit.run.lost_nodes import LOST_SECONDS, Losses, Returns, names
+from clusterkit.run import lost_nodes
+from clusterkit.run.folder import POLL_SECONDS, Event, RunFolder, RunHandle, Submission
 from clusterkit.run.notify import notify
-from clusterkit.run.outcome import diagnosis, record, without_spares
-from clusterkit.run.status import AttemptStatus, Failure, NodeStatus, RunStatus, State
+from clusterkit.run.outcome import Phase, diagnosis, phase, without_spares
+from clusterkit.run.status import AttemptStatus, Failure, NodeStatus, State
 from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
@@ -53,6 +45,11 @@ PROBED_SECONDS = 20.0
 CANCEL_SECONDS = 5.0
 """Pause before nodes that did not end are cancelled again."""
 PORT_TRIES = 3
+LOST_SECONDS = 600.0
+"""How long to wait for lost nodes."""
+EARLY_SECONDS = 60.0
+EARLY_LOSSES = 3
+"""How often in a row nodes may be lost within EARLY_SECONDS of the start."""
 
 
 class Supervisor:
@@ -60,25 +57,23 @@ class Supervisor:
 
     def __init__(self, folder: RunFolder, transport: Transport | None = None) -> None:
         self.folder = folder
-        self.submission = folder.read_json("run.json", Submission)
         self.job = folder.read_json("job.json", JobSpec)
         self.cluster = folder.cluster()
         self.facts = folder.read_json("facts.json", Facts)
         self.plan = folder.plan()
-        self.backend: Backend = backends.backend(self.submission.backend)
+        submission = folder.read_json("run.json", Submission)
+        self.backend: Backend = backends.backend(submission.backend)
         self.transport = transport or backends.transport_for(self.cluster)
         self.secrets = {name: Secret(name, os.environ[name]) for name in self.job.secrets}
-        self.attempt = 1
-        self.restarts_left = self.job.restarts
-        self.attempts: tuple[AttemptStatus, ...] = ()
-        self.remark: str | None = None
-        self.nodes: tuple[NodeStatus, ...] = ()
-        self.running_since: float | None = None
-        self.returns = Returns(folder, self.job, self.plan)
-        self.losses = Losses(self.job, self.plan)
-        self.port_tries = PORT_TRIES
+        self.status = submission.pending(restarts_left=self.job.restarts)
         self.followed = False  # whether the agents of the previous attempt started this one
         self.terminated = False
+        self.port_tries = PORT_TRIES
+        self.replaces_lost = self.job.on_node_loss != "fail" and (
+            self.plan.restarts > 0 or self.job.spares > 0
+        )
+        self.early_losses = 0  # in a row
+        self.rejoin = lost_nodes.Rejoin(folder, self.job, self.plan)
 
     def begin(self) -> None:
         """Record this process as the run's supervisor, and the run as pending if it is new."""
@@ -86,12 +81,12 @@ class Supervisor:
         with contextlib.suppress(RunFolderError):
             self.folder.write_json("supervisor.json", agent.identity(os.getpid()))
             if not self.folder.file("state.json").exists():
-                self.folder.write_json("state.json", self._status(State.PENDING, None))
+                self.folder.write_json("state.json", self.status)
 
     def start(self) -> bool:
         """Start the first attempt. Return whether it started; if not, ``state.json`` says why."""
         self._recorded(self._start_attempt)
-        return self.folder.read_json("state.json", RunStatus).state is State.PENDING
+        return not self.status.state.final
 
     def main(self, *, adopt: bool = False) -> None:
         """Supervise the run until it ends. ``state.json`` records the end, also of an error.
@@ -102,7 +97,7 @@ class Supervisor:
         for signum in (signal.SIGHUP, signal.SIGINT):
             signal.signal(signum, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._terminated)
-        with tracking(self.job, self.folder, lambda: self.attempt, self._event):
+        with tracking(self.job, self.folder, lambda: self.status.attempt, self._event):
             self._recorded(partial(self._attempts, adopt))
 
     def _recorded(self, work: Callable[[], None]) -> None:
@@ -127,66 +122,117 @@ class Supervisor:
     def _to_be_ended(self) -> bool:
         return self.terminated or self.folder.is_cancelled()
 
+    # -- from attempt to attempt ---------------------------------------------
+
     def _attempts(self, adopt: bool = False) -> None:
         """Supervise from the newest attempt to the last. `start` has started the first."""
-        begun = self._adopted() if adopt else True
-        while True:
-            if self._to_be_ended():
-                if begun:
-                    self._cancel()
-                return self._finish(State.CANCELLED)
-            if not begun:
+        started = self._adopt() if adopt else True
+        while not self._to_be_ended():
+            if not started:
                 self._start_attempt()
             handle = self._handle()
             seen = self._watch(handle)
-            self.followed = begun = seen.goes_on is not None
-            self.restarts_left = seen.left_of(self.restarts_left)
-            if not begun:
-                if isinstance(self.backend, SupportsCleanup):
-                    self._end(partial(self.backend.clean_up, handle, self.transport))
-                if seen.state is State.SUCCEEDED:
-                    return self._finish(State.SUCCEEDED)
-                if any(node.state is State.UNKNOWN for node in seen.nodes):
-                    self._cancel()  # something may still run there
-                if self._to_be_ended():
-                    return self._finish(State.CANCELLED)
+            self.followed = started = seen.goes_on is not None
+            self._update(restarts_left=seen.left_of(self.status.restarts_left or 0))
+            if not started and (end := self._clean_up(handle, seen)) is not None:
+                return self._finish(end)
             failure = diagnosis(handle, seen)
-            if begun:
+            if started:
                 self._failed_event(failure)
             elif (end := self._prepare_next(handle, seen, failure)) is not None:
                 return self._finish(end, failure if end is State.FAILED else None)
             self._attempt_ended(failure)
-            if not begun:
-                self._save(State.RESTARTING, failure=failure)
-            self.attempt = seen.goes_on or self.attempt + 1
-            self.running_since = None
+            if not started:
+                self._save(State.RESTARTING, failure)
+            self._update(attempt=seen.goes_on or self.status.attempt + 1, running_since=None)
+        if started:
+            self._cancel()
+        self._finish(State.CANCELLED)
+
+    def _adopt(self) -> bool:
+        """Load the previous supervisor's status. Return whether the newest attempt was started."""
+        saved = self.folder.saved_status()
+        if saved is None:
+            return True
+        self._update(attempt=saved.attempt, attempts=saved.attempts)
+        if saved.restarts_left is not None:
+            self._update(restarts_left=saved.restarts_left)
+        # A saved attempt that has ended means that the next one was not started.
+        started = all(ended.attempt != saved.attempt for ended in saved.attempts)
+        steps = self.folder.steps_by_attempt()[saved.attempt]  # 0: agents started the attempt
+        if saved.state is State.PENDING and steps < len(self.plan.steps):
+            # Its supervisor was killed while it started the nodes: which run is not known.
+            self._cancel()
+            started = False
+        self.followed = started and steps == 0
+        if started:
+            self._update(running_since=saved.running_since)
+        else:
+            self._update(attempt=saved.attempt + 1)
+        return started
+
+    def _start_attempt(self) -> None:
+        self._check_again()
+        self._save(State.PENDING)
+        self.backend.submit(
+            self.plan,
+            self.transport,
+            attempt=self.status.attempt,
+            secrets={**self.secrets, **self.rejoin.new_token()},
+            record=partial(self.folder.record, self.status.attempt),
+        )
+
+    def _clean_up(self, handle: RunHandle, seen: Observation) -> State | None:
+        """Clean up after an attempt that has ended. Return the state in which the run ends; None
+        if the attempt failed."""
+        if isinstance(self.backend, SupportsCleanup):
+            self._stop(partial(self.backend.clean_up, handle, self.transport))
+        if seen.state is State.SUCCEEDED:
+            return State.SUCCEEDED
+        if any(node.state is State.UNKNOWN for node in seen.nodes):
+            self._cancel()  # something may still run there
+        return State.CANCELLED if self._to_be_ended() else None
 
     def _prepare_next(self, handle: RunHandle, seen: Observation, failure: Failure) -> State | None:
         """After a failed attempt: plan the next one, or return the state in which the run ends."""
+        lost = lost_nodes.lost(seen)
+        decided = seen.final or seen.late
         if self.port_tries and self._port_was_taken(failure):
             self.port_tries -= 1
             why = f"port {self.plan.port} was taken before the run could listen there"
             port = self.transport.free_port(self.facts.hosts[0].host)
             self._plan_anew(*moved_port(self.cluster, self.facts, port, why))
-        elif lost := self.losses.of(seen, self.running_since):
+        elif lost and self.replaces_lost and not decided and self._losses_allowed():
             return self._replace(lost, handle, seen, failure)
-        elif not self.restarts_left or seen.final or seen.late or self.losses.end(seen):
+        elif not self.status.restarts_left or decided or (lost and self.job.on_node_loss == "fail"):
             return State.FAILED
         else:
-            self.restarts_left -= 1
+            self._update(restarts_left=self.status.restarts_left - 1)
             self._failed_event(failure)
         return None
+
+    def _losses_allowed(self) -> bool:
+        """Count a loss of nodes. Return False if they were lost early too often in a row."""
+        now = time.time()
+        early = now - (self.status.running_since or now) < EARLY_SECONDS
+        self.early_losses = self.early_losses + 1 if early else 0
+        return self.early_losses <= EARLY_LOSSES
 
     def _replace(
         self, lost: list[NodeStatus], handle: RunHandle, seen: Observation, failure: Failure
     ) -> State | None:
         """As `_prepare_next`, after nodes were lost: wait for them, or plan without them."""
-        self._event(f"attempt {self.attempt} has lost {names(lost)}: {failure.summary}")
-        self.nodes = self.losses.waiting(seen, lost)
-        self._save(State.RESTARTING, failure=failure)
-        others = self.losses.others(lost, self.job, self.facts)
-        patience = LOST_SECONDS if others is None else 0.0
-        if self.losses.answer(lost, self.transport, self._to_be_ended, patience):
+        hosts = [self.plan.hosts[node.node] for node in lost]
+        why, until = f"waiting for {lost_nodes.names(lost)}", time.time() + LOST_SECONDS
+        waiting = partial(msgspec.structs.replace, state=State.RESTARTING, reason=why, until=until)
+        self._event(
+            f"attempt {self.status.attempt} has lost {lost_nodes.names(lost)}: {failure.summary}"
+        )
+        self._update(nodes=tuple(map(waiting, seen.nodes)))
+        self._save(State.RESTARTING, failure)
+        others = lost_nodes.facts_without(hosts, self.job, self.facts)
+        timeout = LOST_SECONDS if others is None else 0.0
+        if lost_nodes.wait_for_hosts(hosts, self.transport, self._to_be_ended, timeout):
             with contextlib.suppress(ClusterkitError):
                 self.backend.status(handle, self.transport)  # what they wrote meanwhile
             self._event("all nodes answer; starting again, which costs no restart")
@@ -195,62 +241,31 @@ class Supervisor:
         elif others is None:
             return State.FAILED
         else:
-            hosts = listed([host.host for host in others[0].hosts], 4)
-            why = f"starting again on {hosts}, which costs no restart"
-            self._plan_anew(others[0], why, spares=others[1])
-            self.losses.plan = self.plan
+            facts, spares = others
+            used = listed([host.host for host in facts.hosts], 4)
+            self._plan_anew(facts, f"starting again on {used}, which costs no restart", spares)
         return None
 
     def _failed_event(self, failure: Failure) -> None:
         self._event(
-            f"attempt {self.attempt} failed: {failure.who}: {failure.summary}; "
-            f"starting again, {counted(self.restarts_left, 'restart')} left"
-        )
-
-    def _start_attempt(self) -> None:
-        self._check_again()
-        self._save(State.PENDING)
-        self.backend.submit(
-            self.plan,
-            self.transport,
-            attempt=self.attempt,
-            secrets={**self.secrets, **self.returns.begin()},
-            record=partial(self.folder.record, self.attempt),
+            f"attempt {self.status.attempt} failed: {failure.who}: {failure.summary}; "
+            f"starting again, {counted(self.status.restarts_left or 0, 'restart')} left"
         )
 
     def _attempt_ended(self, failure: Failure) -> None:
-        now = time.time()
-        before = self.attempts[-1].finished_at if self.attempts else self.submission.created_at
+        before = self.status
+        finished = max((node.ended_at or 0.0 for node in before.nodes), default=0.0)
         ended = AttemptStatus(
-            attempt=self.attempt, state=State.FAILED, failure=failure, started_at=before,
-            finished_at=max((node.ended_at or 0.0 for node in self.nodes), default=0.0) or now,
-        )  # fmt: skip
-        self.attempts = (*self.attempts, ended)
-        notify(self.cluster.notify, self._status(State.RESTARTING, failure), self._event)
-
-    def _adopted(self) -> bool:
-        """Load the previous supervisor's state. Return whether the newest attempt was started."""
-        saved = self.folder.maybe_json("state.json", RunStatus)
-        # A saved attempt that has ended means that the next one was not started.
-        begun = saved is None or all(one.attempt != saved.attempt for one in saved.attempts)
-        if saved is not None:
-            self.attempts = saved.attempts
-            if saved.restarts_left is not None:
-                self.restarts_left = saved.restarts_left
-            done = self._steps_done(saved.attempt)
-            if saved.state is State.PENDING and done < len(self.plan.steps):
-                # Its supervisor was killed while it started the nodes: which run is not known.
-                self._cancel()
-                begun = False
-            self.followed = begun and not done
-            self.attempt = saved.attempt + (not begun)
-            self.running_since = saved.running_since if begun else None
-        return begun
-
-    def _steps_done(self, attempt: int) -> int:
-        """Return how many steps of the plan were run: none in an attempt that agents started."""
-        done = self.folder.records("steps.jsonl", StepRecord)
-        return sum(step.attempt == attempt for step in done)
+            attempt=before.attempt,
+            state=State.FAILED,
+            failure=failure,
+            started_at=before.attempts[-1].finished_at
+            if before.attempts
+            else before.started_at or 0.0,
+            finished_at=finished or time.time(),
+        )
+        self._update(state=State.RESTARTING, failure=failure, attempts=(*before.attempts, ended))
+        notify(self.cluster.notify, self.status, self._event)
 
     # -- one attempt --------------------------------------------------------
 
@@ -263,46 +278,40 @@ class Supervisor:
             return self._until_ended(monitor)
 
     def _until_ended(self, monitor: Monitor) -> Observation:
-        started = mirror.awake()
+        report_by = mirror.awake() + self.backend.start_seconds
         cancel_at: float | None = None
-        again_at = 0.0  # after a cancel: when the next one is due
+        cancelled = False
         while True:
             found = monitor.status()
             if found is None:
                 raise RunFolderError(f"the folder of run {self.folder.run_id} is gone")
             seen = without_spares(self.plan, found)
-            self._note_progress(seen)
+            self._save_progress(seen)
             now = mirror.awake()
-            pending = self._pending(seen, cancelled=again_at > 0)
-            if pending and now > started + self.backend.start_seconds:
+            pending = self._pending(seen, cancelled=cancelled)
+            if pending and now > report_by:
                 raise ClusterkitError(
                     f"node {pending[0]} did not report within {self.backend.start_seconds:g} s",
-                    hint=f"see the logs in {self.folder.path}/attempts/{self.attempt}",
+                    hint=f"see the logs in {self.folder.path}/attempts/{self.status.attempt}",
                 )
-            states = [node.state for node in seen.nodes]
-            running, lost = {State.RUNNING, State.RESTARTING}, {State.FAILED, State.CANCELLED}
-            (running if seen.queued else lost).add(State.UNKNOWN)
-            busy = pending or running & set(states)
-            succeeded = seen.state is State.SUCCEEDED
-            over = succeeded or all(node.spare or node.state.final for node in seen.nodes)
-            hidden = not (again_at or seen.goes_on) and self.returns.hidden(
+            unreported = not (cancelled or seen.goes_on) and self.rejoin.unreported(
                 seen, now, self.followed
             )
-            if not (busy or hidden) or (over and seen.goes_on is not None):
-                failed = self.plan.places - states.count(State.SUCCEEDED)
-                if succeeded and failed > 0:
+            come = phase(self.plan, seen, pending=bool(pending), unreported=unreported)
+            if come is Phase.ENDED:
+                failed = self.plan.places - sum(n.state is State.SUCCEEDED for n in seen.nodes)
+                if seen.state is State.SUCCEEDED and failed > 0:
                     self._event(f"{failed} of {self.plan.places} elastic nodes failed")
                 return seen
-            few = len(states) - sum(state in lost for state in states) < self.plan.least
-            if self._to_be_ended():
+            if self._to_be_ended() and not cancelled:
                 cancel_at = now
-            elif cancel_at is None and seen.goes_on is None and (over or not busy or few):
+            elif come is Phase.ENDING and cancel_at is None:
                 cancel_at = now + PEERS_SECONDS
             if cancel_at is None:
-                self._start_returning(seen, now)
-            elif now >= max(cancel_at, again_at):
+                self._rejoin_lost(seen, now)
+            elif now >= cancel_at:
                 self._cancel()
-                again_at = mirror.awake() + CANCEL_SECONDS
+                cancelled, cancel_at = True, mirror.awake() + CANCEL_SECONDS
             time.sleep(POLL_SECONDS)
 
     def _pending(self, seen: Observation, *, cancelled: bool) -> list[int]:
@@ -317,56 +326,51 @@ class Supervisor:
             return []
         return pending
 
-    def _start_returning(self, seen: Observation, now: float) -> None:
-        """Start lost nodes that are due, to join the others."""
-        for node in self.returns.due(seen, now, self.followed):
+    def _rejoin_lost(self, seen: Observation, now: float) -> None:
+        for node in self.rejoin.due(seen, now, self.followed):
             plan = self.backend.only(self.plan, node)
             # No steps: the backend cannot start one node. A host may have blocked the loop.
             if plan.steps and not self._to_be_ended():
-                start = partial(self.backend.submit, plan, self.transport)
-                self._event(self.returns.start(node, start, self.secrets))
+                submit = partial(self.backend.submit, plan, self.transport)
+                self._event(self.rejoin.start(node, submit, self.secrets))
 
-    def _note_progress(self, seen: Observation) -> None:
+    def _save_progress(self, seen: Observation) -> None:
         begun = sum(node.state is not State.PENDING for node in seen.nodes)
-        if self.running_since is None and begun >= self.plan.least:
-            self.running_since = time.time()
-        if seen.nodes != self.nodes:
-            self.nodes = seen.nodes
-            waits = seen.state is State.PENDING and not self.followed
-            again = State.RESTARTING if seen.state is State.RESTARTING else State.RUNNING
-            self._save(State.PENDING if waits else again)
+        if self.status.running_since is None and begun >= self.plan.least:
+            self._update(running_since=time.time())
+        if seen.nodes != self.status.nodes:
+            self._update(nodes=seen.nodes)
+            if seen.state is State.PENDING and not self.followed:
+                self._save(State.PENDING)
+            elif seen.state is State.RESTARTING:
+                self._save(State.RESTARTING)
+            else:
+                self._save(State.RUNNING)
 
     def _cancel(self) -> None:
         reason = "cancelled" if self._to_be_ended() else "another node has ended"
-        self._end(partial(self.backend.cancel, self._handle(), self.transport, reason))
+        self._stop(partial(self.backend.cancel, self._handle(), self.transport, reason))
 
-    def _end(self, work: Callable[[], None]) -> None:
+    def _stop(self, work: Callable[[], None]) -> None:
         """Call ``work``, which stops nodes. An error is recorded in the run's remark and events."""
-        try:
-            work()
-        except ClusterkitError as error:
-            if error.message != self.remark:
-                self._event(f"not all nodes could be stopped: {error.message}")
-            self.remark = str(error.message)
-            with contextlib.suppress(RunFolderError):
-                self.folder.write(LEFTOVERS, f"{error.message}\n")
-        else:
-            self.remark = None
-            self.folder.file(LEFTOVERS).unlink(missing_ok=True)
+        error, remark = self.folder.stop(work)
+        if error is not None and remark != self.status.remark:
+            self._event(f"not all nodes could be stopped: {error.message}")
+        self._update(remark=remark)
 
     def _handle(self) -> RunHandle:
-        return self.folder.handle(self.attempt, self.plan)
+        return self.folder.handle(self.status.attempt, self.plan)
 
-    # -- the facts ----------------------------------------------------------
+    # -- the plan -------------------------------------------------------------
 
     def _check_again(self) -> None:
         """Plan again if the port was taken since it was probed, or restarts were used."""
-        age = time.time() - self.submission.created_at
-        fresh = self.attempt == 1 and age <= PROBED_SECONDS
+        age = time.time() - (self.status.started_at or 0.0)
+        fresh = self.status.attempt == 1 and age <= PROBED_SECONDS
         changed = self.backend.before_attempt(self.cluster, self.facts, self.transport, fresh=fresh)
         if changed is not None:
             self._plan_anew(*changed)
-        elif self.restarts_left < self.plan.restarts:
+        elif (self.status.restarts_left or 0) < self.plan.restarts:
             self._plan_anew(self.facts)
 
     def _plan_anew(self, facts: Facts, why: str | None = None, spares: int | None = None) -> None:
@@ -376,7 +380,8 @@ class Supervisor:
         self.facts = facts
         if spares is None:
             spares = self.job.spares and self.plan.nodes - self.plan.topology["nodes"]
-        job = msgspec.structs.replace(self.job, restarts=self.restarts_left, spares=spares)
+        restarts = self.status.restarts_left or 0
+        job = msgspec.structs.replace(self.job, restarts=restarts, spares=spares)
         self.plan = self.backend.plan(job, self.cluster, self.facts, self.folder.run_id)
         self.folder.save_plan(self.facts, self.plan)
 
@@ -384,42 +389,28 @@ class Supervisor:
         from clusterkit.output.diagnose import PORT_TAKEN
 
         # Only our port: the program may listen on ports of its own.
-        said = f"{failure.cause}\n{failure.traceback or ''}"
-        ours = re.search(rf"\b{self.plan.port}\b", said)
-        return self.cluster.port == "auto" and bool(ours and PORT_TAKEN.search(said))
+        text = f"{failure.cause}\n{failure.traceback or ''}"
+        ours = re.search(rf"\b{self.plan.port}\b", text)
+        return self.cluster.port == "auto" and bool(ours and PORT_TAKEN.search(text))
 
     # -- the record ---------------------------------------------------------
 
-    def _save(self, state: State, *, failure: Failure | None = None) -> None:
+    def _update(self, **changes: object) -> None:
+        self.status = msgspec.structs.replace(self.status, **changes)
+
+    def _save(self, state: State, failure: Failure | None = None) -> None:
+        self._update(state=state, failure=failure)
         # A full disk is no reason to end the training.
         with contextlib.suppress(RunFolderError):
-            self.folder.write_json("state.json", self._status(state, failure))
+            self.folder.write_json("state.json", self.status)
 
     def _finish(self, state: State, failure: Failure | None = None) -> None:
         codes = {State.SUCCEEDED: 0, State.CANCELLED: EXIT_INTERRUPTED}
         code = codes.get(state, (failure.exit_code if failure else None) or 1)
-        status = msgspec.structs.replace(
-            self._status(state, failure), exit_code=code, finished_at=time.time()
-        )
-        record(self.folder, status)
-        notify(self.cluster.notify, status, self._event)
-
-    def _status(self, state: State, failure: Failure | None) -> RunStatus:
-        return RunStatus(
-            run=self.folder.run_id,
-            job=self.submission.job,
-            cluster=self.submission.cluster,
-            backend=self.submission.backend,
-            state=state,
-            attempt=self.attempt,
-            nodes=self.nodes,
-            attempts=self.attempts,
-            restarts_left=self.restarts_left,
-            failure=failure,
-            started_at=self.submission.created_at,
-            running_since=self.running_since,
-            remark=self.remark and self.folder.leftover_words(self.remark),
-        )
+        self._update(state=state, failure=failure, exit_code=code, finished_at=time.time())
+        self.folder.record_end(self.status)
+        notify(self.cluster.notify, self.status, self._event)
 
     def _event(self, text: str) -> None:
-        self.folder.append("events.jsonl", Event(at=time.time(), attempt=self.attempt, text=text))
+        event = Event(at=time.time(), attempt=self.status.attempt, text=text)
+        self.folder.append("events.jsonl", event)

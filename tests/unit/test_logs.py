@@ -23,8 +23,15 @@ def raw(moment: float, rank: int | None, text: str) -> bytes:
     return f"{stamp(moment)} {'-' if rank is None else rank} {text}".encode()
 
 
-def reader(data: bytes):
-    return lambda offset, limit: data[offset : offset + limit]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("logs")
+
+
+def written(folder, data: bytes, node=0) -> NodeLog:
+    path = folder / f"log-{node}"
+    path.write_bytes(data)
+    return NodeLog(path, node)
 
 
 # ---------------------------------------------------------------- one line
@@ -112,42 +119,53 @@ def test_an_event_reads_as_words():
 # ---------------------------------------------------------------- a node's log
 
 
-def test_a_last_line_without_its_newline_waits_until_it_is_whole():
-    data = raw(1.0, 0, "one") + b"\n" + raw(2.0, 0, "two")
-    grown = {"data": data}
-    log = NodeLog(0, 1, lambda offset, limit: grown["data"][offset : offset + limit])
+def test_a_last_line_without_its_newline_waits_until_it_is_whole(folder):
+    log = written(folder, raw(1.0, 0, "one") + b"\n" + raw(2.0, 0, "two"))
     assert [line.text for line in log.available()] == ["one"]
     assert [line.text for line in log.available()] == []
-    grown["data"] += b" and more\n"
+    append(folder, b" and more\n")
     assert [line.text for line in log.available()] == ["two and more"]
     assert list(log.remainder()) == []
 
 
-def test_a_last_line_that_was_cut_off_is_given_in_the_end():
-    log = NodeLog(0, 1, reader(raw(1.0, 0, "one") + b"\n" + raw(2.0, 0, "tw")))
+def append(folder, data):
+    with (folder / "log-0").open("ab") as file:
+        file.write(data)
+
+
+def test_a_last_line_that_was_cut_off_is_given_in_the_end(folder):
+    log = written(folder, raw(1.0, 0, "one") + b"\n" + raw(2.0, 0, "tw"))
     assert [line.text for line in log.available()] == ["one"]
     assert [line.text for line in log.remainder()] == ["tw"]
     assert list(log.remainder()) == []
 
 
 @given(st.lists(BODY, max_size=6), st.integers(0, 400))
-def test_a_log_cut_off_anywhere_gives_all_whole_lines(texts, cut):
+def test_a_log_cut_off_anywhere_gives_all_whole_lines(folder, texts, cut):
     data = b"".join(raw(float(n + 1), 0, text) + b"\n" for n, text in enumerate(texts))[:cut]
-    log = NodeLog(0, 1, reader(data))
+    log = written(folder, data)
     whole = data.count(b"\n")
     assert [line.text for line in log.available()] == texts[:whole]
     assert len(list(log.remainder())) == (1 if data and not data.endswith(b"\n") else 0)
 
 
 @given(st.lists(st.binary(max_size=20).filter(lambda b: b"\n" not in b), max_size=8))
-def test_how_a_log_arrives_does_not_matter(pieces):
+def test_how_a_log_arrives_does_not_matter(folder, pieces):
     data = b"".join(piece + b"\n" for piece in pieces)
-    by_the_byte = NodeLog(0, 1, lambda offset, limit: data[offset : offset + 1])
-    assert list(by_the_byte.available()) == list(NodeLog(0, 1, reader(data)).available())
+    log, found = written(folder, b""), []
+    for at in range(len(data)):
+        append(folder, data[at : at + 1])
+        found += log.available()
+    assert found == list(written(folder, data).available())
 
 
-def test_a_log_that_is_not_there_yet_is_empty():
-    log = NodeLog(0, 1, lambda offset, limit: None)
+def test_a_line_longer_than_what_is_read_at_once_is_given_whole(folder):
+    log = written(folder, b"".join(raw(1.0, 0, text) + b"\n" for text in ("a", "b" * 900_000, "c")))
+    assert [len(line.text) for line in log.available()] == [1, 900_000, 1]
+
+
+def test_a_log_that_is_not_there_yet_is_empty(folder):
+    log = NodeLog(folder / "none", 0)
     assert list(log.available()) == []
     assert list(log.remainder()) == []
 
@@ -156,12 +174,12 @@ def test_a_log_that_is_not_there_yet_is_empty():
 
 
 @given(st.lists(st.lists(st.integers(1, 1000), max_size=10).map(sorted), min_size=1, max_size=4))
-def test_nodes_are_merged_by_time_and_keep_their_own_order(moments):
+def test_nodes_are_merged_by_time_and_keep_their_own_order(folder, moments):
     sources = [
-        NodeLog(
+        written(
+            folder,
+            b"".join(raw(t, node, f"{node}:{n}") + b"\n" for n, t in enumerate(times)),
             node,
-            1,
-            reader(b"".join(raw(t, node, f"{node}:{n}") + b"\n" for n, t in enumerate(times))),
         )
         for node, times in enumerate(moments)
     ]
@@ -173,22 +191,21 @@ def test_nodes_are_merged_by_time_and_keep_their_own_order(moments):
         assert {line.rank for line in lines if line.node == node} <= {node}
 
 
-def test_following_goes_on_until_it_is_told_to_stop_and_then_gives_the_rest(monkeypatch):
-    data = {"log": raw(1.0, 0, "one") + b"\n"}
+def test_following_continues_until_it_is_stopped_and_then_gives_the_rest(folder, monkeypatch):
+    log = written(folder, raw(1.0, 0, "one") + b"\n")
     answers = iter([True, True, False])
 
     def grow(seconds):
-        data["log"] += raw(2.0, 0, "more") + b"\n"
+        append(folder, raw(2.0, 0, "more") + b"\n")
 
     monkeypatch.setattr(logs.time, "sleep", grow)
 
     def follow():
         goes_on = next(answers)
         if not goes_on:
-            data["log"] += raw(3.0, 0, "written just before the end")
+            append(folder, raw(3.0, 0, "written just before the end"))
         return goes_on
 
-    log = NodeLog(0, 1, lambda offset, limit: data["log"][offset : offset + limit])
     assert [line.text for batch in merged([log], follow) for line in batch] == [
         "one",
         "more",

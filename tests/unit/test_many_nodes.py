@@ -176,7 +176,7 @@ def test_a_cancel_that_the_supervisor_has_carried_out_goes_to_no_host(unstarted_
             folder.write_json("state.json", control._replace(running, **ended))
 
     monkeypatch.setattr(control, "time", Supervisor)
-    monkeypatch.setattr(control, "_ending", lambda *_: (None, folder.handle(), None))
+    monkeypatch.setattr(control, "_access", lambda *_: (None, folder.handle(), None))
     assert cancel(folder).state is State.CANCELLED
 
 

@@ -29,7 +29,7 @@ from clusterkit.run import folder as run_folder
 from clusterkit.run.control import cancel, current, reconcile
 from clusterkit.run.folder import Event, RunFolder
 from clusterkit.run.status import AttemptStatus, Failure, NodeStatus, RunStatus, State, overall
-from clusterkit.run.supervisor import PORT_TRIES, Supervisor
+from clusterkit.run.supervisor import EARLY_LOSSES, LOST_SECONDS, PORT_TRIES, Supervisor
 from clusterkit.spec import JobSpec
 from clusterkit.transport import LocalTransport
 from tests.conftest import HELD
@@ -811,25 +811,25 @@ def test_which_nodes_are_started_again_and_when(tmp_path):
     job = JobSpec(name="a", program="a.py", nodes="1:3", on_node_loss="shrink")
     plan = Plan(run_id="r", run_dir="/r", backend="b", summary="", nodes=3, world_size=3,
                 stop_grace=5.0)  # fmt: skip
-    returns = lost_nodes.Returns(RunFolder(tmp_path), job, plan)
-    wait = 5.0 + lost_nodes.RETURN_SECONDS
+    rejoin = lost_nodes.Rejoin(RunFolder(tmp_path), job, plan)
+    wait = 5.0 + lost_nodes.REJOIN_SECONDS
     gone, away = observed(UP, BAD, UP), observed(UP, State.UNKNOWN, UP)
-    assert returns.due(gone, 0.0, False) == []
-    assert returns.due(gone, wait - 1, False) == []
-    assert returns.due(gone, wait, False) == [1]
-    assert returns.due(gone, wait + 1, False) == []
-    assert returns.due(gone, 2 * wait + 1, False) == []
-    assert returns.due(gone, 3 * wait + 1, False) == [1]  # the next time it is given longer
+    assert rejoin.due(gone, 0.0, False) == []
+    assert rejoin.due(gone, wait - 1, False) == []
+    assert rejoin.due(gone, wait, False) == [1]
+    assert rejoin.due(gone, wait + 1, False) == []
+    assert rejoin.due(gone, 2 * wait + 1, False) == []
+    assert rejoin.due(gone, 3 * wait + 1, False) == [1]  # the next time it is given longer
     # Not while its host is away, while the others wait for it, or when all is decided.
     for other in (away, observed(State.RESTARTING, BAD, State.RESTARTING),
                   msgspec.structs.replace(gone, final=True)):  # fmt: skip
-        assert returns.due(other, 100 * wait, False) == returns.due(gone, 101 * wait, False) == []
-    assert returns.due(observed(BAD, UP, UP), 300 * wait, False) == []
-    assert returns.due(observed(BAD, UP, UP), 400 * wait, False) == []  # node 0 cannot
+        assert rejoin.due(other, 100 * wait, False) == rejoin.due(gone, 101 * wait, False) == []
+    assert rejoin.due(observed(BAD, UP, UP), 300 * wait, False) == []
+    assert rejoin.due(observed(BAD, UP, UP), 400 * wait, False) == []  # node 0 cannot
     absent = observed(UP, State.PENDING, UP)
-    assert returns.due(absent, 500 * wait, False) == returns.due(absent, 600 * wait, False) == []
-    assert returns.due(absent, 700 * wait, True) == []
-    assert returns.due(absent, 800 * wait, True) == [1]
+    assert rejoin.due(absent, 500 * wait, False) == rejoin.due(absent, 600 * wait, False) == []
+    assert rejoin.due(absent, 700 * wait, True) == []
+    assert rejoin.due(absent, 800 * wait, True) == [1]
 
 
 def test_an_elastic_run_with_too_few_nodes_left_ends(supervise_with):
@@ -1150,7 +1150,7 @@ def test_a_run_whose_submit_was_killed_is_not_attached_to(run, hand, monkeypatch
 
 def saved(state, **fields):
     def adopt(supervisor):
-        before = msgspec.structs.replace(supervisor._status(state, None), **fields)
+        before = msgspec.structs.replace(supervisor.status, state=state, **fields)
         supervisor.folder.write_json("state.json", before)
 
     return adopt
@@ -1207,7 +1207,7 @@ LOSES = "launcher: forkserver\nrestarts: 1\n"
 
 
 def test_a_lost_node_costs_no_restart(supervise_with, monkeypatch):
-    monkeypatch.setattr(lost_nodes, "SOON_SECONDS", 0.0)
+    monkeypatch.setattr("clusterkit.run.supervisor.EARLY_SECONDS", 0.0)
     lost = observed(State.UNKNOWN)
     backend, status, events = supervise_with([lost, lost, lost, observed(BAD), observed(OK)], LOSES)
     assert [attempt for attempt, _ in backend.submitted] == [1, 2, 3, 4, 5]
@@ -1231,7 +1231,7 @@ def test_a_state_that_the_platform_has_and_we_do_not_know_ends_nothing(supervise
 
 def test_a_node_that_is_lost_at_once_again_and_again_is_not_waited_for(supervise_with):
     backend, status, _ = supervise_with([observed(State.UNKNOWN)] * 6, LOSES)
-    assert len(backend.submitted) == lost_nodes.SOON_LOSSES + 2  # and the restart that there is
+    assert len(backend.submitted) == EARLY_LOSSES + 2  # and the restart that there is
     assert status.state is State.FAILED
 
 
@@ -1252,13 +1252,13 @@ def test_a_host_that_does_not_answer_is_waited_for_and_status_says_so(supervise_
             raise Unavailable("no answer")
 
     monkeypatch.setattr(LocalTransport, "run", run)
-    monkeypatch.setattr(lost_nodes, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(lost_nodes, "PING_SECONDS", 0.0)
     _, status, _ = supervise_with([observed(State.UNKNOWN), observed(OK)], LOSES)
     assert status.state is State.SUCCEEDED
     assert {each[:3] for each in said} == {
         (State.RESTARTING, State.RESTARTING, "waiting for node 0 (h)")
     }
-    assert abs(said[0][3] - time.time() - lost_nodes.LOST_SECONDS) < 60
+    assert abs(said[0][3] - time.time() - LOST_SECONDS) < 60
 
 
 def test_the_hosts_that_are_left_go_on_where_a_spare_was_among_them(supervise_with, monkeypatch):
@@ -1267,12 +1267,12 @@ def test_the_hosts_that_are_left_go_on_where_a_spare_was_among_them(supervise_wi
 
     left = {"facts": None}
 
-    def others(self, lost, job, facts):
+    def facts_without(hosts, job, facts):
         left["facts"] = left["facts"] or facts
         return facts, 0
 
     monkeypatch.setattr(LocalTransport, "run", run)
-    monkeypatch.setattr(lost_nodes.Losses, "others", others)
+    monkeypatch.setattr(lost_nodes, "facts_without", facts_without)
     nodes = []
     submit = Scripted.submit
     monkeypatch.setattr(
@@ -1305,8 +1305,5 @@ def test_which_hosts_can_do_without_those_that_are_lost(fields, gone, left):
     )
     facts = Facts(home="/", hosts=hosts, port=1, port_origin="", interface="")
     job = JobSpec(name="a", program="a.py", **fields)
-    plan = Plan(run_id="r", run_dir="/r", backend="ssh", summary="", nodes=4, world_size=4,
-                hosts=("h0", "h1", "h2", "h3"))  # fmt: skip
-    nodes = [NodeStatus(node=int(name[1]), host=name, state=State.UNKNOWN) for name in gone]
-    found = lost_nodes.Losses(job, plan).others(nodes, job, facts)
+    found = lost_nodes.facts_without(gone, job, facts)
     assert left == (found and ([host.host for host in found[0].hosts], found[1]))

@@ -166,7 +166,7 @@ def test_lines_are_shown_once_though_too_much_came_to_read_all_of_it(run, monkey
     board = board_of(run)
     board.press("down")
     board.poll()
-    monkeypatch.setattr(logs, "_NEWS", 1)
+    monkeypatch.setattr(logs, "_MOST_NEW", 1)
     run.says(0, "another rank")
     board.poll()
     assert shown(board).partition("log of rank 1")[2].count("an only line") == 1

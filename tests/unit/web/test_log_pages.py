@@ -55,7 +55,7 @@ def test_a_line_that_is_not_whole_waits(log):
 
 
 def test_whoever_is_far_behind_begins_at_the_end_again(log, monkeypatch):
-    monkeypatch.setattr(logs, "_NEWS", 100)
+    monkeypatch.setattr(logs, "_MOST_NEW", 100)
     path = log([(0, f"{number}") for number in range(50)])
     found = page(path, after=0)
     assert found["skipped"]
