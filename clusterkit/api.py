@@ -203,9 +203,9 @@ def attach(
     if cluster is not None and isinstance(run, str):
         known = run_folder.RUN_ID.match(run) and (run_folder.home() / "runs" / run).is_dir()
         if not known:
-            from clusterkit.run.launch import take_up
+            from clusterkit.run.launch import take_over
 
-            return take_up(run, cluster, clusters_file)
+            return take_over(run, cluster, clusters_file)
     found = get(run)
     found.attach()
     return found

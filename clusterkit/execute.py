@@ -1,11 +1,11 @@
-"""Carries a plan out, step by step, and has every step recorded."""
+"""Carries out a plan: writes its files and runs its steps, each of which is recorded."""
 
 from __future__ import annotations
 
 import itertools
 import secrets as tokens
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from clusterkit import shell
 from clusterkit.agent import PEER_TOKEN
@@ -15,21 +15,21 @@ from clusterkit.shell import Secret
 from clusterkit.transport import Put, Transport, fan_out, in_order
 
 Record = Callable[[Step, str], None]
-"""Told of each step and how it went."""
+"""Called with each step and its outcome."""
 
 
 def write_files(plan: Plan, transport: Transport) -> None:
-    """The plan's files, on every host of the plan.
+    """Write the plan's files on every host of the plan.
 
     Raises:
-        ClusterkitError: a host does not take them; the message names it.
+        ClusterkitError: a host does not accept them; the message names it.
     """
     files = [Put(file.path, file.content(), file.mode) for file in plan.files]
-    in_order(fan_out(everyone(plan), lambda host: transport.put_all(host, files)))
+    in_order(fan_out(all_hosts(plan), lambda host: transport.put_all(host, files)))
 
 
-def everyone(plan: Plan) -> tuple[str, ...]:
-    """The hosts of a plan, each once."""
+def all_hosts(plan: Plan) -> tuple[str, ...]:
+    """Return the hosts of a plan, each once."""
     return tuple(dict.fromkeys((*plan.hosts, *(step.host for step in plan.steps))))
 
 
@@ -41,14 +41,13 @@ def run_steps(
     secrets: Mapping[str, Secret] | None = None,
     record: Record = lambda step, outcome: None,
 ) -> None:
-    """The plan's commands, in order; starts that follow each other, on all hosts at once.
+    """Run the plan's commands in order; consecutive starts run on all hosts in parallel.
 
-    The attempt's number is all that a restart adds, and a new token by which its nodes know each
-    other where they do.
+    A restart adds only the attempt's number, and a new token with which its nodes connect.
 
     Raises:
         SubmitFailed: a command could not be started or did not exit with 0; the message
-            holds the command, its exit status and its stderr.
+            contains the command, its exit status and its stderr.
     """
     lock = threading.Lock()
     values = {PEER_TOKEN: Secret(PEER_TOKEN, tokens.token_hex(16)), **(secrets or {})}
@@ -56,7 +55,7 @@ def run_steps(
     def carry_out(step: Step) -> None:
         env = {**step.env, "CLUSTERKIT_ATTEMPT": str(attempt)}
         if step.kind == "start":
-            # From its first moment on it is found as one of the run's (`agent.processes_of`).
+            # From its start, `agent.processes_of` finds it as a process of the run.
             env["CLUSTERKIT_RUN_DIR"] = plan.run_dir
         try:
             env |= {name: values[name].reveal() for name in step.secrets}
@@ -71,20 +70,18 @@ def run_steps(
             with lock:
                 record(step, outcome)
 
-    for kind, group in itertools.groupby(plan.steps, lambda step: step.kind):
-        steps = list(group)
-        hosts = list(dict.fromkeys(step.host for step in steps))
-        if kind == "run" or len(hosts) == 1:
-            for step in steps:
-                carry_out(step)
-            continue
+    def carry_out_all(steps: Iterable[Step]) -> None:
+        for step in steps:
+            carry_out(step)
 
-        def on(host: str, steps: list[Step] = steps) -> None:
-            for step in steps:
-                if step.host == host:
-                    carry_out(step)
+    def carry_out_by_host(steps: Iterable[Step]) -> None:
+        by_host: dict[str, list[Step]] = {}
+        for step in steps:
+            by_host.setdefault(step.host, []).append(step)
+        in_order(fan_out(list(by_host), lambda host: carry_out_all(by_host[host])))
 
-        in_order(fan_out(hosts, on))
+    for kind, steps in itertools.groupby(plan.steps, lambda step: step.kind):
+        (carry_out_all if kind == "run" else carry_out_by_host)(steps)
 
 
 def _carry_out(step: Step, transport: Transport, env: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""How commands and files reach a host; a backend touches the world through nothing else."""
+"""Runs commands and writes files on hosts; backends reach the outside world only through it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from clusterkit.host_probe import PORTS, free_port
 
 START = """command -v "$1" >/dev/null || { echo "$1: not found" >&2; exit 127; }
 ${detach:-} "$@" </dev/null >/dev/null 2>&1 &"""
-"""Starts ``"$@"`` so that it is nobody's child; with ``detach=setsid`` in a session of its own."""
+"""Starts ``"$@"`` as a child of init; with ``detach=setsid`` in a session of its own."""
 Result = TypeVar("Result")
 Environment = Mapping[str, str] | None
-"""Variables that a command gets besides the ones of its host."""
+"""Variables that a command gets in addition to those of its host."""
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,24 @@ class Put:
 
 
 class Stream(Protocol):
-    """A command that runs on a host, with its input and output; a context manager."""
+    """The input and output of a command that runs on a host; a context manager."""
 
     @property
     def near(self) -> bool:
-        """Whether the host is so near that compressing what is sent takes longer than it saves."""
+        """Whether the host is this machine: compressing what is sent takes longer than it saves."""
         return False
 
     def write(self, data: bytes) -> None:
-        """Feed its standard input; nothing happens if it has closed that."""
+        """Write to its standard input. Does nothing if the command has closed that."""
 
     def close_input(self) -> None:
         """End its standard input."""
 
     def read(self, timeout: float | None = None) -> bytes:
-        """Some of its output; ``b""`` at the end.
+        """Return some of its output; ``b""`` at the end.
 
         Raises:
-            SubmitFailed: nothing came for ``timeout`` seconds.
+            SubmitFailed: no output for ``timeout`` seconds.
         """
 
     @property
@@ -68,7 +68,7 @@ class Stream(Protocol):
         """Its standard error so far."""
 
     def exit_code(self, timeout: float | None = None) -> int:
-        """Its exit code, once its output has ended.
+        """Wait until it exits, after its output has ended. Return its exit code.
 
         Raises:
             ClusterkitError: not within ``timeout`` seconds, or the connection was lost.
@@ -119,7 +119,7 @@ class Transport(Protocol):
         """
 
     def put(self, host: str, path: str, data: bytes, mode: int = 0o644) -> None:
-        """Write a file, whole or not at all; its folder is made.
+        """Write a file atomically; makes its folder.
 
         Raises:
             ClusterkitError: no space, no permission.
@@ -127,20 +127,20 @@ class Transport(Protocol):
         self.put_all(host, [Put(path, data, mode)])
 
     def put_all(self, host: str, files: Sequence[Put]) -> None:
-        """`put` several files, in this order and in one go where that is faster."""
+        """`put` several files, in this order."""
 
     def free_port(self, host: str, wanted: int | None = None) -> int:
-        """``wanted`` if nothing listens there, otherwise (or without it) another free TCP port.
+        """Return ``wanted`` if nothing listens there, otherwise another free TCP port.
 
-        The one after a port that was chosen is free as well: nodes may watch each other there.
+        The port after a port that was chosen is free as well, for the connections between nodes.
         """
 
     def close(self) -> None:
-        """End all connections; a later call connects again."""
+        """Close all connections; a later call connects again."""
 
 
 class LocalTransport(Transport):
-    """This machine; every host name means it."""
+    """Runs everything on this machine, whatever the host."""
 
     def run(
         self,
@@ -167,7 +167,7 @@ class LocalTransport(Transport):
         return LocalStream(host, argv, {**os.environ, **(env or {})})
 
     def start(self, host: str, argv: Sequence[str], *, env: Environment = None) -> None:
-        # The shell starts it and ends at once, so that it is nobody's child and leaves no zombie.
+        # The shell exits at once, so the command is a child of init and leaves no zombie.
         try:
             done = subprocess.run(
                 ["/bin/sh", "-c", START, "sh", *argv],
@@ -256,11 +256,8 @@ def fan_out(
     work: Callable[[str], Result],
     limit: int = 64,
 ) -> dict[str, Result | ClusterkitError]:
-    """``work(host)`` for all hosts at once, ``limit`` at a time; an error of one stops no other.
-
-    Returns:
-        Host to result or error, in the order of ``hosts``.
-    """
+    """Call ``work(host)`` for all hosts in parallel, ``limit`` at a time. Return results and errors
+    by host, in the order of ``hosts``."""
 
     def guarded(host: str) -> Result | ClusterkitError:
         try:
@@ -277,7 +274,7 @@ def fan_out(
 
 
 def in_order(outcomes: Mapping[str, Result | ClusterkitError]) -> dict[str, Result]:
-    """The results of `fan_out`, if there was no error.
+    """Return the results of `fan_out` if there was no error.
 
     Raises:
         ClusterkitError: the first host's error; the message names the other hosts that failed.

@@ -1,6 +1,6 @@
-"""A run in the text format of Prometheus: for node-exporter's textfile collector, or a scrape.
+"""Exports runs in the text format of Prometheus, for a scrape or node-exporter's textfiles.
 
-Every value is a gauge. What rank 0 reports becomes ``clusterkit_metric_NAME``, as it is now.
+Every value is a gauge. What rank 0 reported last of a metric is ``clusterkit_metric_NAME``.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _MEANINGS = {
 
 
 class Reported(NamedTuple):
-    """A run, and the newest value of everything that its rank 0 has reported."""
+    """A run's status and the newest values that its rank 0 has reported."""
 
     status: RunStatus
     metrics: Mapping[str, Any]
 
 
 def reported(live: LiveRun, status: RunStatus) -> Reported:
-    """What is known of a run that has been read."""
+    """Return the status and the newest values of a run that has been polled."""
     found = live.reported
     values = {name: series.last for name, series in found.series.items()}
     return Reported(status, values | ({"step": found.step} if values else {}))
 
 
 def text(runs: Iterable[Reported]) -> str:
-    """Every run's samples; those of one name stand together, as the format wants it."""
+    """Return the samples of all runs, grouped by name as the format requires."""
     families: dict[str, list[str]] = {}
     for run in runs:
         of_run = {"run": run.status.run, "job": run.status.job, "cluster": run.status.cluster}
@@ -54,7 +54,7 @@ def text(runs: Iterable[Reported]) -> str:
                 f'{key}="{str(label).translate(_ESCAPES)}"'
                 for key, label in (of_run | more).items()
             )
-            # Of "a b" and "a.b", which have one name here, the first: a sample may not come twice.
+            # "a b" and "a.b" have one name here: only the first is kept, as no sample may repeat.
             if shown is not None and (name, named) not in taken:
                 taken.add((name, named))
                 families.setdefault(name, []).append(f"{name}{{{named}}} {shown}\n")
@@ -83,9 +83,9 @@ def _samples(run: Reported) -> Iterator[tuple[str, object, dict[str, str]]]:
 
 
 def _number(value: object) -> str | None:
-    """As Prometheus writes it; None: not a number, or one that its 64 bits do not hold.
+    """Return a number as Prometheus writes it; None: not a number, or larger than 64 bits hold.
 
-    A loss that is not a number is one here: it is what somebody wants to be woken for.
+    NaN is exported: alerts on a loss that is NaN need it.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

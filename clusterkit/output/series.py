@@ -1,7 +1,4 @@
-"""A metric over the steps of a run, in bounded memory, and as few points as a screen has columns.
-
-Pure.
-"""
+"""A metric over the steps of a run, in bounded memory, and thinned to a number of points. Pure."""
 
 from __future__ import annotations
 
@@ -10,11 +7,11 @@ from bisect import bisect_left
 from typing import NamedTuple
 
 MOST_POINTS = 1 << 20
-"""That a series keeps; beyond them it keeps the lowest and highest of every few."""
+"""Points that a series keeps; of more it keeps the lowest and the highest of every four."""
 MOST_METRICS = 64
-"""Kinds of numbers that are kept of what a program reports, in the order in which they came."""
+"""Metrics that are kept of a run: the first that its program reports."""
 LARGEST_STEP = 1 << 62
-"""Any program may report steps: this is what an array takes."""
+"""Larger steps do not fit into an array and are ignored."""
 
 
 class Bucket(NamedTuple):
@@ -30,20 +27,20 @@ class Series:
     """Steps and values, two arrays of one length.
 
     Steps only rise: one that is reported again, after a restart from a checkpoint, replaces the
-    earlier telling and all that came after it.
+    earlier value and all that came after it.
     """
 
     def __init__(self) -> None:
         self.steps = array("q")
         self.values = array("d")
         self.replaced = 0
-        """Grows whenever points that were there have changed: a reader begins anew."""
+        """Grows whenever earlier points have changed: a reader then starts over."""
 
     def __len__(self) -> int:
         return len(self.steps)
 
     def add(self, step: float, value: float) -> None:
-        """One more point."""
+        """Append a point."""
         if not abs(step) < LARGEST_STEP:
             return
         number, steps = int(step), self.steps
@@ -61,7 +58,7 @@ class Series:
         return self.values[-1] if self.values else None
 
     def _halve(self) -> None:
-        """Of every four points the lowest and the highest stay, in their order."""
+        """Keep the lowest and the highest of every four points, in their order."""
         values = self.values
         keep = array("q")
         for start in range(0, len(values), 4):
@@ -73,7 +70,7 @@ class Series:
         self.replaced += 1
 
     def thinned(self, columns: int) -> list[Bucket]:
-        """At most ``columns`` buckets of equal numbers of points, none of whose peaks is lost."""
+        """Return at most ``columns`` buckets of equal numbers of points; peaks are kept."""
         size = max(1, -(-len(self) // max(1, columns)))
         found = []
         for start in range(0, len(self), size):

@@ -1,7 +1,7 @@
-"""`clusterkit plan --as`: a job as one file, for somebody who has to hand one in.
+"""Exports a job as one file of another tool: `clusterkit plan --as`.
 
-It holds what the backend's plan holds; nothing is rendered here. Without a cluster nothing is
-probed: what only a cluster can say is assumed, and the file says so.
+The backend makes it from its plan. Without a cluster nothing is probed: facts are assumed, and the
+file says so.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def plan_as(
     run_id: str | None = None,
     **asked: Any,
 ) -> str:
-    """The job in one of the `clusterkit.backends.FORMS`.
+    """Return the job in one of the `clusterkit.backends.FORMS`.
 
     Args:
         cluster: an entry of that kind, which is probed; None: nothing is.
-        run_id: names what the file makes; by default as the job is called.
-        asked: as for `clusterkit.jobfile.request.read`.
+        run_id: names what the file makes; by default the job's name.
+        asked: arguments of `clusterkit.jobfile.request.read`.
 
     Raises:
-        ClusterkitError: the job does not fit, or the entry is of another kind.
+        ClusterkitError: the backend cannot run the job, or the entry is of another kind.
     """
     name, keys = backends.FORMS[form]
     backend = backends.backend(name)

@@ -1,7 +1,7 @@
-"""Where a run's time went, and what each of its attempts came to: from what rank 0 reported.
+"""Goodput: how a run spent its time, and how far each attempt came, by what rank 0 reported.
 
-Pure but for `with_goodput`. The marked lines that count are ``start`` (``first_step``: the step
-that the attempt resumed from) and ``metrics`` (``step``).
+Pure but for `with_goodput`. Reads the marked lines ``start`` (``first_step``: the step from which
+the attempt resumed) and ``metrics`` (``step``).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from clusterkit.run.folder import Rank0, RunFolder
 from clusterkit.run.status import AttemptStatus, Goodput, RunStatus
 
 Marks = Sequence[tuple[float, dict[str, Any]]]
-"""Of one attempt: when rank 0 reported what."""
+"""Times and objects of one attempt's marked lines."""
 
 
 def with_goodput(folder: RunFolder, status: RunStatus, now: float) -> RunStatus:
-    """The status with what its attempts came to, and where the time went."""
+    """Return the status with ``goodput``, and with the steps of its ``attempts``."""
     every: list[list[tuple[float, dict[str, Any]]]] = [[] for _ in range(status.attempt)]
     for line in Rank0(folder).read(status.attempt):
         if (event := line.event) is not None:
@@ -43,7 +43,7 @@ def _step(event: dict[str, Any], kind: str, key: str) -> int | None:
 
 
 def _resumed_at(attempt: Marks) -> int | None:
-    """The step that it began from, if it says so or took one."""
+    """Return the step from which an attempt started; None if it reported none."""
     for _, event in attempt:
         if (first := _step(event, "start", "first_step")) is not None:
             return first
@@ -72,26 +72,28 @@ def _attempts(known: Sequence[AttemptStatus], every: Sequence[Marks]) -> tuple[A
 
 
 def account(every: Sequence[Marks], submitted: float, began: float, ended: float) -> Goodput | None:
-    """Where the time went; None where no step was reported.
+    """Return how the time was spent; None if no step was reported.
 
     Args:
-        every: all attempts, in order.
-        submitted, began, ended: when the run was, when its first node started, when it ended.
+        every: the marked lines of all attempts, in order.
+        submitted: Unix time, as are the next two.
+        began: when the first node started.
+        ended: when the run ended, or now.
     """
     spent = dict.fromkeys(("training", "waiting", "start", "restart", "again", "end"), 0.0)
     spent["waiting"] = max(0.0, began - submitted)
     furthest: int | None = None
-    last, setting_up = max(began, submitted), "start"  # up to when time is accounted for
+    last, setup = max(began, submitted), "start"  # last: up to when time is accounted for
     for attempt in every:
-        going = False  # whether it has come to its first step
+        stepping = False  # whether it has reached its first step
         for moment, event in attempt:
             step = _step(event, "metrics", "step")
             if step is None and event["event"] != "start":
                 continue
             again = step is not None and furthest is not None and step <= furthest
             kind = "again" if again else "training"
-            spent[kind if going else setting_up] += max(0.0, moment - last)
-            last, setting_up, going = max(last, moment), "restart", True
+            spent[kind if stepping else setup] += max(0.0, moment - last)
+            last, setup, stepping = max(last, moment), "restart", True
             if step is not None:
                 furthest = max(step, furthest or step)
     if furthest is None:

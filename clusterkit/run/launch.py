@@ -1,4 +1,4 @@
-"""From a job to a run: preparing and launching one, taking up one of another machine."""
+"""Prepares a job, launches it as a run, and takes over a run of another machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from clusterkit.run import control, supervise
 from clusterkit.run import folder as run_folder
 from clusterkit.run.folder import Event, RunFolder, Submission
 from clusterkit.run.run import Run, check_secrets
-from clusterkit.run.status import RunStatus, State
+from clusterkit.run.status import State
 from clusterkit.spec import Job, JobSpec
 from clusterkit.transport import Transport, fan_out, in_order
 
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from clusterkit import doctor as doctors
 
 Progress = Callable[[str, int, int], None]
-"""Told of a host, bytes sent to it, bytes to send."""
+"""Called with a host, the bytes sent to it and the bytes to send."""
 
 
 @dataclass(frozen=True, repr=False)
 class Prepared(contextlib.AbstractContextManager["Prepared"]):
-    """A job, a cluster and the plan they make; as a context manager, it closes its connections."""
+    """A job, a cluster and their plan. As a context manager it closes its connections."""
 
     job: JobSpec
     cluster_name: str
@@ -71,24 +71,24 @@ def prepare(
     doctor: bool = True,
     run_id: str | Callable[[str], str] | None = None,
 ) -> Prepared:
-    """Read the job and the cluster, probe the cluster, make the plan; nothing is written.
+    """Read the job and the cluster, probe the cluster and make the plan. Writes nothing.
 
     Args:
         job: see `clusterkit.spec.Job`.
         cluster: an entry of the cluster file; ``local`` needs none.
-        clusters_file: instead of the one that is found from here upwards.
-        nodes: instead of the job's ``nodes``: ``2`` or ``"2:4"``.
-        gpus: instead of the job's ``gpus_per_node``.
+        clusters_file: by default the one in this folder or the nearest one above it.
+        nodes: replaces the job's ``nodes``: ``2`` or ``"2:4"``.
+        gpus: replaces the job's ``gpus_per_node``.
         settings: further ``key=value`` changes to the job file.
-        more_args: further arguments of the program, after the job's own.
+        more_args: arguments of the program after the job's own.
         include: only these hosts and GPUs of the cluster: ``host1@host2:0,1``.
         exclude: all hosts and GPUs but these.
-        facts: instead of probing.
-        doctor: examine the hosts first, where the nodes are other machines.
-        run_id: instead of a new one; or what makes one of the job's name.
+        facts: used instead of probing.
+        doctor: examine the hosts first, if the nodes are other machines.
+        run_id: by default a new one; a function gets the job's name.
 
     Raises:
-        ClusterkitError: anything that would keep the job from starting.
+        ClusterkitError: the job could not start.
     """
     asked = request.read(job, settings, nodes, gpus, more_args, cluster)
     spec = asked.job
@@ -119,10 +119,10 @@ def prepare(
         if spec.deepspeed is not None:
             from clusterkit.jobfile import deepspeed_probe
 
-            # Ranks that the transport starts have the hosts' own Python: it can be asked.
-            here = any(step.kind == "start" for step in plan.steps)
-            where = transport if probed and here else None
-            notes += deepspeed_probe.examine(spec, plan, facts, where, {**entry.env, **spec.env})
+            # Ranks that the transport starts have the hosts' own Python, which can be run.
+            startable = any(step.kind == "start" for step in plan.steps)
+            hosts = transport if probed and startable else None
+            notes += deepspeed_probe.examine(spec, plan, facts, hosts, {**entry.env, **spec.env})
         warnings = [*asked.remarks, facts.project.remark if facts.project is not None else None]
         if any(host.gpus for host in facts.hosts):
             from clusterkit import estimate as estimates
@@ -135,25 +135,25 @@ def prepare(
 
 
 def _probed(subject: doctors.Subject, transport: Transport, probe: Callable[[], Facts]) -> Facts:
-    """What ``probe`` finds; at the same time the quick checks look whether the hosts are fit.
+    """Return what ``probe`` returns, and run doctor's quick checks meanwhile.
 
     Raises:
-        ClusterkitError: they are not.
+        ClusterkitError: a check or ``probe`` failed.
     """
     from concurrent.futures import ThreadPoolExecutor
 
     from clusterkit import doctor as preflight
 
     with ThreadPoolExecutor(1) as pool:
-        looking = pool.submit(preflight.examine, subject, transport, quick=True)
+        checks = pool.submit(preflight.examine, subject, transport, quick=True)
         if subject.port is not None:
-            looking.exception()  # both try to listen on the fixed port: one after the other
+            checks.exception()  # both try to listen on the fixed port: one after the other
         facts = problem = None
         try:
             facts = probe()
         except ClusterkitError as error:
             problem = error
-        refusal = preflight.refusal(looking.result())
+        refusal = preflight.refusal(checks.result())
     if refusal is not None and not isinstance(problem, BadInput):
         raise refusal
     if facts is None:
@@ -169,10 +169,10 @@ def resolved_cluster(
     include: str | None = None,
     exclude: str | None = None,
 ) -> ClusterSpec:
-    """A cluster's entry with its hosts read from the inventory.
+    """Return a cluster's entry with its hosts, as read from the inventory.
 
     Raises:
-        ClusterkitError: no such entry, an inventory that cannot be used.
+        ClusterkitError: the entry does not exist, or its inventory cannot be used.
     """
     return _cluster(name, clusters_file, include, exclude).cluster
 
@@ -183,7 +183,7 @@ def _cluster(
     include: str | None,
     exclude: str | None,
 ) -> loader.LoadedCluster:
-    """As `resolved_cluster`, with the file that the entry stands in."""
+    """Return `resolved_cluster`, with the file of the entry."""
     loaded = loader.read_cluster(name, clusters_file)
     kind = backends.backend_type(loaded.cluster.backend)
     flags = {"include": "--include", "exclude": "--exclude"} if include or exclude else {}
@@ -193,11 +193,7 @@ def _cluster(
 
 
 def launch(ready: Prepared, progress: Progress | None = None) -> Run:
-    """Write the run folder, send the project, start the run's supervisor; closes ``ready``.
-
-    Args:
-        progress: told of a host, the bytes sent to it and the bytes to send.
-    """
+    """Write the run folder, send the project and start the run. Closes ``ready``."""
     return _start(ready, lambda folder: send_trees(ready, progress), time.time())
 
 
@@ -208,10 +204,10 @@ def _start(
     *,
     adopt: bool = False,
 ) -> Run:
-    """A run with a folder and a supervisor.
+    """Make a run's folder and start its supervisor.
 
     Args:
-        complete: what is to be done, or written, between the two.
+        complete: called in between.
         adopt: the run has been started already; it is not ended if this fails.
     """
     folder, started = None, False
@@ -240,7 +236,7 @@ def _start(
                 else:
                     supervise.launch(folder, lock, ready.transport)
             started = True
-    except BaseException:  # also Ctrl-C while the connections are closed: it runs by then
+    except BaseException:  # also Ctrl-C while the connections are being closed: it runs by then
         if folder is not None and not adopt:
             control.abandon(folder)
         if folder is not None and not started:
@@ -250,10 +246,10 @@ def _start(
 
 
 def send_trees(ready: Prepared, progress: Progress | None = None) -> None:
-    """Bring the plan's folders to all its hosts, at once.
+    """Send the plan's folders to all its hosts, in parallel.
 
     Raises:
-        ClusterkitError: a host does not take them, or they have changed since they were probed.
+        ClusterkitError: a host does not accept them, or they have changed since they were probed.
     """
     plan = ready.plan
     if not plan.trees:
@@ -276,7 +272,7 @@ def send_trees(ready: Prepared, progress: Progress | None = None) -> None:
             )
         snapshots[tree.path] = found
 
-    hosts = execute.everyone(plan)
+    hosts = execute.all_hosts(plan)
     with contextlib.ExitStack() as stack:
         relays: dict[str, relay.Relay] = {}
         if len(hosts) > relay.HOSTS:
@@ -293,15 +289,15 @@ def send_trees(ready: Prepared, progress: Progress | None = None) -> None:
         in_order(fan_out(hosts, send))
 
 
-def take_up(run: str, cluster: str, clusters_file: str | os.PathLike[str] | None = None) -> Run:
-    """Give a run of another machine a folder here, and a supervisor that watches over it.
+def take_over(run: str, cluster: str, clusters_file: str | os.PathLike[str] | None = None) -> Run:
+    """Make a folder and a supervisor on this machine for a run of another machine.
 
     Args:
         run: its id, the beginning of its id, or ``last`` for the newest in the cluster.
 
     Raises:
-        CapabilityError: such clusters remember nothing.
-        RunNotFound: the cluster knows of no such run.
+        CapabilityError: clusters of this kind keep no record of runs.
+        RunNotFound: the cluster has no such run.
         BadInput: a secret that a restart needs is not in the environment.
     """
     from clusterkit import execute
@@ -326,10 +322,8 @@ def take_up(run: str, cluster: str, clusters_file: str | os.PathLike[str] | None
             execute.write_files(plan, transport)
             if found.project is not None:
                 _unpack(found.project, Path(plan.trees[0].path))
-            status = RunStatus(
-                run=found.run, job=found.job.name, cluster=cluster, backend=backend.name,
-                state=State.RUNNING, attempt=found.attempt, started_at=found.created_at,
-            )  # fmt: skip
+            status = folder.read_json("run.json", Submission).pending()
+            status = msgspec.structs.replace(status, state=State.RUNNING, attempt=found.attempt)
             folder.write_json("state.json", status)
             folder.write(run_folder.MADE, "")
             text = f"taken up on this machine, in attempt {found.attempt}"
@@ -340,10 +334,10 @@ def take_up(run: str, cluster: str, clusters_file: str | os.PathLike[str] | None
 
 
 def _unpack(packed: bytes, path: Path) -> None:
-    """A tar.gz as a folder; nothing of it can lie outside.
+    """Unpack a tar.gz into a folder; no member can be written outside of it.
 
     Raises:
-        RunFolderError: it is damaged, or there is no room.
+        RunFolderError: it is damaged, or the disk is full.
     """
     import io
     import tarfile

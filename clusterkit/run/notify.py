@@ -1,7 +1,7 @@
-"""Notifications that a run has ended, failed or starts again: to a command or a web address.
+"""Sends notifications that a run has ended, failed or restarts, to a command or a web address.
 
 A notification is one JSON document: a command gets it on its standard input, an address as the
-body of a POST. It is sent beside the run: nothing of it can end a run or hold it up.
+body of a POST. A thread of its own sends it, so it can neither end nor delay a run.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ SECONDS = 10.0
 
 
 class NotifyFailed(ClusterkitError):
-    """The command failed or the address did not take it; the message says why."""
+    """The command failed or the address did not accept the notification."""
 
 
 class Notification(Struct, frozen=True):
-    """What is sent. Chat services show ``text`` of such a document."""
+    """The document that is sent. Chat services show its ``text``."""
 
     event: Literal["ended", "failed", "restarted", "test"]
     text: str
     status: RunStatus | None = None
-    """As `clusterkit status --json` has it."""
+    """The same as `clusterkit status --json`."""
 
 
 def notification(status: RunStatus) -> Notification:
-    """The notification of a run that has ended, or that starts again."""
+    """Return the notification of a run that has ended or restarts."""
     why = f": {status.failure.who}: {status.failure.summary}" if status.failure else ""
     if status.state is State.RESTARTING:
         text = f"{status.run}: attempt {status.attempt} failed{why}; starting again"
@@ -46,13 +46,13 @@ def notification(status: RunStatus) -> Notification:
     return Notification("ended" if ended else "failed", text, status)
 
 
-def send(spec: NotifySpec, what: Notification) -> str:
-    """Send it, and wait until that is done; gives a line that says so.
+def send(spec: NotifySpec, message: Notification) -> str:
+    """Send a notification and wait for the answer. Return a line for the run's events.
 
     Raises:
-        NotifyFailed: it was not taken.
+        NotifyFailed: it was not accepted.
     """
-    body = msgspec.json.encode(what)
+    body = msgspec.json.encode(message)
     if spec.command:
         import subprocess
 
@@ -61,9 +61,9 @@ def send(spec: NotifySpec, what: Notification) -> str:
         except (OSError, subprocess.TimeoutExpired) as error:
             raise NotifyFailed(f"notify: {spec.command[0]}: {_why(error)}") from None
         if done.returncode:
-            said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-            raise NotifyFailed(f"notify: {spec.command[0]}: exit code {done.returncode}: {said}")
-        return f"{spec.command[0]} was notified: {what.event}"
+            last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            raise NotifyFailed(f"notify: {spec.command[0]}: exit code {done.returncode}: {last}")
+        return f"{spec.command[0]} was notified: {message.event}"
     import urllib.request
 
     address = os.environ.get(spec.url_from or "", "")
@@ -78,23 +78,23 @@ def send(spec: NotifySpec, what: Notification) -> str:
             pass
     except (OSError, ValueError) as error:  # its text may hold the address, which is a secret
         code = getattr(error, "code", None)
-        said = f"HTTP {code}" if code else _why(error)
-        raise NotifyFailed(f"notify: ${spec.url_from}: {said.replace(address, '...')}") from None
-    return f"${spec.url_from} was notified: {what.event}"
+        why = f"HTTP {code}" if code else _why(error)
+        raise NotifyFailed(f"notify: ${spec.url_from}: {why.replace(address, '...')}") from None
+    return f"${spec.url_from} was notified: {message.event}"
 
 
 def notify(spec: NotifySpec | None, status: RunStatus, note: Callable[[str], None]) -> None:
-    """Send what the entry asks for; ``note`` is given how that went.
+    """Send a notification if the cluster entry asks for it; ``note`` is called with the result.
 
-    While a run goes on this returns at once; of one that has ended it waits for the answer.
+    Waits for the answer only if the run has ended.
     """
-    what = notification(status)
-    if spec is None or what.event not in spec.on:
+    message = notification(status)
+    if spec is None or message.event not in spec.on:
         return
 
     def work() -> None:
         try:
-            note(send(spec, what))
+            note(send(spec, message))
         except Exception as error:
             note(str(getattr(error, "message", error)))
 

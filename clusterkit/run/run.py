@@ -20,7 +20,7 @@ from clusterkit.spec import JobSpec
 
 
 def check_secrets(spec: JobSpec, why: str = "") -> None:
-    """Refuse a job whose secrets are not in the environment."""
+    """Raise `BadInput` if a secret of the job is not in the environment."""
     missing = [name for name in spec.secrets if name not in os.environ]
     if missing:
         raise BadInput(
@@ -31,7 +31,7 @@ def check_secrets(spec: JobSpec, why: str = "") -> None:
 
 
 class Run:
-    """One submitted run, found again by its id from any process."""
+    """One submitted run, in any process."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
@@ -50,30 +50,31 @@ class Run:
 
     @property
     def plan(self) -> Plan:
-        """What was carried out."""
+        """The plan of its newest attempt."""
         return self._folder.plan()
 
     def status(self) -> RunStatus:
-        """How it stands now."""
+        """Return its status now."""
         return control.reconcile(self._folder)
 
     def accounted(self, status: RunStatus) -> RunStatus:
-        """A status of this run with ``goodput``, and steps in ``attempts``: reads its logs."""
-        from clusterkit.run.goodput import with_goodput  # of no use to who only waits
+        """Return a status of this run with ``goodput``, and steps in ``attempts``, from its
+        logs."""
+        from clusterkit.run.goodput import with_goodput  # deferred: `wait` does without
 
         return with_goodput(self._folder, status, time.time())
 
     def events(self) -> list[Event]:
-        """What the supervisor did beyond the plan: another port, a restart."""
+        """Return what the supervisor did beyond the plan, such as restarts."""
         return self._folder.records("events.jsonl", Event)
 
     def wait(
         self, timeout: float | None = None, *, until: Callable[[RunStatus], bool] | None = None
     ) -> RunStatus:
-        """The status once the run has ended, or once ``until`` holds of it.
+        """Wait until the run has ended or ``until`` returns True. Return the status then.
 
         Raises:
-            TimeoutError: not within ``timeout`` seconds.
+            TimeoutError: neither happened within ``timeout`` seconds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with control.Connections() as connections:
@@ -81,25 +82,25 @@ class Run:
                 status = control.reconcile(self._folder, connections)
                 if status.state.final or (until is not None and until(status)):
                     return status
-                if status.state is State.UNKNOWN and not self._lives():
-                    return status  # it will not get any better
+                if status.state is State.UNKNOWN and not self._has_processes():
+                    return status  # it stays so
                 if deadline is not None and time.monotonic() > deadline:
                     raise TimeoutError(f"run {self.id} is {status.state} after {timeout:g} s")
                 time.sleep(POLL_SECONDS / 2)
 
     @property
     def watched(self) -> bool:
-        """Whether its supervisor lives."""
+        """Whether its supervisor runs."""
         return self._folder.is_held()
 
-    def _lives(self) -> bool:
-        """Whether any process of it runs on this machine, whatever its folder says."""
+    def _has_processes(self) -> bool:
+        """Return whether any process of the run exists on this machine."""
         from clusterkit import agent
 
         return self.watched or bool(agent.processes_of(str(self.path)))
 
     def wait_started(self, timeout: float = 60.0) -> RunStatus:
-        """The status once every node runs (or the run has ended)."""
+        """Wait until every node runs or the run has ended. Return the status then."""
         return self.wait(
             timeout,
             until=lambda status: (
@@ -115,10 +116,11 @@ class Run:
         follow: bool = False,
         note: Callable[[Event], None] = lambda event: None,
     ) -> Iterator[LogLine]:
-        """Lines of all attempts, in order of time within each; with ``follow`` until the run ends.
+        """Return the lines of all attempts, ordered by time within each.
 
         Args:
-            note: gets the events of an attempt after its last line.
+            follow: yield new lines until the run ends.
+            note: called with each event of an attempt after its last line.
 
         Raises:
             BadInput: the run has no such node or rank.
@@ -135,15 +137,15 @@ class Run:
         follow: bool = False,
         note: Callable[[Event], None] = lambda event: None,
     ) -> Iterator[list[LogLine]]:
-        """`logs`, some thousand lines at a time: for those who have a use for more than one.
+        """Return `logs` in lists of up to some thousand lines, which is faster.
 
         Raises:
             BadInput: the run has no such node or rank.
         """
         plan = self.plan
         # A spare that was used up is in no later plan.
-        begun = self._folder.file("attempts").glob(f"*/node-{node}")
-        if node is not None and not (0 <= node < plan.nodes or any(begun)):
+        folders = self._folder.file("attempts").glob(f"*/node-{node}")
+        if node is not None and not (0 <= node < plan.nodes or any(folders)):
             raise BadInput(f"node {node}: run {self.id} has nodes 0 to {plan.nodes - 1}")
         if rank is not None and not 0 <= rank < plan.world_size:
             raise BadInput(f"rank {rank}: run {self.id} has ranks 0 to {plan.world_size - 1}")
@@ -153,18 +155,18 @@ class Run:
         self, node: int | None, rank: int | None, follow: bool, note: Callable[[Event], None]
     ) -> Iterator[list[LogLine]]:
         with control.Connections() as connections:
-            # Where nobody watches over the run, this brings what only its hosts have.
+            # Without a supervisor, this copies what only the hosts have.
             status = control.reconcile(self._folder, connections)
 
-            def goes_on() -> bool:
+            def running() -> bool:
                 nonlocal status
                 status = control.reconcile(self._folder, connections)
-                lost = status.state is State.UNKNOWN and not self._lives()
+                lost = status.state is State.UNKNOWN and not self._has_processes()
                 return not status.state.final and not lost and status.attempt == attempt
 
             for attempt in itertools.count(1):
                 nodes = self._folder.nodes_of(attempt, self.plan, rank) if node is None else (node,)
-                for batch in self._folder.log(attempt, nodes, goes_on if follow else None):
+                for batch in self._folder.log(attempt, nodes, running if follow else None):
                     yield batch if rank is None else [x for x in batch if x.rank == rank]
                 for event in self.events():
                     if event.attempt == attempt:
@@ -173,23 +175,21 @@ class Run:
                     return
 
     def metrics(self) -> list[dict[str, Any]]:
-        """What rank 0 reported: a dict per step with ``step``, ``loss``, ``tokens_per_second``.
-
-        A restarted run repeats the steps since its checkpoint; both tellings are given.
-        """
+        """Return what rank 0 reported: a dict per step with ``step``, ``loss``,
+        ``tokens_per_second``. A run that resumed from a checkpoint reports some steps twice."""
         found = [mark for mark in self.marks() if mark["event"] == "metrics"]
         return [{key: mark[key] for key in mark if key != "event"} for mark in found]
 
     def marks(self) -> list[dict[str, Any]]:
-        """Every marked line's object (`clusterkit.output.logs`), metrics among them."""
+        """Return every marked line's object (`clusterkit.output.logs`), with metrics."""
         return [event for line in self.logs() if (event := line.event) is not None]
 
     def attach(self) -> bool:
-        """Start another supervisor for a run whose own was killed, with its machine or alone. If
-        the run has failed meanwhile, its restarts are used.
+        """Start another supervisor for a run whose own was killed. If the run has failed
+        meanwhile, its restarts are used.
 
         Returns:
-            False: somebody watches over it already, or nothing of it is left to do.
+            False if it has a supervisor, or nothing is left to do.
 
         Raises:
             BadInput: a secret that a restart needs is not in the environment.
@@ -206,21 +206,22 @@ class Run:
         return True
 
     def cancel(self) -> RunStatus:
-        """End it, with everything it started; fine to repeat."""
+        """End the run and everything that it started. Idempotent."""
         return control.cancel(self._folder)
 
     def delete(self, *, force: bool = False) -> None:
-        """Remove the run's folder, here and on its hosts: logs, metrics, checkpoints in it.
+        """Remove the run's folder with logs, metrics and checkpoints, on this machine and its
+        hosts.
 
         Args:
-            force: here also where a host does not answer.
+            force: remove it on this machine even if a host does not answer.
 
         Raises:
             BadInput: the run has not ended.
-            Unavailable: a host does not answer; the folder here stays.
+            Unavailable: a host does not answer; the folder on this machine is kept.
         """
         status = self.status()
-        if not status.state.final and (status.state is not State.UNKNOWN or self._lives()):
+        if not status.state.final and (status.state is not State.UNKNOWN or self._has_processes()):
             raise BadInput(f"run {self.id} is {status.state}", hint=f"clusterkit cancel {self.id}")
         try:
             control.forget(self._folder)

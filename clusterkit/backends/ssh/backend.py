@@ -172,7 +172,7 @@ def _everywhere(
         if done.exit_code:
             raise Unavailable(f"host {host}: {failure}: {done.stderr.strip()}")
 
-    hosts = execute.everyone(plan)
+    hosts = execute.all_hosts(plan)
     # All at once: a host takes its time, and nothing of ours. Logins the transport limits itself.
     outcomes = fan_out(hosts, carry_out, limit=len(hosts))
     errors = [found for found in outcomes.values() if isinstance(found, ClusterkitError)]
