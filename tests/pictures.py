@@ -110,7 +110,7 @@ async def _hanging(run: api.Run) -> str:
             await pilot.pause(0.2)
         await pilot.press("down", "down", "down")
         await pilot.pause(1.0)
-        app.look()
+        app.poll()
         await pilot.pause()
         svg = app.export_screenshot(title=f"clusterkit top {run.id}")
     return _own_fonts(svg)

@@ -14,7 +14,7 @@ from clusterkit.output.series import Series
 from clusterkit.run.status import Failure, State
 from clusterkit.ui.top import paint
 from clusterkit.ui.top.app import Top
-from clusterkit.ui.top.board import Order, RunBoard, RunsBoard
+from clusterkit.ui.top.board import Action, RunBoard, RunsBoard
 from tests.recorded import Recorded
 
 HANG = (
@@ -124,13 +124,13 @@ def test_a_filter_leaves_the_ranks_that_match(run):
     assert board.press("f", "f") is None
     for letter in "three":
         board.press(letter, letter)
-    assert board.rows() == 1
+    assert len(board.rows()) == 1
     assert "1 of 1 with 'three'" in shown(board)
-    assert board.chosen() == (1, 3)
+    assert board.selected() == (1, 3)
     board.press("ctrl+j")  # Enter, while Textual is being imported
-    assert board.typing is None
+    assert board.prompt == ""
     board.press("escape")
-    assert board.rows() == 4
+    assert len(board.rows()) == 4
 
 
 def test_the_log_is_that_of_the_rank_under_the_cursor_or_of_its_node(run):
@@ -186,7 +186,7 @@ def test_a_cancel_is_asked_about_first(run):
     assert "Cancel demo-1 and end everything it started? y/n" in shown(board)
     assert board.press("n", "n") is None
     board.press("c", "c")
-    assert board.press("y", "y") == Order("cancel", "demo-1")
+    assert board.press("y", "y") == Action("cancel", "demo-1")
 
 
 def test_a_supervisor_is_offered_where_there_is_none(run):
@@ -197,7 +197,7 @@ def test_a_supervisor_is_offered_where_there_is_none(run):
     board.poll()
     assert "a attach" in shown(board)
     board.press("a", "a")
-    assert board.press("y", "y") == Order("attach", "demo-1")
+    assert board.press("y", "y") == Action("attach", "demo-1")
 
 
 def test_the_list_shows_all_runs(run, tmp_path):
@@ -212,7 +212,7 @@ def test_the_list_shows_all_runs(run, tmp_path):
         board.press(letter, letter)
     assert "other-2" not in shown(board)
     board.press("enter")
-    assert board.press("enter") == Order("open", "demo-1")
+    assert board.press("enter") == Action("open", "demo-1")
     other.close()
 
 
@@ -280,17 +280,17 @@ def test_the_terminal_shows_what_is_new_and_keys_work(run):
         strips = [app.surface.render_line(y).text for y in range(24)]
         assert strips == screen(app).split("\n")
         run.step(31, loss=0.05)
-        app.look()
+        app.poll()
         assert "step 31" in screen(app)
         await pilot.press("down", "down", "down")
-        assert app.board.chosen() == (1, 3)
+        assert app.board.selected() == (1, 3)
         await pilot.press("escape")
         assert isinstance(app.board, RunsBoard)
         await pilot.press("enter")
         assert isinstance(app.board, RunBoard)
         await pilot.resize_terminal(120, 50)
         await pilot.pause()
-        app.look()
+        app.poll()
         assert len(app.surface._lines) == 50
         await pilot.press("q")
 
@@ -302,7 +302,7 @@ def test_the_terminal_shows_what_is_new_and_keys_work(run):
 def test_a_run_that_was_removed_meanwhile_is_said_to_be_unknown(run):
     async def drive(app, pilot):
         await pilot.press("escape")
-        app.obey(Order("open", "gone-1"))
+        app.carry_out(Action("open", "gone-1"))
         app.show()
         assert "run 'gone-1' is unknown" in screen(app).split("\n")[-1]
 
@@ -352,9 +352,9 @@ def test_what_a_run_without_a_supervisor_does_is_asked(run, monkeypatch):
     monkeypatch.setattr("clusterkit.run.control.reconcile", lambda folder, connections: ended)
 
     async def drive(app, pilot):
-        app.look()
+        app.poll()
         await app.workers.wait_for_complete()
-        app.look()
+        app.poll()
         assert "FAILED" in screen(app)
 
     driven(Top(RunBoard(run.folder)), drive)

@@ -1,5 +1,5 @@
-"""`clusterkit top`: runs and their ranks in a terminal, as they go on.
+"""`clusterkit top`: runs and their ranks, live in a terminal.
 
-`paint` makes lines of what is known, `board` keeps what a person looks at and takes keys; both know
-nothing of terminals. `app` shows a board in one, by Textual.
+`paint` formats lines of the screen, `board` holds what is shown and handles keys; neither needs a
+terminal. `app` shows a board in one with Textual.
 """

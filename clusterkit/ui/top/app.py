@@ -1,12 +1,15 @@
-"""A board in a terminal, by Textual: looks five times a second, paints the lines that change."""
+"""A board in a terminal, with Textual: polled five times a second, repainting changed lines only.
+
+Textual's own widgets are not used: the first screen is painted before Textual is imported, which
+takes longer than all the rest, and the board's lines serve both.
+"""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.segment import Segment
 from textual import events
@@ -19,46 +22,45 @@ from textual.widget import Widget
 
 from clusterkit import api
 from clusterkit.errors import ClusterkitError
-from clusterkit.output import logs
 from clusterkit.run import folder as run_folder
-from clusterkit.ui.top.board import LOG_LINES, Board, Order, RunBoard, RunsBoard
+from clusterkit.ui.top.board import Action, Board, RunBoard, RunsBoard
 from clusterkit.ui.top.paint import Line, style_of
 
-PERIOD = 0.2
-"""Seconds between two looks."""
+POLL_SECONDS = 0.2
 REFRESH_SECONDS = 2.0
-"""Between two questions to the backend about a run that nobody watches."""
+"""Time between two questions to the backend about a run without a supervisor."""
+SCROLL_LINES = 3
 T = TypeVar("T")
 
 
 class Surface(Widget, can_focus=True):
-    """Lines, as they were given last."""
+    """A widget that shows lines."""
 
     DEFAULT_CSS = "Surface { width: 100%; height: 100%; background: transparent; }"
+
+    class Resized(Message):
+        """The widget has another size."""
 
     def __init__(self) -> None:
         super().__init__()
         self._lines: list[Line] = []
 
     def paint(self, lines: list[Line]) -> None:
-        """Show these; those that were there already cost nothing."""
+        """Show lines, and refresh only those that differ from the ones before."""
         before, self._lines = self._lines, lines
         if len(before) != len(lines):
             self.refresh()
             return
         width = self.size.width
-        changed = [y for y, line in enumerate(lines) if line != before[y]]
-        if changed:
+        if changed := [y for y, line in enumerate(lines) if line != before[y]]:
             self.refresh(*(Region(0, y, width, 1) for y in changed))
 
-    class Sized(Message):
-        """It has another size."""
-
     def on_resize(self) -> None:
-        self.post_message(self.Sized())
+        self.post_message(self.Resized())
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        # Past borders, padding and tints, which there are none of: half of what a look costs.
+        # The base class also applies borders, padding and tints, of which there are none: that
+        # would be half of the load.
         strips = (self.render_line(y) for y in range(crop.y, crop.bottom))
         if (crop.x, crop.right) == (0, self.size.width):
             return list(strips)
@@ -72,37 +74,37 @@ class Surface(Widget, can_focus=True):
 
 
 class Top(App[None]):
-    """Shows a board."""
+    """Shows a board and carries out its actions."""
 
     CSS = "Screen { background: ansi_default; }"
     ENABLE_COMMAND_PALETTE = False
     BINDINGS = [Binding("ctrl+c", "quit", show=False, priority=True)]  # noqa: RUF012
 
-    def __init__(self, first: Board) -> None:
+    def __init__(self, first: Board[Any]) -> None:
         super().__init__(ansi_color=True)
         self.board = first
         self.surface = Surface()
         self._list = first if isinstance(first, RunsBoard) else None
-        self._asked = 0.0
+        self._refreshed = 0.0
 
     def compose(self) -> ComposeResult:
         yield self.surface
 
     def on_mount(self) -> None:
         self.surface.focus()
-        self.set_interval(PERIOD, self.look)
+        self.set_interval(POLL_SECONDS, self.poll)
 
-    def on_surface_sized(self) -> None:
-        self.look()
+    def on_surface_resized(self) -> None:
+        self.poll()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Read what is new, and show it."""
         if self.board.poll():
-            self.call_later(self.look)
+            self.call_later(self.poll)
         live = self.board.live if isinstance(self.board, RunBoard) else None
-        if live is not None and live.stale and time.monotonic() > self._asked + REFRESH_SECONDS:
-            self._asked = time.monotonic()
-            self._aside(live.refresh, lambda found: None)
+        if live is not None and live.stale and time.monotonic() > self._refreshed + REFRESH_SECONDS:
+            self._refreshed = time.monotonic()
+            self._in_thread(live.refresh, lambda _: None)
         self.show()
 
     def show(self) -> None:
@@ -114,69 +116,57 @@ class Top(App[None]):
     def on_key(self, event: events.Key) -> None:
         event.stop()
         event.prevent_default()
-        self.obey(self.board.press(event.key, event.character))
-        self.look()
+        if (action := self.board.press(event.key, event.character)) is not None:
+            self.carry_out(action)
+        self.poll()
 
     def on_mouse_scroll_down(self) -> None:
-        self.board.move(3)
+        self.board.move(SCROLL_LINES)
         self.show()
 
     def on_mouse_scroll_up(self) -> None:
-        self.board.move(-3)
+        self.board.move(-SCROLL_LINES)
         self.show()
 
-    def obey(self, order: Order | None) -> None:
-        """Do what the board's user wants."""
-        if order is None:
-            return
-        if order.verb == "quit":
+    def carry_out(self, action: Action) -> None:
+        """Do what the board asks for."""
+        verb, argument = action
+        if verb == "quit":
             self.exit()
-        elif order.verb == "open":
+        elif verb == "open":
             try:
-                self.board = RunBoard(run_folder.find(order.what))
-            except ClusterkitError as error:  # removed since the list was made
-                self.board.said = error.message
-        elif order.verb == "back":
+                self.board = RunBoard(run_folder.find(argument))
+            except ClusterkitError as error:  # removed since the list was read
+                self.board.message = error.message
+        elif verb == "back":
             self.board = self._list = self._list or RunsBoard()
-        elif order.verb == "cancel":
-            self.board.said = f"cancelling {order.what}"
-            self._aside(partial(api.cancel, order.what),
-                        lambda status: f"{status.run} {status.state}")  # fmt: skip
-        elif order.verb == "attach":
-            self._aside(partial(api.attach, order.what),
-                        lambda run: f"{run.id} has a supervisor again")  # fmt: skip
-        elif order.verb == "search":
-            self._search(order.what)
+        elif verb == "cancel":
+            self.board.message = f"cancelling {argument}"
+            self._in_thread(partial(api.cancel, argument), lambda run: f"{run.run} {run.state}")
+        elif verb == "attach":
+            self._in_thread(partial(api.attach, argument),
+                            lambda run: f"{run.id} has a supervisor again")  # fmt: skip
+        elif isinstance(self.board, RunBoard) and (find := self.board.log.search(argument)):
+            self._in_thread(find, partial(self.board.log.show_matches, argument))
 
-    def _search(self, text: str) -> None:
-        shown = self.board
-        if not isinstance(shown, RunBoard) or (chosen := shown.chosen()) is None:
-            return
-        node, rank = chosen
-        attempt = shown.live.attempt
-        look = partial(logs.page, shown.live.log_path(node), shown.only(rank), text,
-                       most=LOG_LINES, scan=math.inf)  # fmt: skip
+    def _in_thread(self, work: Callable[[], T], then: Callable[[T], str | None]) -> None:
+        """Run ``work`` in a thread, ``then`` in this one; show its message, or the error's."""
+        board = self.board
 
-        def take(found: logs.Page) -> None:
-            shown.found, shown.searched = found.parsed(node, attempt), text
+        def finish(result: T) -> None:
+            board.message = then(result) or board.message
+            self.show()
 
-        self._aside(look, take)
-
-    def _aside(self, work: Callable[[], T], then: Callable[[T], str | None]) -> None:
-        """Do what takes its time in a thread, and then say what came of it."""
-        shown = self.board
-
-        def finish(said: Callable[[], str | None]) -> None:
-            shown.said = said() or shown.said
+        def fail(error: ClusterkitError) -> None:
+            board.message = error.message
             self.show()
 
         def run() -> None:
             try:
-                found = work()
+                result = work()
             except ClusterkitError as error:
-                message = error.message
-                self.call_from_thread(finish, lambda: message)
+                self.call_from_thread(fail, error)
             else:
-                self.call_from_thread(finish, lambda: then(found))
+                self.call_from_thread(finish, result)
 
         self.run_worker(run, thread=True)

@@ -1,149 +1,161 @@
-"""What a person looks at in `clusterkit top`, and what keys do: a list of runs, one run.
+"""The two screens of `clusterkit top`, without a terminal: the list of runs, and one run.
 
-A board gives its lines for a screen of some size and takes keys; what needs time or changes a run
-it leaves to whoever shows it, as an `Order`.
+A board reads what is new (`poll`), handles keys (`press`) and formats itself for a screen of any
+size (`lines`). What takes time or changes a run is not done here: `press` returns an `Action`.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 from clusterkit.errors import counted
-from clusterkit.output.live import (
-    STATUS,
-    LiveRun,
-    LiveRuns,
-    RankView,
-    Standstill,
-    Usage,
-    standstill,
-)
+from clusterkit.output.live import LiveRun, LiveRuns, RankView, Usage, standstill
 from clusterkit.output.logs import LogLine, page
 from clusterkit.run.folder import Event, RunFolder
 from clusterkit.run.status import RunStatus
 from clusterkit.ui.formatting import clock, duration, loss_text, pending_reason
 from clusterkit.ui.top import paint
-from clusterkit.ui.top.paint import BOLD, DIM, HERE, STYLES, Line, Piece
+from clusterkit.ui.top.paint import BOLD, CURSOR, DIM, STYLES, Line, Piece
 
 LOG_LINES = 1000
-"""Of a rank's log that are kept to look back at."""
-_LOOK_BACK = 16 << 20
-"""Bytes in which they are looked for: the terminal waits meanwhile."""
+"""How many lines of a rank's log are kept for scrolling back."""
+_SCAN_BYTES = 16 << 20
+"""How much of a log is read to find them: the terminal does not react meanwhile."""
+_LISTING_SECONDS = 1.0
+"""Time between two readings of all runs, of which there may be thousands."""
+Row = TypeVar("Row")
 
 
-class Order(NamedTuple):
-    """What the board's user wants done: ``open``, ``back``, ``quit``, ``cancel``, ``attach`` or
-    ``search``, and for which run or text."""
+class Action(NamedTuple):
+    """What the app must do: ``open``, ``back``, ``quit``, ``cancel``, ``attach`` or ``search``."""
 
     verb: str
-    what: str = ""
+    argument: str = ""
+    """The run, or the text to search for."""
 
 
-class Board:
-    """A cursor in a list of rows, a line to type into, a question."""
-
-    keys = ""
-    """What is said at the bottom."""
+class Board(Generic[Row]):
+    """Rows with a cursor and a filter; below them a prompt, a question, a message or the keys."""
 
     def __init__(self) -> None:
         self.cursor = 0
-        self.typing: str | None = None
-        """What is being typed, ``f`` (filter) or ``/`` (search); None: keys are commands."""
-        self.typed = ""
         self.filter = ""
-        self.question: tuple[str, Order] | None = None
-        self.said = ""
-        """Stands at the bottom until the next key."""
-        self._first = 0  # row at the top
-        self._page = 10
+        self.prompt = ""
+        """``filter`` or ``search`` while its text is typed; empty while keys are commands."""
+        self.question: tuple[str, Action] | None = None
+        """What must be answered with y or n, and the action on y."""
+        self.message = ""
+        """Shown in the bottom line until the next key."""
+        self._typed = ""
+        self._first = 0  # the row at the top
+        self._page = 10  # rows that fit on the screen
+
+    def keys(self) -> str:
+        """Return the keys and what they do, for the bottom line: ``q quit  c cancel``."""
+        raise NotImplementedError
 
     def poll(self) -> bool:
-        """Read what is new; whether there is more to read at once."""
+        """Read what is new. Returns whether there is more to read at once."""
         raise NotImplementedError
+
+    def rows(self) -> Sequence[Row]:
+        """Return the rows that match the filter."""
+        raise NotImplementedError
+
+    def body(self, width: int, height: int) -> list[Line]:
+        """Return the screen without its bottom line; lines are cut or filled up later."""
+        raise NotImplementedError
+
+    def selected(self) -> Row | None:
+        """Return the row under the cursor; None if there are no rows."""
+        rows = self.rows()
+        return rows[min(self.cursor, len(rows) - 1)] if rows else None
 
     def lines(self, width: int, height: int) -> list[Line]:
-        """The screen."""
-        raise NotImplementedError
+        """Return the screen: ``height`` lines of ``width`` columns."""
+        body = self.body(width, height - 1)[: height - 1]
+        body += [()] * (height - 1 - len(body))
+        return [paint.fitted(line, width) for line in (*body, self._bottom_line())]
 
-    def press(self, key: str, character: str | None = None) -> Order | None:
-        """One key, by Textual's name for it, and what it types."""
-        self.said = ""
-        if key == "ctrl+j":  # Enter, as a terminal gives it that Textual had not taken over yet
+    def press(self, key: str, character: str | None = None) -> Action | None:
+        """Handle a key, by Textual's name for it, and the character that it types."""
+        self.message = ""
+        if key == "ctrl+j":  # Enter in a terminal that Textual has not configured yet
             key = "enter"
         if self.question is not None:
-            order = self.question[1]
+            action = self.question[1]
             self.question = None
-            return order if character in ("y", "Y") else None
-        if self.typing is not None:
-            return self._type(key, character)
-        return self.command(key)
+            return action if character in ("y", "Y") else None
+        return self._type(key, character) if self.prompt else self.command(key)
 
-    def command(self, key: str) -> Order | None:
-        """A key that types nothing."""
-        step = {"up": -1, "k": -1, "down": 1, "j": 1, "pageup": -self._page,
-                "pagedown": self._page, "home": -(1 << 30), "end": 1 << 30}  # fmt: skip
-        if key in step:
-            self.move(step[key])
-        elif key in ("f", "slash"):
-            self.typing, self.typed = key, self.filter if key == "f" else ""
+    def command(self, key: str) -> Action | None:
+        """Handle a key while no text is typed."""
+        steps = {"up": -1, "k": -1, "down": 1, "j": 1, "pageup": -self._page,
+                 "pagedown": self._page, "home": -(1 << 30), "end": 1 << 30}  # fmt: skip
+        if key in steps:
+            self.move(steps[key])
+        elif key == "f":
+            self.prompt, self._typed = "filter", self.filter
         elif key in ("q", "ctrl+c"):
-            return Order("quit")
+            return Action("quit")
         return None
 
-    def move(self, by: int) -> None:
-        """The cursor, within the rows."""
-        self.cursor = max(0, min(self.cursor + by, self.rows() - 1))
+    def move(self, rows: int) -> None:
+        """Move the cursor, but not beyond the first or the last row."""
+        self.cursor = max(0, min(self.cursor + rows, len(self.rows()) - 1))
 
-    def rows(self) -> int:
-        raise NotImplementedError
+    def ask_cancel(self, run: str) -> None:
+        """Ask whether to cancel a run."""
+        self.question = f"Cancel {run} and end everything it started?", Action("cancel", run)
 
-    def _type(self, key: str, character: str | None) -> Order | None:
-        if key == "backspace":
-            self.typed = self.typed[:-1]
-        elif key in ("enter", "escape"):
-            what, self.typing = self.typing, None
-            if key == "escape":
-                self.filter = "" if what == "f" else self.filter
-            elif what != "f":
-                return Order("search", self.typed) if self.typed else None
-        elif character is not None and character.isprintable():
-            self.typed += character
-        if self.typing == "f" or key == "enter":
-            self.filter = self.typed
-            self.cursor = 0
-        return None
-
-    def window(self, count: int, height: int) -> range:
-        """Which rows of so many are shown."""
+    def visible(self, rows: Sequence[Row], height: int) -> range:
+        """Return the numbers of the rows that fit in ``height`` lines, the cursor's among them."""
         self._page = max(1, height - 1)
-        self.cursor = max(0, min(self.cursor, count - 1))
+        self.cursor = max(0, min(self.cursor, len(rows) - 1))
         self._first = max(self.cursor - height + 1, min(self._first, self.cursor))
-        self._first = max(0, min(self._first, count - height))
-        return range(self._first, min(self._first + height, count))
+        self._first = max(0, min(self._first, len(rows) - height))
+        return range(self._first, min(self._first + height, len(rows)))
 
-    def foot(self, width: int) -> Line:
-        """The line at the bottom: a question, what is typed, or the keys."""
+    def position(self, rows: Sequence[Row]) -> str:
+        """Describe where the cursor is: ``3 of 8``."""
+        return f"{self.cursor + 1 if rows else 0} of {len(rows)}"
+
+    def _type(self, key: str, character: str | None) -> Action | None:
+        prompt = self.prompt
+        if key == "backspace":
+            self._typed = self._typed[:-1]
+        elif key == "escape":
+            self.prompt = self._typed = ""
+        elif key == "enter":
+            self.prompt = ""
+        elif character is not None and character.isprintable():
+            self._typed += character
+        if prompt == "filter":
+            self.filter, self.cursor = self._typed, 0
+        elif key == "enter" and self._typed:
+            return Action("search", self._typed)
+        return None
+
+    def _bottom_line(self) -> Line:
         if self.question is not None:
-            return paint.fitted(((f" {self.question[0]} y/n ", HERE),), width)
-        if self.typing is not None:
-            word = "filter" if self.typing == "f" else "search"
-            return paint.fitted(((f" {word}: ", BOLD), (f"{self.typed}▏", "")), width)
-        if self.said:
-            return paint.fitted(((f" {paint.clean(self.said)}", BOLD),), width)
+            return ((f" {self.question[0]} y/n ", CURSOR),)
+        if self.prompt:
+            return ((f" {self.prompt}: ", BOLD), (f"{self._typed}▏", ""))
+        if self.message:
+            return ((f" {paint.clean(self.message)}", BOLD),)
         pieces: list[Piece] = []
-        for each in self.keys.split("  "):
-            key, _, words = each.partition(" ")
-            pieces += [(f" {key}", BOLD), (f" {words} ", DIM)]
-        return paint.fitted(pieces, width)
+        for each in self.keys().split("  "):
+            key, _, effect = each.partition(" ")
+            pieces += [(f" {key}", BOLD), (f" {effect} ", DIM)]
+        return tuple(pieces)
 
 
-class RunsBoard(Board):
+class RunsBoard(Board[RunStatus]):
     """All runs, newest first."""
-
-    keys = "q quit  ↑↓ run  enter open  f filter  c cancel"
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,246 +163,296 @@ class RunsBoard(Board):
         self._all: list[RunStatus] = []
         self._due = 0.0
 
+    def keys(self) -> str:
+        return "q quit  ↑↓ run  enter open  f filter  c cancel"
+
     def poll(self) -> bool:
-        if time.monotonic() >= self._due:  # there may be thousands
-            self._due = time.monotonic() + 1.0
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + _LISTING_SECONDS
             self._all = self._live.poll()
         return False
 
-    def _shown(self) -> list[RunStatus]:
-        word = self.filter.casefold()
+    def rows(self) -> list[RunStatus]:
+        text = self.filter.casefold()
         return [
-            one for one in self._all
-            if not word or word in f"{one.run} {one.state} {one.cluster}".casefold()
-        ]  # fmt: skip
+            run for run in self._all if text in f"{run.run} {run.state} {run.cluster}".casefold()
+        ]
 
-    def rows(self) -> int:
-        return len(self._shown())
-
-    def command(self, key: str) -> Order | None:
-        shown = self._shown()
-        if shown and key in ("enter", "right"):
-            return Order("open", shown[self.cursor].run)
-        if shown and key == "c":
-            run = shown[self.cursor].run
-            self.question = f"Cancel {run} and end everything it started?", Order("cancel", run)
-            return None
-        if key == "escape":
+    def command(self, key: str) -> Action | None:
+        run = self.selected()
+        if run is not None and key in ("enter", "right"):
+            return Action("open", run.run)
+        if run is not None and key == "c":
+            self.ask_cancel(run.run)
+        elif key == "escape":
             self.filter = ""
-            return None
-        return super().command("f" if key == "slash" else key)  # there is no log to search
+        else:  # there is no log to search, so `/` filters
+            return super().command("f" if key == "slash" else key)
+        return None
 
-    def lines(self, width: int, height: int) -> list[Line]:
-        shown = self._shown()
-        window = self.window(len(shown), height - 3)
-        wide = max((len(one.run) for one in shown[window.start : window.stop]), default=3)
-        counts = f"{self.cursor + 1 if shown else 0} of {len(shown)}"
-        found = [paint.title("clusterkit top", counts, width)]
+    def body(self, width: int, height: int) -> list[Line]:
+        rows = self.rows()
+        visible = self.visible(rows, height - 2)
+        wide = max((len(rows[number].run) for number in visible), default=3)
         head = f" {'RUN':{wide}}  {'STATE':10}  NODES  {'CLUSTER':10}  {'STARTED':8}  WHAT"
-        found.append(paint.fitted(((head, BOLD),), width))
-        if not shown:
+        found = [paint.title("clusterkit top", self.position(rows), width), ((head, BOLD),)]
+        if not rows:
             none = "no run matches" if self._all else "no runs yet: clusterkit submit jobs/ddp.yaml"
-            found.append(paint.fitted(((f" {none}", DIM),), width))
-        for number in window:
-            one = shown[number]
-            here = HERE if number == self.cursor else ""
-            what = one.remark or (one.failure.summary if one.failure else pending_reason(one)) or ""
-            ago = f"{duration(time.time() - one.started_at):>8}" if one.started_at else " " * 8
-            pieces = [
-                (f" {one.run:{wide}}  ", here), (f"{one.state:10}", here or STYLES[one.state]),
-                (f"  {len(one.nodes) or '-':>5}  {one.cluster:10.10}  {ago}  ", here),
-                (paint.clean(what), here),
-            ]  # fmt: skip
-            found.append(paint.fitted(pieces, width))
-        found += [paint.fitted((), width)] * (height - 1 - len(found))
-        return [*found[: height - 1], self.foot(width)]
+            found.append(((f" {none}", DIM),))
+        for number in visible:
+            run, style = rows[number], CURSOR if number == self.cursor else ""
+            reason = run.failure.summary if run.failure else pending_reason(run)
+            ago = duration(time.time() - run.started_at) if run.started_at else ""
+            found.append((
+                (f" {run.run:{wide}}  ", style), (f"{run.state:10}", style or STYLES[run.state]),
+                (f"  {len(run.nodes) or '-':>5}  {run.cluster:10.10}  {ago:>8}  ", style),
+                (paint.clean(run.remark or reason or ""), style),
+            ))  # fmt: skip
+        return found
 
 
-class RunBoard(Board):
-    """One run: how it stands, curves, its ranks, and the log of the rank under the cursor."""
+class _Source(NamedTuple):
+    """Whose log is shown; ``rank`` None: the whole node's."""
+
+    attempt: int
+    node: int
+    rank: int | None
+
+    @property
+    def title(self) -> str:
+        return f"log of node {self.node}" if self.rank is None else f"log of rank {self.rank}"
+
+
+class LogPane:
+    """The log of a rank or node, the lines of a search in it, or the run's events."""
+
+    def __init__(self, live: LiveRun) -> None:
+        self.whole_node = False
+        self.shows_events = False
+        self.matches: list[LogLine] | None = None
+        """The lines that a search has found; None: the log is shown."""
+        self.back = 0
+        """How many lines it is scrolled back."""
+        self._pattern = ""
+        self._live = live
+        self._source: _Source | None = None
+        self._log: deque[LogLine] = deque(maxlen=LOG_LINES)
+        self._after: int | None = None  # how far the log's file has been read
+
+    def poll(self, selected: tuple[int, int] | None) -> None:
+        """Read what is new in the log of the selected node and rank, or of its whole node."""
+        source = None
+        if selected is not None and self._live.attempt:
+            node, rank = selected
+            source = _Source(self._live.attempt, node, None if self.whole_node else rank)
+        if source != self._source:
+            self._source, self._after, self.back = source, None, 0
+            self._log.clear()
+        if source is None:
+            return
+        path = self._live.log_path(source.node)
+        found = page(path, source.rank, after=self._after, most=LOG_LINES, scan=_SCAN_BYTES)
+        self._after = found.after
+        if found.skipped:  # these are the last lines, some of which may have been shown
+            self._log.clear()
+        new = found.parsed(source.node, source.attempt)
+        self._log.extend(new)
+        if self.back:  # the lines that are looked at do not move
+            self.back = min(self.back + len(new), max(0, len(self._log) - 1))
+
+    def search(self, text: str) -> Callable[[], list[LogLine]] | None:
+        """Return a function that searches all of the log, for a thread; None: there is no log."""
+        if (source := self._source) is None:
+            return None
+        path = self._live.log_path(source.node)
+
+        def find() -> list[LogLine]:
+            found = page(path, source.rank, text, most=LOG_LINES, scan=math.inf)
+            return found.parsed(source.node, source.attempt)
+
+        return find
+
+    def show_matches(self, text: str, found: list[LogLine]) -> None:
+        """Show the lines that a search for ``text`` has found."""
+        self._pattern, self.matches, self.back = text, found, 0
+
+    def scroll(self, lines: int) -> None:
+        """Scroll back, or forward if negative."""
+        self.back = max(0, min(self.back + lines, len(self._entries()) - 1))
+
+    def body(self, width: int, height: int) -> list[Line]:
+        """Return a title and as many of the last lines as fit below it."""
+        if height < 1:
+            return []
+        name = (
+            "rounds and events" if self.shows_events else (self._source or _Source(0, 0, 0)).title
+        )
+        if self.matches is not None and not self.shows_events:
+            name += f": lines with {self._pattern!r}"
+        entries = list(self._entries())
+        end = len(entries) - self.back
+        count = f"{end} of {len(entries)}" if self.back else str(end)
+        shown = entries[max(0, end - height + 1) : end]
+        return [paint.title(name, count, width), *map(self._line, shown)]
+
+    def _entries(self) -> Sequence[LogLine | Event]:
+        if self.shows_events:
+            return self._live.events
+        return self._log if self.matches is None else self.matches
+
+    def _line(self, entry: LogLine | Event) -> Line:
+        if isinstance(entry, LogLine):
+            return paint.log_line(entry, with_rank=self.whole_node)
+        when = f" {clock(entry.at)} attempt {entry.attempt}  "
+        return ((when, DIM), (paint.clean(entry.text), ""))
+
+
+class RunBoard(Board[tuple[int, int]]):
+    """One run: its state, curves, ranks, and the log of the rank under the cursor.
+
+    A row is a node and a rank.
+    """
 
     def __init__(self, folder: RunFolder) -> None:
         super().__init__()
         self.live = LiveRun(folder)
-        self.found: list[LogLine] | None = None
-        """Lines of a search, in place of the log."""
-        self.searched = ""
-        self._zoomed = self._whole_node = self._events = False
-        self._back = 0  # lines that the log is scrolled back
-        self._log: deque[LogLine] = deque(maxlen=LOG_LINES)
-        self._after: int | None = None  # the place in its file up to which it has been read
-        self._log_of: tuple[object, ...] = ()
-        self._order: list[tuple[int, int]] = []
-        self._known: set[tuple[int, int]] = set()
-        self._still: Standstill | None = None
+        self.log = LogPane(self.live)
+        self._zoomed = False  # the log takes the whole screen
+        self._ranks: list[tuple[int, int]] = []
+        self._standstill = standstill(self.live.status)
 
-    @property
-    def keys(self) -> str:  # type: ignore[override]
-        esc = "esc back" if self._zoomed or self.found is not None else "esc runs"
-        attach = "  a attach" if self.live.stale else ""
+    def keys(self) -> str:
+        escape = "esc back" if self._zoomed or self.log.matches is not None else "esc runs"
         if self._zoomed:
-            return f"q quit  {esc}  ↑↓ scroll  n node/rank  e events  / search"
-        return (f"q quit  {esc}  ↑↓ rank  enter log  n node/rank  e events  f filter  / search"
+            return f"q quit  {escape}  ↑↓ scroll  n node/rank  e events  / search"
+        attach = "  a attach" if self.live.stale else ""
+        return (f"q quit  {escape}  ↑↓ rank  enter log  n node/rank  e events  f filter  / search"
                 f"  c cancel{attach}")  # fmt: skip
 
     # -- reading -----------------------------------------------------------
 
     def poll(self) -> bool:
-        news = self.live.poll()
-        if STATUS in news or not self._order:
-            self._still = standstill(self.live.status)
-        if self.live.ranks.keys() != self._known:
-            self._known = set(self.live.ranks)
-            self._order = sorted(self._known)
-        chosen = self.chosen()
-        of = (self.live.attempt, chosen, self._whole_node)
-        if of != self._log_of:
-            self._log_of = of
-            self._log.clear()
-            self._back = 0
-            self._after = None
-        if chosen is not None and self.live.attempt:
-            node, rank = chosen
-            path = self.live.log_path(node)
-            found = page(path, self.only(rank), after=self._after, most=LOG_LINES, scan=_LOOK_BACK)
-            self._after = found.after
-            if found.skipped:  # the last lines, of which some may have been shown
-                self._log.clear()
-            new = found.parsed(node, self.live.attempt)
-            self._log.extend(new)
-            if self._back:
-                self._back = min(self._back + len(new), max(0, len(self._log) - 1))
+        self.live.poll()
+        self._standstill = standstill(self.live.status)
+        self._ranks = sorted(self.live.ranks)
+        self.log.poll(self.selected())
         return self.live.behind
 
-    def chosen(self) -> tuple[int, int] | None:
-        """Node and rank under the cursor."""
-        shown = self._shown()
-        return shown[min(self.cursor, len(shown) - 1)] if shown else None
+    def rows(self) -> list[tuple[int, int]]:
+        text = self.filter.casefold()
+        if not text:
+            return self._ranks
+        return [key for key in self._ranks if text in self._filter_text(*key).casefold()]
 
-    def only(self, rank: int) -> int | None:
-        """Whose lines of a node's log are shown; None: all of them."""
-        return None if self._whole_node else rank
-
-    def _shown(self) -> Sequence[tuple[int, int]]:
-        word = self.filter.casefold()
-        if not word:
-            return self._order
-        return [key for key in self._order if word in self._words(*key).casefold()]
-
-    def _words(self, node: int, rank: int) -> str:
-        """What a filter looks at."""
+    def _filter_text(self, node: int, rank: int) -> str:
         last = self.live.ranks[node, rank].last
         host = self.live.nodes[node].host if node in self.live.nodes else ""
         text = "" if last is None else last.text
         return f"node {node} {host} rank {rank} {self._state(node, rank)} {text}"
 
     def _state(self, node: int, rank: int) -> str:
-        still = self._still
-        if still is not None and not self.live.status.state.final:
-            if rank in still.missing:
+        hang = self._standstill
+        if hang is not None and not self.live.status.state.final:
+            if rank in hang.missing:
                 return "MISSING"
-            if rank in still.waiting:
+            if rank in hang.waiting:
                 return "WAITS"
         return self.live.state(node, rank)
 
-    def rows(self) -> int:
-        return len(self._shown())
-
     # -- keys --------------------------------------------------------------
 
-    def command(self, key: str) -> Order | None:
+    def command(self, key: str) -> Action | None:
         run = self.live.folder.run_id
         if key == "escape":
-            if self.found is not None:
-                self.found = None
+            if self.log.matches is not None:
+                self.log.matches = None
             elif self._zoomed:
                 self._zoomed = False
             elif self.filter:
                 self.filter = ""
             else:
-                return Order("back")
+                return Action("back")
         elif key == "enter":
             self._zoomed = not self._zoomed
         elif key == "n":
-            self._whole_node = not self._whole_node
+            self.log.whole_node = not self.log.whole_node
         elif key == "e":
-            self._events = not self._events
+            self.log.shows_events = not self.log.shows_events
+        elif key == "slash":
+            self.prompt, self._typed = "search", ""
         elif key == "c" and not self.live.status.state.final:
-            self.question = f"Cancel {run} and end everything it started?", Order("cancel", run)
+            self.ask_cancel(run)
         elif key == "a" and self.live.stale:
-            self.question = f"Start another supervisor for {run}?", Order("attach", run)
+            self.question = f"Start another supervisor for {run}?", Action("attach", run)
         else:
             return super().command(key)
-        self._back = 0
+        self.log.back = 0
         return None
 
-    def move(self, by: int) -> None:
+    def move(self, rows: int) -> None:
         if self._zoomed:
-            self._back = max(0, min(self._back - by, self._log_size() - 1))
+            self.log.scroll(-rows)
         else:
-            super().move(by)
-
-    def _log_size(self) -> int:
-        return len(self.live.events if self._events else self._log if self.found is None
-                   else self.found)  # fmt: skip
+            super().move(rows)
 
     # -- lines -------------------------------------------------------------
 
-    def lines(self, width: int, height: int) -> list[Line]:
-        found = [paint.fitted(line, width) for line in (*self._head(), *self._notes(width))]
+    def body(self, width: int, height: int) -> list[Line]:
+        found = [self._state_line(), self._numbers_line(), *self._notes(width)]
         if not self._zoomed:
-            found += self._curves(width, min(12, max(4, height // 5)))
-            left = height - 1 - len(found)
-            rows = max(1, min(len(self._order), left // 2 if left < 40 else 2 * left // 3))
-            found += self._ranks(width, rows)
-        found = found[: max(0, height - 3)]
-        found += self._bottom(width, height - 1 - len(found))
-        return [*found[: height - 1], self.foot(width)]
+            found += self._curves(width, min(12, max(4, (height + 1) // 5)))
+            left = height - len(found)
+            rows = max(1, min(len(self._ranks), left // 2 if left < 40 else 2 * left // 3))
+            found += self._rank_table(width, rows)
+        found = found[: max(0, height - 2)]
+        return found + self.log.body(width, height - len(found))
 
-    def _head(self) -> list[Line]:
-        live, status = self.live, self.live.status
+    def _state_line(self) -> Line:
+        status, ranks = self.live.status, len(self.live.ranks)
         spent = (status.finished_at or time.time()) - (status.started_at or time.time())
-        ranks = f", {counted(len(live.ranks), 'rank')}" if live.ranks else ""
-        nodes = counted(len(status.nodes), "node") if status.nodes else "- nodes"
-        where = f"{status.cluster}: {nodes}{ranks}"
-        parts = [where, duration(max(0.0, spent))]
+        size = counted(len(status.nodes), "node") if status.nodes else "- nodes"
+        if ranks:
+            size += f", {counted(ranks, 'rank')}"
+        parts = [f"{status.cluster}: {size}", duration(max(0.0, spent))]
         if status.attempt > 1:
             parts.append(f"attempt {status.attempt}")
         if status.restarts_left:
             parts.append(f"{counted(status.restarts_left, 'restart')} left")
-        first = ((f" {status.run} ", BOLD), (status.state, STYLES[status.state]),
-                 ("  " + "  ".join(parts), ""))  # fmt: skip
-        told = live.reported
-        words = ["no step yet"]
-        if told.step or told.steps:
-            words = [f"step {told.step}/{told.steps}" if told.steps else f"step {told.step}"]
-        if (loss := told.value("loss")) is not None:
-            words.append(f"loss {loss_text(loss)}")
-        if (speed := told.speed()) is not None:
-            words.append(f"{speed:,.0f} tokens/s")
-        if (pace := told.speed("step_seconds")) is not None:
-            words.append(f"{pace:.3g} s a step")
-        left = None if status.state.final or self._still is not None else told.time_left()
-        if left is not None:
-            words.append(f"{duration(left)} left")
-        if (memory := told.value("peak_memory")) is not None:
-            words.append(f"peak {paint.size_text(memory)}")
-        if (mfu := told.value("mfu")) is not None:
-            words.append(f"mfu {mfu:.0%}")
-        return [first, (("  ".join([" ", *words]).replace("   ", " ", 1), ""),)]
+        state = (status.state, STYLES[status.state])
+        return ((f" {status.run} ", BOLD), state, (f"  {'  '.join(parts)}", ""))
+
+    def _numbers_line(self) -> Line:
+        reported = self.live.reported
+        parts = ["no step yet"]
+        if reported.step or reported.steps:
+            parts = [f"step {reported.step}{f'/{reported.steps}' if reported.steps else ''}"]
+        if (loss := reported.value("loss")) is not None:
+            parts.append(f"loss {loss_text(loss)}")
+        if (speed := reported.speed()) is not None:
+            parts.append(f"{speed:,.0f} tokens/s")
+        if (pace := reported.speed("step_seconds")) is not None:
+            parts.append(f"{pace:.3g} s a step")
+        goes_on = not self.live.status.state.final and self._standstill is None
+        if goes_on and (left := reported.time_left()) is not None:
+            parts.append(f"{duration(left)} left")
+        if (memory := reported.value("peak_memory")) is not None:
+            parts.append(f"peak {paint.size_text(memory)}")
+        if (mfu := reported.value("mfu")) is not None:
+            parts.append(f"mfu {mfu:.0%}")
+        return ((f" {'  '.join(parts)}", ""),)
 
     def _notes(self, width: int) -> list[Line]:
-        """What a person should know now: who waits for whom, who is slow, why it failed."""
+        """Which ranks hang or are slow, why the run failed, why it has not started."""
         status, found = self.live.status, []
-        if self._still is not None:
-            found += paint.wrapped(f"stands still: {self._still.text}", width, 3, "bold yellow")
+        if self._standstill is not None:
+            text = f"stands still: {self._standstill.text}"
+            found += paint.wrapped(text, width, 3, "bold yellow")
         for node in status.nodes:
             if node.slow:
                 found += paint.wrapped(f"slow: {node.slow}", width, 2, "yellow")
-        if status.failure is not None and self._still is None:
-            failure = status.failure
-            words = f"{failure.blame}: {failure.summary}"
-            found += paint.wrapped(words, width, 2, "bold red")
+        if status.failure is not None and self._standstill is None:
+            text = f"{status.failure.blame}: {status.failure.summary}"
+            found += paint.wrapped(text, width, 2, "bold red")
         if (reason := pending_reason(status)) is not None:
             found += paint.wrapped(f"waits: {reason}", width, 1, "yellow")
         if self.live.stale:
@@ -411,71 +473,42 @@ class RunBoard(Board):
             for name, room in zip(shown, widths, strict=True)
         ])  # fmt: skip
 
-    def _ranks(self, width: int, rows: int) -> list[Line]:
-        shown = self._shown()
-        window = self.window(len(shown), rows)
-        filtered = f" with {self.filter!r}" if self.filter else ""
-        counts = f"{self.cursor + 1 if shown else 0} of {len(shown)}{filtered}"
-        found = [paint.title("ranks", counts, width)]
-        views = [self.live.ranks[key] for key in shown[window.start : window.stop]]
-        uses = [view.usage for view in views]
-        columns = "  CPUS   MEM" if any(uses) else ""
-        if any(use.gpu is not None for use in uses if use is not None):
+    def _rank_table(self, width: int, height: int) -> list[Line]:
+        rows = self.rows()
+        visible = self.visible(rows, height)
+        views = [self.live.ranks[rows[number]] for number in visible]
+        usages = [view.usage for view in views]
+        columns = "  CPUS   MEM" if any(usages) else ""
+        if any(usage.gpu is not None for usage in usages if usage is not None):
             columns += "  GPU    MEM"
         head = f" {'NODE':>4} {'RANK':>5} {'STATE':10} {'STEP':>8} {'S/STEP':>7} {'QUIET':>6}"
-        head += f"{columns}  LAST"
-        found.append(paint.fitted(((head, BOLD),), width))
-        now = self.live.status.finished_at or time.time()
-        for number, view, use in zip(window, views, uses, strict=True):
-            here = HERE if number == self.cursor else ""
-            row = self._row(view, here, now, f"{_usage_text(use):{len(columns)}}")
-            found.append(paint.fitted(row, width))
-        return found
+        filtered = f" with {self.filter!r}" if self.filter else ""
+        title = paint.title("ranks", self.position(rows) + filtered, width)
+        return [title, ((f"{head}{columns}  LAST", BOLD),), *(
+            self._rank_line(
+                view,
+                CURSOR if number == self.cursor else "",
+                f"{_usage_text(usage):{len(columns)}}",
+            )
+            for number, view, usage in zip(visible, views, usages, strict=True)
+        )]  # fmt: skip
 
-    def _row(self, view: RankView, here: str, now: float, use: str) -> Line:
+    def _rank_line(self, view: RankView, style: str, usage: str) -> Line:
         rank = view.rank or 0
         state, last, heard = self._state(view.node, rank), view.last, view.heard_at
         step = "" if view.step is None else str(view.step)
         pace = "" if view.step_seconds is None else f"{view.step_seconds:.3g}"
-        quiet = "" if heard is None else _brief(now - heard)
+        now = self.live.status.finished_at or time.time()
+        quiet = "" if heard is None else _short_duration(now - heard)
         return (
-            (f" {view.node:>4} {rank:>5} ", here), (f"{state:10}", here or STYLES.get(state, "")),
-            (f" {step:>8} {pace:>7} {quiet:>6}{use}  ", here),
-            ("" if last is None else paint.clean(last.text), here),
+            (f" {view.node:>4} {rank:>5} ", style), (f"{state:10}", style or STYLES.get(state, "")),
+            (f" {step:>8} {pace:>7} {quiet:>6}{usage}  ", style),
+            ("" if last is None else paint.clean(last.text), style),
         )  # fmt: skip
-
-    def _event(self, event: Event) -> Line:
-        when = f"{clock(event.at)} attempt {event.attempt}  "
-        return ((when, DIM), (paint.clean(event.text), ""))
-
-    def _bottom(self, width: int, height: int) -> list[Line]:
-        if height < 1:
-            return []
-        if self._events:
-            name = "rounds and events"
-            lines = [self._event(one) for one in self.live.events]
-        else:
-            chosen = self.chosen()
-            node, rank = chosen if chosen is not None else (0, 0)
-            name = f"log of node {node}" if self._whole_node else f"log of rank {rank}"
-            source: Sequence[LogLine] = list(self._log)
-            if self.found is not None:
-                name, source = f"{name}: lines with {self.searched!r}", self.found
-            end = len(source) - self._back
-            begin = max(0, end - height)
-            lines = [paint.log_line(one, whole_node=self._whole_node) for one in source[begin:end]]
-        count = self._log_size()
-        more = f"{count - self._back} of {count}" if self._back else str(count)
-        if self._events:
-            lines = lines[: len(lines) - self._back]
-        shown = lines[-(height - 1) :] if height > 1 else []
-        blank = [paint.fitted((), width)] * (height - 1 - len(shown))
-        return [paint.title(name, more, width),
-                *(paint.fitted(((" ", ""), *line), width) for line in shown), *blank]  # fmt: skip
 
 
 def _usage_text(usage: Usage | None) -> str:
-    """CPUs and memory, and the same of its GPU, in columns."""
+    """Format CPUs, memory, and those of the GPU, in columns."""
     if usage is None:
         return ""
     cpus = "" if usage.cpus is None else f"{usage.cpus:.1f}"
@@ -483,9 +516,9 @@ def _usage_text(usage: Usage | None) -> str:
     return f"{cpus:>6}{paint.size_text(usage.memory):>6}{gpu}"
 
 
-def _brief(seconds: float) -> str:
-    """``0s``, ``59s``, ``12m``, ``3h``."""
+def _short_duration(seconds: float) -> str:
+    """Format as ``0s``, ``59s``, ``12m`` or ``3h``."""
     whole = max(0, int(seconds))
-    return (
-        f"{whole}s" if whole < 100 else f"{whole // 60}m" if whole < 6000 else f"{whole // 3600}h"
-    )
+    if whole < 100:
+        return f"{whole}s"
+    return f"{whole // 60}m" if whole < 6000 else f"{whole // 3600}h"

@@ -1,67 +1,67 @@
-"""Lines of a screen: pieces of text with their styles, cut to a width; curves of dots. Pure."""
+"""Format lines of a screen: styled text cut to a width, titles, curves of Braille dots. Pure."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from textwrap import wrap
 
 from rich.cells import cell_len, set_cell_size
 from rich.color import ColorSystem
 from rich.style import Style
 
-from clusterkit.output.logs import LogLine
+from clusterkit.output.logs import LogLine, readable
 from clusterkit.output.series import Series
 from clusterkit.ui.formatting import clock, printable
 
 Piece = tuple[str, str]
-"""Text, and a style as Rich names it."""
+"""Text, and the name of a Rich style."""
 Line = tuple[Piece, ...]
 STYLES = {
     "SUCCEEDED": "green", "FAILED": "bold red", "RUNNING": "cyan", "RESTARTING": "yellow",
     "PENDING": "yellow", "CANCELLED": "magenta", "UNKNOWN": "red", "WAITS": "yellow",
     "MISSING": "bold red",
 }  # fmt: skip
-DIM, BOLD, HERE = "dim", "bold", "reverse"
+DIM, BOLD, CURSOR = "dim", "bold", "reverse"
 _DOTS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))
-"""Of a Braille character, by column and, from below, by row."""
+"""The bits of a Braille character, by column and, from the bottom, by row."""
 _BRAILLE = 0x2800
 _COLOURS = ColorSystem.STANDARD
 _LABEL = 9
-_FULL = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
 
 def clean(text: str) -> str:
-    """A program's words as one line that moves no cursor."""
+    """Make a program's output safe to show in one line: no escape sequences, no tabs."""
     return printable(text, colours=False).expandtabs(4)
 
 
 def fitted(line: Iterable[Piece], width: int) -> Line:
-    """Exactly ``width`` columns of it."""
+    """Cut or fill up a line to exactly ``width`` columns."""
     found: list[Piece] = []
     room = width
     for text, style in line:
-        size = len(text) if text.isascii() else cell_len(text)
+        size = cell_len(text)
         if size > room:
-            text = text[:room] if text.isascii() else set_cell_size(text, room)
-            size = room
+            text, size = set_cell_size(text, room), room
         if text:
             found.append((text, style))
         room -= size
-    if room:  # the row under the cursor is marked in all of its width
-        found.append((" " * room, HERE if found and found[-1][1] == HERE else ""))
+    if room:  # the row under the cursor is marked over its whole width
+        found.append((" " * room, CURSOR if found and found[-1][1] == CURSOR else ""))
     return tuple(found)
 
 
 @lru_cache(maxsize=64)
 def style_of(name: str) -> Style:
-    """A piece's style; where NO_COLOR is set, without its colour."""
+    """Parse a style by its name; without its colour if NO_COLOR is set."""
     style = Style.parse(name)
     return style.without_color if os.environ.get("NO_COLOR") else style
 
 
 def ansi(lines: Iterable[Line]) -> str:
-    """Lines for a terminal, from its upper left corner on."""
+    """Format a screen as escape sequences, for a terminal without Textual."""
     texts = (
         "".join(style_of(name).render(text, color_system=_COLOURS) for text, name in line)
         for line in lines
@@ -70,44 +70,38 @@ def ansi(lines: Iterable[Line]) -> str:
 
 
 def wrapped(text: str, width: int, most: int, style: str = "") -> list[Line]:
-    """Text over several lines, ``most`` of them."""
-    import textwrap
-
-    lines = textwrap.wrap(
-        clean(text), max(width - 1, 8), initial_indent=" ", subsequent_indent="   "
-    )
+    """Break text into at most ``most`` lines."""
+    lines = wrap(clean(text), max(width - 1, 8), initial_indent=" ", subsequent_indent="   ")
     return [((line, style),) for line in lines[:most]]
 
 
 def title(text: str, more: str, width: int) -> Line:
-    """The line above a part of the screen."""
+    """Format the heading of a part of the screen, with ``more`` at its right end."""
     right = f" {more} " if more else ""
     ruled = "─" * max(0, width - cell_len(text) - cell_len(right) - 4)
     return fitted(((f"─ {text} ", BOLD), (ruled, DIM), (right, DIM), ("─", DIM)), width)
 
 
-def log_line(line: LogLine, *, whole_node: bool) -> Line:
-    """One line of a log; of a whole node's also whose it is."""
-    from clusterkit.output.logs import readable
-
-    who = f" {'-' if line.rank is None else f'r{line.rank}'}" if whole_node else ""
+def log_line(line: LogLine, *, with_rank: bool) -> Line:
+    """Format a line of a log: time, rank (``-`` is the launcher), text."""
+    rank = f" {'-' if line.rank is None else f'r{line.rank}'}" if with_rank else ""
     event = line.event
     text = line.text if event is None else readable(event)
-    return ((f"{clock(line.time)}{who} ", DIM), (clean(text), DIM if event else ""))
+    return ((f" {clock(line.time)}{rank} ", DIM), (clean(text), DIM if event else ""))
 
 
 def short(value: float) -> str:
-    """A number in 8 characters at most."""
+    """Format a number in at most 8 characters."""
     if value and not 0.001 <= abs(value) < 1e15:
         return f"{value:.1e}"
-    for unit, size in reversed(_FULL.items()):
+    for unit, size in _UNITS:
         if abs(value) >= 10 * size:
             return f"{value / size:.1f}{unit}"
     return f"{value:.4g}"
 
 
 def size_text(count: float) -> str:
-    """Bytes: ``512M``, ``12.3G``."""
+    """Format bytes: ``512M``, ``12.3G``."""
     for unit in ("K", "M"):
         count /= 1024
         if count < 1000:
@@ -116,12 +110,12 @@ def size_text(count: float) -> str:
 
 
 def curve(name: str, series: Series | None, width: int, height: int) -> list[Line]:
-    """A metric over the steps: a title, then ``height - 1`` lines of dots with their range."""
+    """Draw a metric over the steps: a title, then ``height - 1`` lines of dots and its range."""
     room = width - _LABEL - 1
     if not series or height < 2 or room < 4:
-        said = "" if series else "nothing reported"
+        text = "" if series else " nothing reported"
         blank = [fitted((), width)] * max(0, height - 2)
-        return [title(name, "", width), fitted(((f" {said}", DIM),), width), *blank][:height]
+        return [title(name, "", width), fitted(((text, DIM),), width), *blank][:height]
     rows = height - 1
     buckets = series.thinned(2 * room)
     low = min(bucket.low for bucket in buckets)
@@ -133,7 +127,7 @@ def curve(name: str, series: Series | None, width: int, height: int) -> list[Lin
     for number, bucket in enumerate(buckets):
         column = round(number * spread)
         bottom, top = round((bucket.low - low) * scale), round((bucket.high - low) * scale)
-        if before is not None:  # neighbours touch
+        if before is not None:  # no gap to the column before
             bottom, top = min(bottom, before), max(top, before)
         for dot in range(bottom, top + 1):
             dots[rows - 1 - dot // 4][column // 2] |= _DOTS[column % 2][dot % 4]
@@ -144,15 +138,15 @@ def curve(name: str, series: Series | None, width: int, height: int) -> list[Lin
     steps = f"step {series.steps[0]} to {series.steps[-1]}"
     head = title(f"{name} {short(series.values[-1])}", steps, width)
     return [head] + [
-        fitted(((f"{label:>{_LABEL}} ", DIM), ("".join(map(_braille, row)), "cyan")), width)
+        fitted(((f"{label:>{_LABEL}} ", DIM), (_braille(row), "cyan")), width)
         for label, row in zip(labels, dots, strict=True)
     ]
 
 
-def _braille(dots: int) -> str:
-    return chr(_BRAILLE + dots) if dots else " "
+def _braille(row: Iterable[int]) -> str:
+    return "".join(chr(_BRAILLE + dots) if dots else " " for dots in row)
 
 
 def beside(parts: Sequence[Sequence[Line]]) -> list[Line]:
-    """Parts of the screen next to each other, each as high as the first."""
+    """Put parts of the screen, all of one height, next to each other."""
     return [tuple(piece for line in row for piece in line) for row in zip(*parts, strict=True)]
