@@ -62,9 +62,9 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     # Each verb imports what it needs: nothing of an archive is kept compiled.
     if options.verb == "run":
-        from clusterkit.agent.node import Node
+        from clusterkit.agent.node import run_node
 
-        return Node(options).main()
+        return run_node(options)
     if options.verb == "stop":
         from clusterkit.agent import processes
 

@@ -1,9 +1,7 @@
-"""A node's ranks as forks of one Python, the fork server, which has done their imports."""
+"""A node's ranks as forks of one Python, the fork server, which has imported what they import."""
 
 from __future__ import annotations
 
-import argparse
-import array
 import contextlib
 import json
 import os
@@ -11,10 +9,11 @@ import selectors
 import signal
 import socket
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from clusterkit.agent import server
+from clusterkit.agent.launcher import Launcher
 from clusterkit.agent.processes import processes_of, send
 from clusterkit.agent.protocol import (
     RANK_HEADER,
@@ -26,145 +25,139 @@ from clusterkit.agent.protocol import (
 from clusterkit.agent.signals import end_with_parent
 
 _LAST_LEVEL = 2  # of what the server imports, `preload.LEVELS`: nothing
-_HANDLES = 200  # that fit into one message; unix(7)
+_HANDLES = 200  # that go into one message; unix(7) allows 253
 
 
-class Fork:
-    """Forks the ranks of a node, again and again; see `spawn.Processes`.
-
-    Args:
-        options: of ``agent run``. ``fork`` words of ``argv`` are the interpreter and its options.
-        folder: the node's.
-        output: makes a handle that takes the server's own output.
-        ended: takes the id of a process that has ended (0: it never began), and its exit code.
-    """
+class _Server:
+    """A running fork server; without a ``process`` it is a fork of a warm one, and no child."""
 
     def __init__(
-        self,
-        options: argparse.Namespace,
-        folder: Path,
-        selector: selectors.BaseSelector,
-        output: Callable[[], int],
-        ended: Callable[[int, int], None],
+        self, channel: socket.socket, process: subprocess.Popen[bytes] | None, level: int
     ) -> None:
-        self._options, self._folder, self._selector = options, folder, selector
-        self._python, self._words = options.argv[: options.fork], options.argv[options.fork :]
-        self._output, self._told = output, ended
-        self.running: dict[int, int] = {}
-        self.kept: set[int] = set()
-        self.failure: str | None = None
-        self._idle: float = options.warm  # of a warm server; 0: none
-        self._there = False  # whether there is a server, or was asked for
-        self._process: subprocess.Popen[bytes] | None = None  # None: a fork of a warm server
-        self._handle = -1  # of the process
-        self._ready = False  # whether it has done its imports
+        self.channel, self.process, self.level = channel, process, level
+        self.ready = False  # whether it has done its imports
+        self.handle = None if process is None else os.pidfd_open(process.pid)
+
+
+class ForkLauncher(Launcher):
+    """Ranks that are forked from a server, which is kept from one start to the next.
+
+    ``options.fork`` words of ``options.argv`` are the interpreter and its options.
+    """
+
+    owns_ranks = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        argv, words = self._options.argv, self._options.fork
+        self._python, self._program = argv[:words], argv[words:]
+        self._idle: float = self._options.warm  # seconds that a warm server lives on; 0: use none
+        self._server: _Server | None = None
         self._starts = 0
         self._orders: list[int] = []  # handles of the files that hold this start's
 
     def prepare(self) -> None:
-        with contextlib.suppress(OSError):  # `start` meets it again
+        super().prepare()
+        with contextlib.suppress(OSError):  # `start` runs into it again
             self._start_server(level=0)
 
-    def start(self) -> None:
-        self.failure = None
-        if not self._there:
+    def _start_processes(self) -> None:
+        if self._server is None:
             self._start_server(level=0)
         self._starts += 1
         self.running = dict.fromkeys(range(self._options.nproc), 0)
-        self._order()
+        self._order_ranks()
 
-    def withdraw(self) -> None:
-        """Ranks that have not begun do not; one that is just being forked is killed when known."""
+    def _cancel_pending(self) -> None:
+        """A rank that is just being forked is killed once its process id is known."""
         for handle in self._orders:
             os.ftruncate(handle, 0)
         for number in [number for number, pid in self.running.items() if not pid]:
             del self.running[number]
-            self._told(0, -signal.SIGTERM)
+            self._ended(0, -signal.SIGTERM)
 
-    def close(self) -> None:
-        if self._there:
-            with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
-            self._forget_server()
-        self._forget_orders()
+    def _end_kept(self) -> None:
+        if self._server is not None:
+            if self._server.handle is not None:
+                with contextlib.suppress(OSError):
+                    signal.pidfd_send_signal(self._server.handle, signal.SIGKILL)
+            self._close_server(self._server)
+        self._close_orders()
         for path in self._folder.glob(WORKER_SOCKET.format(RANK="*")):
             path.unlink()
 
     # -- the server
 
     def _start_server(self, level: int) -> None:
-        mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        output, env = self._output(), self._environment()
-        process, self.kept = None, set()
+        channel, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        output, env = self._new_output(), self._environment()
+        process = None
         try:
-            if not (self._idle and self._ask(env, other.fileno(), output)):
+            if not (self._idle and self._ask_warm_server(env, other.fileno(), output)):
                 process = server.start(
-                    self._python, self._words, env, other.fileno(), output, level=level,
+                    self._python, self._program, env, other.fileno(), output, level=level,
                     begin=end_with_parent,
                 )  # fmt: skip
         except BaseException:
-            mine.close()
+            channel.close()
             raise
         finally:
             other.close()
             os.close(output)
-        self._channel, self._process, self._level = mine, process, level
-        self._there, self._ready = True, False
-        mine.setblocking(False)
-        self._selector.register(mine, selectors.EVENT_READ, self._hear)
-        if process is not None:
-            self._know(process.pid)
-            self._selector.register(self._handle, selectors.EVENT_READ, self._server_ended)
+        channel.setblocking(False)
+        self._server = _Server(channel, process, level)
+        self._selector.register(channel, selectors.EVENT_READ, self._receive)
+        self.kept = set() if process is None else {process.pid}
+        if self._server.handle is not None:
+            self._selector.register(self._server.handle, selectors.EVENT_READ, self._server_ended)
 
-    def _ask(self, env: dict[str, str], channel: int, output: int) -> bool:
-        """Whether a fork of a warm server is going to serve; it is no child of this process."""
+    def _ask_warm_server(self, env: dict[str, str], channel: int, output: int) -> bool:
+        """Have a fork of a warm server serve; return whether one is going to."""
         from clusterkit.agent import warm
 
         folder = Path(env["CLUSTERKIT_RUN_DIR"]).parents[1] / "warm"
         try:
-            warm.ask(folder, self._idle, self._python, self._words, env, channel, output)
+            warm.ask(folder, self._idle, self._python, self._program, env, channel, output)
         except (OSError, subprocess.SubprocessError) as error:
-            self._be_cold(str(error))
+            self._give_up_warm_server(str(error))
         return self._idle > 0
 
-    def _be_cold(self, why: str) -> None:
+    def _give_up_warm_server(self, why: str) -> None:
         self._idle = 0.0
-        output = self._output()
+        output = self._new_output()
         os.write(output, f"without a warm fork server: {why}\n".encode())
         os.close(output)
 
-    def _know(self, pid: int) -> None:
-        with contextlib.suppress(ProcessLookupError):  # the channel's end is heard of as well
-            self._handle, self.kept = os.pidfd_open(pid), {pid}
-
-    def _forget_server(self) -> int:
-        """Its exit code, or 1 where nobody here is told."""
+    def _close_server(self, ended: _Server) -> int:
+        """Return its exit code; 1 where it is no child of this process."""
         code = 1
-        self._selector.unregister(self._channel)
-        self._channel.close()
-        if self._process is not None:
-            code = self._process.wait()
-            self._selector.unregister(self._handle)
-        if self._handle >= 0:
-            os.close(self._handle)
-        self._there, self._handle, self.kept = False, -1, set()
+        self._selector.unregister(ended.channel)
+        ended.channel.close()
+        if ended.handle is not None:
+            if ended.process is not None:
+                code = ended.process.wait()
+                self._selector.unregister(ended.handle)
+            os.close(ended.handle)
+        self._server, self.kept = None, set()
         return code
 
     def _server_ended(self) -> None:
-        self._drain()
-        code, level = self._forget_server(), self._level + 1
-        if self._process is None:
-            place = os.environ.get("CLUSTERKIT_NODE_DIR", str(self._folder))  # of this attempt
-            send(processes_of(place, "CLUSTERKIT_NODE_DIR"), signal.SIGKILL)
-            if not self._ready:
-                self._be_cold("it ended")
+        ended = self._server
+        assert ended is not None
+        self._receive_all(ended)
+        code, level = self._close_server(ended), ended.level + 1
+        if ended.process is None:
+            folder = os.environ.get("CLUSTERKIT_NODE_DIR", str(self._folder))  # of this attempt
+            send(processes_of(folder, "CLUSTERKIT_NODE_DIR"), signal.SIGKILL)
+            if not ended.ready:
+                self._give_up_warm_server("it ended")
                 code, level = -signal.SIGKILL, 0
-        if code < 0 and not self._ready and level <= _LAST_LEVEL:
+        if code < 0 and not ended.ready and level <= _LAST_LEVEL:
             # What it imported may have killed it.
             try:
                 self._start_server(level)
                 if self.running:
-                    self._order()
+                    self._order_ranks()
                 return
             except OSError:
                 pass
@@ -172,28 +165,30 @@ class Fork:
         self.failure = f"the Python that forks the ranks ended: {how}"
         lost, self.running = len(self.running), {}
         for _ in range(lost):
-            self._told(0, code or 1)  # it is no rank's own end
+            self._ended(0, code or 1)  # it is no rank's own end
 
-    def _hear(self) -> None:
-        if not self._drain() and self._process is None:
+    def _receive(self) -> None:
+        sender = self._server  # None: its end was handled a moment ago
+        if sender is not None and not self._receive_all(sender) and sender.process is None:
             self._server_ended()
 
-    def _drain(self) -> bool:
-        """Hear what the server tells; whether more may come."""
+    def _receive_all(self, sender: _Server) -> bool:
+        """Handle the server's messages; return whether more may come."""
         try:
-            while message := self._channel.recv(1 << 16):
-                self._heard(json.loads(message))
+            while message := sender.channel.recv(1 << 16):
+                self._handle(sender, json.loads(message))
         except BlockingIOError:
             return True
         except OSError:
             pass
         return False
 
-    def _heard(self, message: Document) -> None:
+    def _handle(self, sender: _Server, message: Document) -> None:
         if "ready" in message:
-            self._ready = True
-            if self._process is None:
-                self._know(message["ready"])
+            sender.ready = True
+            if sender.process is None:
+                with contextlib.suppress(ProcessLookupError):  # the channel's end comes as well
+                    sender.handle, self.kept = os.pidfd_open(message["ready"]), {message["ready"]}
         elif "number" in message:
             number, pid = message["number"], message["pid"]
             if message["start"] == self._starts and number in self.running:
@@ -201,26 +196,27 @@ class Fork:
             else:
                 send([pid], signal.SIGKILL)
             if all(self.running.values()):
-                self._forget_orders()
+                self._close_orders()
         else:
             known = {pid: number for number, pid in self.running.items()}
             if message["pid"] in known:
                 del self.running[known[message["pid"]]]
-                self._told(message["pid"], os.waitstatus_to_exitcode(message["status"]))
+                self._ended(message["pid"], os.waitstatus_to_exitcode(message["status"]))
 
     # -- orders
 
-    def _order(self) -> None:
+    def _order_ranks(self) -> None:
         """Have this start's ranks forked."""
-        self._forget_orders()
+        assert self._server is not None
+        self._close_orders()
         numbers = list(self.running)
-        for at in range(0, len(numbers), _HANDLES):
-            some = numbers[at : at + _HANDLES]
+        for first in range(0, len(numbers), _HANDLES):
+            some = numbers[first : first + _HANDLES]
             order = os.memfd_create("clusterkit")
             self._orders.append(order)
-            ranks = [{"number": number, "env": self._environment(number)} for number in some]
+            ranks = [{"number": number, "env": self._rank_environment(number)} for number in some]
             document = {
-                "start": self._starts, "argv": self._words, "cwd": os.getcwd(), "ranks": ranks,
+                "start": self._starts, "argv": self._program, "cwd": os.getcwd(), "ranks": ranks,
                 "header": RANK_HEADER.decode(), "socket": str(self._folder / WORKER_SOCKET),
                 "trace": (TRACE_FILE, TRACE_SIGNAL),
                 "head": os.environ.get("MASTER_ADDR") if self._options.nodes > 1 else None,
@@ -229,38 +225,39 @@ class Fork:
             pipes = (self._folder / f"pipe-{number}" for number in some)
             handles = [order, *(os.open(pipe, os.O_WRONLY) for pipe in pipes)]
             try:
-                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", handles))
-                with contextlib.suppress(BrokenPipeError):  # of its end we are told
-                    self._channel.sendmsg([b"."], [rights])
+                with contextlib.suppress(BrokenPipeError):  # the server's end is noticed anyway
+                    socket.send_fds(self._server.channel, [b"."], handles)
             finally:
                 for handle in handles[1:]:
                     os.close(handle)
 
-    def _forget_orders(self) -> None:
+    def _close_orders(self) -> None:
         for handle in self._orders:
             os.close(handle)
         self._orders = []
 
-    def _environment(self, number: int | None = None) -> dict[str, str]:
-        """A rank's, with all that torchrun sets; of None, what all ranks share."""
-        nproc, nodes = self._options.nproc, self._options.nodes
+    def _environment(self) -> dict[str, str]:
+        """Return what the environments of all ranks share."""
         env = dict(os.environ)
         if folder := os.path.dirname(self._python[0]):
             env["PATH"] = f"{folder}:{env.get('PATH', os.defpath)}"
         env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
         env.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-        if number is None:
-            return env
+        return env
+
+    def _rank_environment(self, local_rank: int) -> dict[str, str]:
+        """Return a rank's environment, with all that torchrun sets."""
+        env, nproc, nodes = self._environment(), self._options.nproc, self._options.nodes
         node = int(env.get("NODE_RANK", "0"))
-        rank, world = str(node * nproc + number), str(nodes * nproc)
-        place = env.get("CLUSTERKIT_NODE_DIR", self._folder)  # of this attempt
+        rank, world = str(node * nproc + local_rank), str(nodes * nproc)
+        folder = env.get("CLUSTERKIT_NODE_DIR", self._folder)  # of this attempt
         return env | {
-            "RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": str(number),
+            "RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(nproc), "GROUP_RANK": str(node),
             "GROUP_WORLD_SIZE": str(nodes), "ROLE_RANK": rank, "ROLE_WORLD_SIZE": world,
             "ROLE_NAME": "default",
             "TORCHELASTIC_RUN_ID": env.get("CLUSTERKIT_RUN_ID", "none"),
             "TORCHELASTIC_RESTART_COUNT": str(self._starts - 1),
             "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "False",
-            "TORCHELASTIC_ERROR_FILE": f"{place}/rank-{rank}-error.json",
+            "TORCHELASTIC_ERROR_FILE": f"{folder}/rank-{rank}-error.json",
         }  # fmt: skip

@@ -1,9 +1,10 @@
-"""One node from start to end: its launcher, signals, orders of the coordinator, ``exit.json``."""
+"""The agent's main loop on one node: its launcher, signals, node 0's orders, ``exit.json``."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import enum
 import os
 import queue
 import selectors
@@ -12,12 +13,13 @@ import sys
 import time
 from pathlib import Path
 
-from clusterkit.agent import limits
 from clusterkit.agent.client import Client
 from clusterkit.agent.connections import is_free
 from clusterkit.agent.files import read_json
-from clusterkit.agent.launcher import Launcher, no_start
+from clusterkit.agent.fork import ForkLauncher
+from clusterkit.agent.launcher import start_failure
 from clusterkit.agent.member import Terms
+from clusterkit.agent.node_files import NodeFiles, brief_json, restarts_left
 from clusterkit.agent.processes import is_alive
 from clusterkit.agent.protocol import (
     LATE,
@@ -30,166 +32,197 @@ from clusterkit.agent.protocol import (
     STOPPED_BY_PEERS,
     Document,
 )
-from clusterkit.agent.record import Record, brief, restarts_left
 from clusterkit.agent.signals import STOPS, adopt_orphans, read_signals, sender, signal_handle
-from clusterkit.agent.stops import Stops
+from clusterkit.agent.spawn import SpawnLauncher
+from clusterkit.agent.stopped import AgentPause
 from clusterkit.agent.watch import HANG, Watch
 
 
-class Node:
-    """Runs one node as ``agent run``'s options say."""
+def run_node(options: argparse.Namespace) -> int:
+    """Run one node as the options of ``agent run`` say; return the agent's exit code."""
+    folder = Path(os.environ["CLUSTERKIT_NODE_DIR"])
+    folder.mkdir(parents=True, exist_ok=True)
+    previous = read_json(folder / "started.json")  # of an agent that was here before
+    if previous and is_alive(previous):
+        print(f"this node already runs as process {previous['pid']}", file=sys.stderr)
+        return 75
+    adopt_orphans()
+    return Node(options, folder, returns=previous is not None).run()
 
-    def __init__(self, options: argparse.Namespace) -> None:
+
+class _Phase(enum.Enum):
+    """What a node's launcher does. It runs in RUNNING and INTERRUPTED."""
+
+    NEW = enum.auto()
+    """It was not started yet."""
+    SPARE = enum.auto()
+    """The same; the coordinator says when, once another node is lost."""
+    RUNNING = enum.auto()
+    INTERRUPTED = enum.auto()
+    """It was asked to stop by the coordinator's order."""
+    WAITING = enum.auto()
+    """It has ended after that; the coordinator says what follows."""
+    ENDED = enum.auto()
+    """It has ended by itself, or was stopped for a reason of this node."""
+
+
+_RUNS = (_Phase.RUNNING, _Phase.INTERRUPTED)
+_ORDERED_TO_END = (_Phase.SPARE, _Phase.INTERRUPTED, _Phase.WAITING)
+
+
+class Node:
+    """One node, from the first start of its launcher to the end of the run.
+
+    Args:
+        options: of ``agent run``.
+        folder: the node's, of the attempt that this agent begins with.
+        returns: another agent was lost here; the others may have continued without this node.
+    """
+
+    def __init__(self, options: argparse.Namespace, folder: Path, *, returns: bool) -> None:
         self.options = options
-        self.running = False  # whether the launcher was started and its end has not been dealt with
-        self.reason: str | None = None  # why this node ends, beyond its launcher's exit code
-        self.stopped_by: str | None = None  # who asked this node to end, or what for
-        self.stray: str | None = None  # the same in a sentence, where it was nobody of the run
-        self.stops = Stops(self._say, here=not options.tagged)
-        self.turned = time.monotonic()  # when the last `select` returned
-        self.late = 0.0  # by how many seconds that was too late
-        self.frozen: tuple[float, float] | None = None  # until when, how long this process stopped
-        self.client: Client | None = None
-        self.orders: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()  # each with why
-        self.finished = False  # whether the run is over, for this node
-        self.left = False  # whether this one was asked to end, and the run may go on without it
-        self.final = False  # whether it was decided that nothing follows this failure
-        self.deadline: float | None = None  # when the run is over its time limit
-        self.obeyed = False  # whether the launcher ends because the coordinator said so
-        self.first = int(os.environ.get("CLUSTERKIT_ATTEMPT", "1"))  # attempt of this agent
-        self.folder = Path(os.environ["CLUSTERKIT_NODE_DIR"])  # of that one
-        self.used = 0  # restarts, by this agent
+        self.first_attempt = int(os.environ.get("CLUSTERKIT_ATTEMPT", "1"))
         self.terms = Terms(
             options.nodes, options.lost_after, options.rejoin,
-            restarts_left(options.restarts, self.folder), options.retry_on, options.min_nodes,
+            restarts_left(options.restarts, folder), options.retry_on, options.min_nodes,
             options.spares,
         )  # fmt: skip
-        self.before = read_json(self.folder / "started.json")  # of an agent that was here
-        node, back = int(os.environ.get("NODE_RANK", "0")), self.before and self.terms.may_miss
-        # Without one that was lost the others may have gone on: they say when it may start.
-        self.spare = node >= options.nodes or bool(node and back)
-        self.held = SPARE if self.spare else None  # the reason, where another attempt followed
-        self.token = os.environ.pop(PEER_TOKEN, "").encode()  # the ranks have no use for it
-
-    def main(self) -> int:
-        """Run it to its end; its exit code."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if self.before and is_alive(self.before):
-            print(f"this node already runs as process {self.before['pid']}", file=sys.stderr)
-            return 75
-        adopt_orphans()
-        self.signals = signal_handle((*STOPS, signal.SIGCONT))
-        self.wake, self.waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self.record = Record(self.folder, self.first, echo=self.options.echo, spare=self.spare)
-        self.log = self.record.log
-        if self.options.time_limit is not None:
-            left = self.options.time_limit - self.record.seconds()
-            self.deadline = time.monotonic() + max(0.0, left)
+        node = int(os.environ.get("NODE_RANK", "0"))
+        spare = node >= options.nodes or (node > 0 and returns and self.terms.may_miss)
+        self.phase = _Phase.SPARE if spare else _Phase.NEW
+        self.over = False  # whether the run has ended for this node
+        self.preempted = False  # whether it has because this node was asked to end (SIGTERM)
+        self.final = False  # whether nobody may start the run again after this failure
+        self.reason: str | None = None  # why this attempt ends, beyond the launcher's exit code
+        self.restart_reason = SPARE if spare else None  # the same, where another attempt follows
+        self.stopped_by: str | None = None  # the process that asked this node to end, or its reason
+        self.causes: list[str] = []  # what else was done to this node that it may have failed of
+        self.token = os.environ.pop(PEER_TOKEN, "")  # not for the ranks
+        self.client: Client | None = None
+        self.orders: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()  # each with a reason
+        self.pause = AgentPause()
+        self.signals = signal_handle((*STOPS, signal.SIGCONT))  # before there are threads
+        self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable: there are orders
         self.selector = selectors.DefaultSelector()
-        self.selector.register(self.signals, selectors.EVENT_READ)
-        self.selector.register(self.wake, selectors.EVENT_READ)
-        self.launcher = Launcher(self.options, self.folder, self.log, self.selector)
-        self.watch = Watch(self.options, self.folder, self.log, self._order)
+        self.selector.register(self.signals, selectors.EVENT_READ, self._read_signals)
+        self.selector.register(self.wake, selectors.EVENT_READ, lambda: os.eventfd_read(self.wake))
+        self.files = NodeFiles(folder, self.first_attempt, echo=options.echo, spare=spare)
+        self.log = self.files.log
+        self.deadline: float | None = None  # when the run is over its time limit
+        if options.time_limit is not None:
+            left = options.time_limit - self.files.seconds_since_start()
+            self.deadline = time.monotonic() + max(0.0, left)
+        launcher = ForkLauncher if options.fork else SpawnLauncher
+        self.launcher = launcher(options, folder, self.log, self.selector)
+        self.watch = Watch(options, folder, self.log, self._order)
+
+    def run(self) -> int:
+        """Run it to its end; return the agent's exit code."""
         try:
-            self.launcher.open_pipes()
             os.chdir(self.options.workdir)
             self.launcher.prepare()
         except OSError as error:
-            code, self.reason = no_start(error)
+            code, self.reason = start_failure(error)
             return self._finish(code)
-        return self._rounds()
-
-    def _rounds(self) -> int:
-        """The launcher from its first start to the run's end, again and again where that is due."""
         rejoin = self.options.rejoin > 0
         if not (rejoin and self.options.coordinator):
             self._start()  # and waits for nobody
         if self.options.coordinator or self.terms.restarts:
             self._join()
         while True:
-            if self.running and not self.launcher.running:
+            if self.phase in _RUNS and not self.launcher.running:
                 self._launcher_ended()
-            if (self.finished or self.left) and not self.launcher.running:
+            if self.over and not self.launcher.running:
                 break
-            self._turn()
-            while not self.left and not self.orders.empty():
-                self._obey(*self.orders.get())
+            self._handle_events()
+            while not self.preempted and not self.orders.empty():
+                self._handle_order(*self.orders.get())
         code = self._exit_code()
-        if rejoin and (self.left or (self.obeyed and not code)):
+        if rejoin and (self.preempted or (self.phase is _Phase.WAITING and not code)):
             code = LEFT
         self._finish(code)
         # From 128 on Kubernetes' operators take it for the end of a pod that is to be replaced.
-        return code if code < 128 or self.left or not rejoin else 1
+        return code if code < 128 or self.preempted or not rejoin else 1
 
-    def _order(self, what: str, why: str) -> None:
-        self.orders.put((what, why))
-        with contextlib.suppress(OSError):
-            os.write(self.waker, b".")
+    # -- the other nodes
 
     def _join(self) -> None:
         # A node alone decides by the same rules, over a connection to itself.
         host, _, port = (self.options.coordinator or "127.0.0.1:0").rpartition(":")
-        token = self.token if self.options.coordinator else os.urandom(16).hex().encode()
+        token = self.token if self.options.coordinator else os.urandom(16).hex()
         self.client = Client(
             (host, int(port)), node=int(os.environ["NODE_RANK"]), terms=self.terms,
-            run={"run": os.environ["CLUSTERKIT_RUN_ID"], "attempt": str(self.first)},
-            token=token, spare=self.spare, order=self._order, hears=self.watch.hears,
-            say=self._say, warn=self.record.warn,
+            run={"run": os.environ["CLUSTERKIT_RUN_ID"], "attempt": str(self.first_attempt)},
+            token=token.encode(), spare=self.phase is _Phase.SPARE, order=self._order,
+            hears=self.watch.hears, say=self.log.line, warn=self.files.warn,
         )  # fmt: skip
         self.watch.send = self.client.send
         self.client.start()
 
-    def _obey(self, order: str, why: str) -> None:
+    def _order(self, order: str, reason: str) -> None:
+        """Take an order from another thread, for the main loop."""
+        self.orders.put((order, reason))
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self.wake, 1)
+
+    def _handle_order(self, order: str, reason: str) -> None:
+        """Carry out an order of `Peer.orders` or of the `Watch`."""
         if order in ("start", "follow"):
-            used, *place = map(int, why.split())
-            self._next_attempt(used)
+            used, *place = map(int, reason.split())
+            self._next_attempt(self.first_attempt + used)
             if place:
                 os.environ["NODE_RANK"], self.options.nodes = str(place[0]), place[1]
             if order == "start":
                 self._start()
         elif order == "pause":
-            seconds, _, what = why.partition(" ")
-            self.record.waits(what, float(seconds))
+            seconds, _, reason = reason.partition(" ")
+            self.files.set_waiting(reason, float(seconds))
         elif order == "final":
             self.final = True
-            if why:
-                self.record.warn(why)
+            if reason:
+                self.files.warn(reason)
         elif order == "wait":
-            self.obeyed = True
-            self.held = f"{STOPPED_BY_PEERS}{why}" if self.running else None
-            if self.running:
+            running = self.phase in _RUNS
+            self.restart_reason = f"{STOPPED_BY_PEERS}{reason}" if running else None
+            self.phase = _Phase.INTERRUPTED if running else _Phase.WAITING
+            if running:
                 self.reason = None
-                self._stop()
+                self.launcher.stop()
         elif order in ("note", "over", "slow"):
-            self.record.notes("slow" if order == "slow" else "hang", why or None)
-        elif order == "hang" and self.running and self.reason is None:
-            self.reason = f"{HANG}{why}"
-            self._stop()
-        elif order != "hang":
-            self.finished = True
-            stopped = self.obeyed or self.spare or (self.running and self.reason is None)
-            if order == "stop" and stopped and self.reason != LATE:
-                self.obeyed, self.reason = True, f"{STOPPED_BY_PEERS}{why}"
-                self._stop()
+            self.files.set_note("slow" if order == "slow" else "hang", reason or None)
+        elif order == "hang":
+            if self.phase in _RUNS and self.reason is None:
+                self.reason = f"{HANG}{reason}"
+                self.launcher.stop()
+        else:  # "stop" or "exit"
+            self.over = True
+            own_end = self.phase not in _ORDERED_TO_END and (
+                self.phase is not _Phase.RUNNING or self.reason is not None
+            )
+            if order == "stop" and not own_end and self.reason != LATE:
+                self.phase = _Phase.INTERRUPTED if self.phase in _RUNS else _Phase.WAITING
+                self.reason = f"{STOPPED_BY_PEERS}{reason}"
+                self.launcher.stop()
+
+    # -- the launcher
 
     def _start(self) -> None:
-        self.running, self.obeyed, self.spare = True, False, False
+        self.phase = _Phase.RUNNING
         self.watch.begin(int(os.environ.get("NODE_RANK", "0")), self.options.nodes)
-        self.record.goes_on()
+        self.files.set_running()
         self.reason = self.launcher.start()
 
-    def _next_attempt(self, used: int) -> None:
-        """Go on as another attempt, where a restart was used since the last start."""
-        self.used, number = used, self.first + used
-        if number > self.record.attempt:
-            self.reason = self.reason or self.held
-            self.record.next_attempt(number, self._ended(self._exit_code()))
-            folder, self.reason = str(self.record.folder), None
+    def _next_attempt(self, number: int) -> None:
+        """End this attempt and begin that one, where a restart was used since the last start."""
+        if number > self.files.attempt:
+            self.reason = self.reason or self.restart_reason
+            self.files.next_attempt(number, self._ending(self._exit_code(), number))
+            self.reason, folder = None, str(self.files.folder)
             os.environ.update(CLUSTERKIT_ATTEMPT=str(number), CLUSTERKIT_NODE_DIR=folder)
-            self.stops.clear()
 
     def _launcher_ended(self) -> None:
-        self.running = False
+        interrupted = self.phase is _Phase.INTERRUPTED
+        self.phase = _Phase.WAITING if interrupted else _Phase.ENDED
         if self.launcher.end_leftovers():
             self.reason = "the launcher ended with 0 but left ranks running"
         self.reason = self.reason or self.launcher.failure
@@ -197,104 +230,94 @@ class Node:
         if self.client is not None:
             code, port = self._exit_code(), int(os.environ.get("MASTER_PORT", "0"))
             # With rank 0's port taken, or a full disk, the next round would fail as well.
-            fit = os.environ["NODE_RANK"] != "0" or is_free(port)
-            last = bool(self.terms.restarts and code) and not (fit and self.record.has_room())
-            own = self.launcher.own_failure()
-            self.client.ended(code, last=last, failure=own, step=self.log.words.step)
+            port_free = os.environ["NODE_RANK"] != "0" or is_free(port)
+            last = bool(self.terms.restarts and code) and not (port_free and self.files.has_room())
+            failure, step = self.launcher.rank_failure(), self.log.words.step
+            self.client.ended(code, last=last, failure=failure, step=step)
         if self.client is None or not self.terms.again:
-            self.finished = True
+            self.over = True
 
     def _exit_code(self) -> int:
         if self.reason == LATE:
             return LATE_EXIT
         code = self.launcher.exit_code
-        if self.launcher.without_ranks and not self.options.rejoin and code == 128 + signal.SIGKILL:
+        if (
+            self.launcher.ranks_were_done
+            and not self.options.rejoin
+            and code == 128 + signal.SIGKILL
+        ):
             code, self.reason = 0, LAUNCHER_WAITED
         return code
 
-    def _turn(self) -> None:
-        timeout = min(self.launcher.patience(), limits.LOOK_SECONDS)
+    # -- events
+
+    def _handle_events(self) -> None:
+        """Wait until something happens or is due, and handle it."""
+        timeout = self.launcher.tick()
         if self.deadline is not None:
             timeout = max(0.0, min(timeout, self.deadline - time.monotonic()))
         ready = self.selector.select(timeout)
-        # Of a select that came to its end meanwhile, only the next one knows what has come.
-        late, turned = self.late, self.turned
-        self.turned = time.monotonic()
-        self.late = self.turned - turned - timeout
+        self.pause.woke_up(timeout)
         for key, _ in ready:
-            if key.data is not None:
-                key.data()  # of the launcher
-            elif key.fd == self.wake:
-                os.read(self.wake, 512)
-            else:
-                for signum, pid, uid in read_signals(self.signals):
-                    self._signalled(signum, pid, uid, max(late, self.late))
-        if time.monotonic() >= self.stops.look_at:
-            self.stops.look(self.log.ranks, ending=self.launcher.deadline is not None)
+            key.data()
         if self.deadline is not None and time.monotonic() >= self.deadline:
-            self._late()
-        if self.launcher.turn():
-            self._stop()
+            self._time_limit_reached()
 
-    def _late(self) -> None:
-        """Whatever else goes on, this node ends now, and the others do."""
+    def _time_limit_reached(self) -> None:
+        """End this node, whatever else goes on, and with it the others."""
         self.deadline, self.reason = None, LATE
-        self.finished = self.final = True
+        self.over = self.final = True
         if self.client is not None:
             self.client.late()
-        self._stop()
-
-    def _signalled(self, signum: int, pid: int, uid: int, late: float) -> None:
-        if signum == signal.SIGCONT:
-            if late > limits.LOOK_SECONDS:
-                self.frozen = time.monotonic(), late
-                self.record.warn(f"this node's agent was stopped (SIGSTOP) for {late:.0f} s")
-        elif self.reason is None or not self.running:
-            self.stopped_by, meant = sender(signum, pid, uid)
-            if not meant and pid > 1:  # nor a container's own init, which passes it on
-                self.stray = f"stopped by {self.stopped_by}"
-                self.record.remarks.append(self.stray)
-            self.left = self.terms.again
-            if self.left and self.client is not None:
-                self.client.leave()
-            self.reason = STOPPED
-            self._stop()
-
-    def _stop(self) -> None:
-        self.stops.look(self.log.ranks, ending=self.launcher.deadline is not None)
         self.launcher.stop()
 
-    def _say(self, text: str) -> None:
-        self.log.lines("-", [text.encode()])
+    def _read_signals(self) -> None:
+        for signum, pid, uid in read_signals(self.signals):
+            if signum == signal.SIGCONT:
+                if (seconds := self.pause.resumed()) is not None:
+                    self.files.warn(f"this node's agent was stopped (SIGSTOP) for {seconds:.0f} s")
+            elif self.reason is None or self.phase not in _RUNS:
+                self._asked_to_end(signum, pid, uid)
 
-    def _causes(self) -> list[str]:
-        """What was done to this node that it, and others, may have failed of."""
-        found = [self.reason] if self.reason and self.reason.startswith(HANG) else []
-        found += self.stops.causes()
-        if self.frozen and time.monotonic() < self.frozen[0] + limits.RECENT_SECONDS:
-            found.append(f"its agent was stopped (SIGSTOP) for {self.frozen[1]:.0f} s")
-        return [*found, self.stray] if self.stray else found
+    def _asked_to_end(self, signum: int, pid: int, uid: int) -> None:
+        self.stopped_by, by_clusterkit = sender(signum, pid, uid)
+        if not by_clusterkit and pid > 1:  # nor a container's own init, which passes it on
+            self.causes.append(f"stopped by {self.stopped_by}")
+            self.files.remarks.append(self.causes[-1])
+        self.reason, self.preempted = STOPPED, self.terms.again
+        self.over |= self.preempted
+        if self.preempted and self.client is not None:
+            self.client.leave()
+        self.launcher.stop()
+
+    # -- the end
 
     def _finish(self, code: int) -> int:
         self.launcher.close()
         if self.client is not None:
             self.client.close()
-        ended = self.record.end(self._ended(code))
+        document = self.files.end(self._ending(code, self.files.attempt))
         if self.options.last_words:
             # Only where such a place is there already.
             with contextlib.suppress(OSError), self.options.last_words.open("r+b") as file:
-                file.write(brief(ended))
+                file.write(brief_json(document))
         return code
 
-    def _ended(self, code: int) -> Document:
-        """How this attempt ended here."""
+    def _ending(self, code: int, last_attempt: int) -> Document:
+        """Return how this attempt has ended, for its ``exit.json``.
+
+        Args:
+            last_attempt: the last that has begun by now; later ones are restarts that are left.
+        """
+        hang = [self.reason] if self.reason and self.reason.startswith(HANG) else []
+        used = last_attempt - self.first_attempt
         return {
             "exit_code": code,
             "reason": self.reason,
-            "processes": self.launcher.ended,
+            "processes": self.launcher.ends,
             "stopped_by": self.stopped_by,
-            "causes": self._causes(),
+            "causes": [*hang, *self.launcher.causes(), *self.pause.causes(), *self.causes],
             "final": self.final,
             # None: somebody else counts them.
-            "restarts_left": self.terms.restarts - self.used if self.options.restarts else None,
+            "restarts_left": self.terms.restarts - used if self.options.restarts else None,
         }

@@ -1,4 +1,4 @@
-"""A node's log."""
+"""A node's log, and the file that lists its ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from clusterkit.agent.protocol import NODE_FILE, Document
 
 
 class NodeLog:
-    """Appends ``TIME RANK TEXT`` lines; a full disk loses lines, never the training."""
+    """Append ``TIME RANK TEXT`` lines; a full disk loses lines, never the training.
+
+    Args:
+        folder: the node's, of this attempt.
+        echo: print the lines as well.
+    """
 
     def __init__(self, folder: Path, *, echo: bool = False) -> None:
         self._echo = echo
@@ -23,49 +28,53 @@ class NodeLog:
         self._begin(folder)
 
     def move(self, folder: Path) -> None:
-        """Go on in that folder, with the next attempt."""
+        """Continue in the folder of the next attempt."""
         handle = _open(folder)
-        os.dup2(handle, self._handle)  # at no moment is there none, for another thread's lines
+        os.dup2(handle, self._handle)  # other threads log as well: there is always a file
         os.close(handle)
         self._begin(folder)
 
     def _begin(self, folder: Path) -> None:
-        self.folder, self._ranks = folder, folder / "ranks.jsonl"
+        self.folder = folder
         self.ranks: list[Document] = []  # identities of the ranks that have started
         self.rank_ends: list[Document] = []
-        """How ranks failed that this agent is not the parent of, by their own words."""
+        """How ranks failed that are no children of this agent, as they reported it."""
         self.words = Words()
         self.lost = 0  # lines that the disk had no room for
         self._size = os.fstat(self._handle).st_size
-        self._missing = 0  # of these, the ones whose place in the log does not say so yet
+        self._unreported = 0  # lost lines at the end of the log, which does not say so yet
+
+    def line(self, text: str) -> None:
+        """Append a line of the agent's own."""
+        self.lines("-", [text.encode()])
 
     def lines(self, rank: str, texts: list[bytes]) -> None:
-        """Append them; without any, only say how many are missing, where some are."""
+        """Append lines; without any, only report the ones that were lost."""
         stamp = _stamp()
         head = f"{stamp} {rank} ".encode()
         data = b"".join(head + text + b"\n" for text in texts)
         if self._echo:
             self._print(data)
-        gap = f"{stamp} - {lines_lost(self._missing)}\n".encode() if self._missing else b""
+        gap = f"{stamp} - {lines_lost(self._unreported)}\n".encode() if self._unreported else b""
         kept = self._append(gap + data)
         lost = data.count(b"\n", max(0, kept - len(gap)))
         self.lost += lost
-        self._missing = lost + (0 if kept >= len(gap) else self._missing)
+        self._unreported = lost + (0 if kept >= len(gap) else self._unreported)
 
-    def tell(self, name: str, document: bytes) -> None:
-        """Whoever reads this node's output, where somebody does, of one of its files."""
+    def print_file(self, name: str, document: bytes) -> None:
+        """Print one of the node's files as a line, where the output is all that leaves the node."""
         if self._echo:
             head = f"{_stamp()} - {NODE_FILE.decode()} {name} "
             self._print(head.encode() + document + b"\n")
 
     @staticmethod
     def _print(data: bytes) -> None:
-        with contextlib.suppress(OSError):  # whoever listened is gone
+        with contextlib.suppress(OSError):  # the reader is gone
             while data:
                 data = data[os.write(1, data) :]
 
     def _append(self, data: bytes) -> int:
-        """How many bytes of it the log has now: all, or the whole lines that there was room for."""
+        """Return how many bytes were appended: all, or the whole lines that there was room for."""
         try:
             written = os.write(self._handle, data)
         except OSError:
@@ -80,7 +89,7 @@ class NodeLog:
     def rank_started(self, rank: int, pid: int) -> None:
         record = {"rank": rank, "at": time.time(), **identity(pid)}
         self.ranks.append(record)
-        with contextlib.suppress(OSError), self._ranks.open("a") as file:
+        with contextlib.suppress(OSError), (self.folder / "ranks.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
 
     def rank_ended(self, rank: int, code: int) -> None:

@@ -9,10 +9,11 @@ import sys
 import zipfile
 from argparse import Namespace
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
-from clusterkit.agent.fork import Fork
+from clusterkit.agent.fork import ForkLauncher
 
 ADDRESS = re.compile(r"0x[0-9a-f]+|(?<=started )[0-9]+")
 
@@ -279,6 +280,13 @@ def contents(folder):
     }
 
 
+class Launcher(ForkLauncher):
+    """Leaves the ranks' pipes to the test, and the server's output where that of the test goes."""
+
+    def _new_output(self):
+        return os.dup(2)
+
+
 class Forked:
     """A server per way to start Python, and what its forks print."""
 
@@ -294,28 +302,25 @@ class Forked:
         key = case.python, tuple(case.env.items())
         if key not in self.servers:
             argv = [sys.executable, *case.python, "program.py"]
-            options = Namespace(nproc=1, nodes=1, warm=0.0, fork=len(argv) - 1, argv=argv)
-            self.servers[key] = Fork(
-                options, self.folder, self.selector, lambda: os.dup(2), self.ended
+            options = Namespace(
+                nproc=1, nodes=1, warm=0.0, fork=len(argv) - 1, argv=argv, tagged=False
             )
+            log = SimpleNamespace(ranks=[])
+            self.servers[key] = Launcher(options, self.folder, log, self.selector)
         return self.servers[key]
-
-    def ended(self, pid, code):
-        self.code = code
 
     def run(self, case):
         """Output and exit code; to be called in the program's folder."""
         server = self.server(case)
-        server._words = list(case.argv)
-        server.start()
+        server._program = list(case.argv)
+        assert server.start() is None
         data = b""
-        self.code = None
-        while self.code is None:
+        while not server.ends:
             for key, _ in self.selector.select():
                 key.data()
             data += self.read()
         assert server.failure is None
-        return data, self.code
+        return data, server.ends[0]["exit_code"]
 
     def read(self):
         try:
@@ -360,7 +365,7 @@ def test_as_under_python(name, forked, tmp_path, monkeypatch):
             server._starts = 1
             done = subprocess.run(
                 [sys.executable, *case.python, *map(os.fsencode, case.argv)],
-                env=server._environment(0), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                env=server._rank_environment(0), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT, process_group=0, check=False,
             )  # fmt: skip
             server._starts, output, code = 0, done.stdout, done.returncode

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterkit.agent.launcher import Launcher
+from clusterkit.agent.fork import ForkLauncher
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.processes import descendants
 from clusterkit.output.logs import parse_lines
@@ -372,8 +372,7 @@ def test_a_second_start_forks_from_the_same_server(packages, tmp_path, monkeypat
             nproc=2, nodes=1, fork=1, warm=0.0, spawn=False, tagged=False, grace=5.0,
             argv=[sys.executable, str(program)],
         )  # fmt: skip
-        launcher = Launcher(options, tmp_path, log, selector)
-        launcher.open_pipes()
+        launcher = ForkLauncher(options, tmp_path, log, selector)
         launcher.prepare()
         for _ in range(2):
             assert launcher.start() is None

@@ -10,8 +10,8 @@ import pytest
 from clusterkit.agent import clock
 from clusterkit.agent.failure import Words
 from clusterkit.agent.hangs import WORLD, Hangs, Steps, compare, steps_of
+from clusterkit.agent.node_files import NodeFiles
 from clusterkit.agent.rank_state import from_flight_recorder, from_traceback
-from clusterkit.agent.record import Record
 from clusterkit.backends.nodes import judge_running
 from clusterkit.run.status import NodeStatus, RunStatus, State
 from clusterkit.ui.formatting import remark_lines
@@ -288,18 +288,18 @@ def test_steps_are_as_long_as_the_program_says_or_as_its_lines_are_apart(
 
 
 def test_status_shows_it_until_it_is_taken_back(tmp_path: Path) -> None:
-    record = Record(tmp_path, 1, echo=False)
+    files = NodeFiles(tmp_path, 1, echo=False)
 
     def status() -> NodeStatus:
         return judge_running(0, "h", (tmp_path / "started.json").read_bytes())
 
     assert status().hang is None
-    record.notes("hang", "rank 1 has not come")
+    files.set_note("hang", "rank 1 has not come")
     run = RunStatus(run="r", job="j", cluster="c", backend="b", state=State.RUNNING,
                     nodes=(status(),))  # fmt: skip
     assert remark_lines(run) == ["stands still: rank 1 has not come"]
-    record.notes("hang", None)
-    record.notes("hang", None)
+    files.set_note("hang", None)
+    files.set_note("hang", None)
     assert status().hang is None
     lines = [line.partition(" - ")[2] for line in (tmp_path / "log").read_text().splitlines()]
     assert lines == ["stands still: rank 1 has not come", "the ranks go on"]

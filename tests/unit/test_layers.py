@@ -20,15 +20,16 @@ agent.protocol agent.limits
 agent.clock agent.files
 agent.failure agent.member agent.retries
 agent.processes agent.signals agent.archive agent.connections agent.membership
-agent.stops agent.hangs agent.host agent.node_log agent.report agent.coordinator agent.peer
+agent.hangs agent.host agent.node_log agent.report agent.coordinator agent.peer
 agent.rank_state agent.stragglers agent.eager agent.preload agent.rank agent.program agent.standby
-agent.usage
+agent.usage agent.stopped
 agent.forkserver
 agent.server
 agent.warm agent.watch
-agent.record
-agent.streams agent.client agent.spawn agent.fork
+agent.node_files
+agent.streams agent.client
 agent.launcher
+agent.spawn agent.fork
 agent.node
 agent.__main__ agent
 errors bench jobfile output run sync

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit import agent
-from clusterkit.agent.record import Record, restarts_left
+from clusterkit.agent.node_files import NodeFiles, restarts_left
 from clusterkit.backends.nodes import judge_running
 from clusterkit.run.status import State
 from tests.agents import RUN, Nodes
@@ -105,7 +105,8 @@ LATE_ONCE_MET = RUN.replace(
     "sys.exit(",
     "import threading; from clusterkit.agent.node import Node; met = threading.Event(); "
     "Peer.hears = lambda self, *said, hears=Peer.hears: (hears(self, *said), met.set()); "
-    "Node._late = lambda self, late=Node._late: (met.wait(200), late(self)); "
+    "late = Node._time_limit_reached; "
+    "Node._time_limit_reached = lambda self: (met.wait(200), late(self)); "
     "limits.PEER_SECONDS = 200; sys.exit(",
 )
 
@@ -126,7 +127,7 @@ def test_the_time_limit_counts_from_the_first_attempt(tmp_path):
     for folder in (first, second):
         folder.mkdir(parents=True)
     (first / "started.json").write_text(json.dumps({"at": time.time() - 100}))
-    assert 100 <= Record(second, 2, echo=False).seconds() < 160
+    assert 100 <= NodeFiles(second, 2, echo=False).seconds_since_start() < 160
 
 
 def test_a_node_that_ended_well_starts_again_with_the_others(nodes):
@@ -155,9 +156,9 @@ def test_a_killed_rank_is_followed_by_the_next_round_at_once(nodes):
 
 def test_an_agent_whose_output_is_all_that_leaves_it_prints_what_it_writes(tmp_path, capfd):
     (tmp_path / "1" / "node-0").mkdir(parents=True)
-    record = Record(tmp_path / "1" / "node-0", 1, echo=True)
-    record.waits("restart 1 of 2 waits 1 s", 1.0)
-    record.next_attempt(2, {"exit_code": 7, "processes": []})
+    files = NodeFiles(tmp_path / "1" / "node-0", 1, echo=True)
+    files.set_waiting("restart 1 of 2 waits 1 s", 1.0)
+    files.next_attempt(2, {"exit_code": 7, "processes": []})
     first, second = (line.split(" ", 4) for line in capfd.readouterr().out.splitlines())
     assert [first[1:4], second[1:4]] == [
         ["-", agent.NODE_FILE.decode(), f"{name}.json"] for name in ("started", "exit")

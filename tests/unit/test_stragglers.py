@@ -11,8 +11,8 @@ import pytest
 from clusterkit.agent import host, limits
 from clusterkit.agent.hangs import WORLD
 from clusterkit.agent.host import Look, throttled
+from clusterkit.agent.node_files import NodeFiles
 from clusterkit.agent.rank_state import arrival_times
-from clusterkit.agent.record import Record
 from clusterkit.agent.stragglers import Clock, Stragglers
 from clusterkit.backends.nodes import judge_running
 from clusterkit.run.status import RunStatus, State
@@ -212,12 +212,12 @@ def test_this_host_can_be_looked_at(tmp_path: Path) -> None:
 
 
 def test_status_and_the_log_show_it_until_it_is_taken_back(tmp_path: Path) -> None:
-    record = Record(tmp_path, 1, echo=False)
-    record.notes("slow", "rank 1 is slower")
+    files = NodeFiles(tmp_path, 1, echo=False)
+    files.set_note("slow", "rank 1 is slower")
     node = judge_running(0, "h", (tmp_path / "started.json").read_bytes())
     run = RunStatus(run="r", job="j", cluster="c", backend="b", state=State.RUNNING, nodes=(node,))
     assert remark_lines(run) == ["slow: rank 1 is slower"]
-    record.notes("slow", None)
+    files.set_note("slow", None)
     assert judge_running(0, "h", (tmp_path / "started.json").read_bytes()).slow is None
     lines = [line.partition(" - ")[2] for line in (tmp_path / "log").read_text().splitlines()]
     assert lines == ["slow: rank 1 is slower", "no rank is slower than the others any more"]

@@ -15,9 +15,17 @@ from clusterkit.agent.node_log import NodeLog, lines_lost
 from clusterkit.agent.processes import identity
 from clusterkit.agent.protocol import EVEN, GOES_ON, SLOW, STILL, Document
 
+_RESERVE = ".reserve"  # room for exit.json on a disk full of logs
 
-class Record:
-    """One node's, from attempt to attempt; each has a folder of its own."""
+
+class NodeFiles:
+    """The files of one node; each attempt has a folder of its own.
+
+    Args:
+        folder: of the first attempt, the one with the number ``attempt``.
+        echo: the agent's output is all that leaves the node: print what is written.
+        spare: the node waits for another one's place.
+    """
 
     def __init__(self, folder: Path, attempt: int, *, echo: bool, spare: bool = False) -> None:
         self.folder, self.attempt, self._echo = folder, attempt, echo
@@ -38,100 +46,97 @@ class Record:
             (folder / _RESERVE).write_bytes(bytes(limits.RESERVE_BYTES))
 
     def has_room(self) -> bool:
-        """Whether the disk takes what another attempt begins with; if not, that is a remark."""
-        about = os.statvfs(self.folder)
-        if about.f_bavail * about.f_frsize >= 4 * limits.RESERVE_BYTES:
+        """Return whether the disk has room for another attempt's files; add a remark if not."""
+        disk = os.statvfs(self.folder)
+        if disk.f_bavail * disk.f_frsize >= 4 * limits.RESERVE_BYTES:
             return True
         self.remarks.append("not started again: its disk is full")
         return False
 
-    def seconds(self) -> float:
-        """How long ago this node began with the run's first attempt, whichever agent did."""
+    def seconds_since_start(self) -> float:
+        """Return how long ago this node began its first attempt, in this agent or another one."""
         starts = self.folder.parents[1].glob(f"*/{self.folder.name}/started.json")
         began = [(read_json(path) or {}).get("at") for path in starts]
         now = time.time()
         return max(0.0, now - min((at for at in began if isinstance(at, float)), default=now))
 
     def next_attempt(self, number: int, ended: Document) -> None:
-        """This attempt has ended so; go on in that one's folder."""
+        """End this attempt, with ``ended`` in its ``exit.json``, and begin that one's folder."""
+        folder = self.folder.parents[1] / str(number) / self.folder.name
         with contextlib.suppress(OSError):
             (self.folder / _RESERVE).unlink()
-        folder = self.folder.parents[1] / str(number) / self.folder.name
         folder.mkdir(parents=True, exist_ok=True)
-        self._begin(folder)  # whoever reads that the other has ended finds this one
-        self.log.tell("exit.json", brief(self.end({**ended, "next": number})))
+        self._begin(folder)  # first: a reader of the exit.json looks for it
+        self.log.print_file("exit.json", brief_json(self.end({**ended, "next": number})))
         self.folder, self.attempt, self.remarks = folder, number, []
         self._oom_kills = _oom_kills()
         self.log.move(folder)
 
     def warn(self, text: str) -> None:
-        """A line of the log that `clusterkit status` shows as well."""
-        self.log.lines("-", [text.encode()])
+        """Log a line that `clusterkit status` shows as well."""
+        self.log.line(text)
         self.remarks.append(text)
-        self._tell()
+        self._write_started()
 
-    def notes(self, key: str, text: str | None) -> None:
-        """Ranks ``hang`` or are ``slow``, as the text says; None: no more. `status` shows it."""
+    def set_note(self, key: str, text: str | None) -> None:
+        """Note that ranks ``hang`` or are ``slow``, as ``text`` says; None: no more."""
         if text != self._started.get(key):
             self._started[key] = text
-            self._tell()
-            head, over = (STILL, GOES_ON) if key == "hang" else (SLOW, EVEN)
-            self.log.lines("-", [(over if text is None else f"{head}{text}").encode()])
+            self._write_started()
+            begins, over = (STILL, GOES_ON) if key == "hang" else (SLOW, EVEN)
+            self.log.line(over if text is None else f"{begins}{text}")
 
-    def waits(self, why: str, seconds: float) -> None:
-        """Nothing runs here until the next start, which may take so many seconds to come."""
-        self._started["waits"] = {"why": why, "until": time.time() + seconds}
-        self._tell()
+    def set_waiting(self, reason: str, seconds: float) -> None:
+        """Say that no rank runs here until the next start, for at most so many seconds."""
+        self._started["waits"] = {"why": reason, "until": time.time() + seconds}
+        self._write_started()
 
-    def goes_on(self) -> None:
-        """The next start has come."""
+    def set_running(self) -> None:
+        """Say that the node neither waits nor is a spare any more."""
         if any([self._started.pop(key, None) for key in ("waits", "spare")]):
-            self._tell()
+            self._write_started()
 
-    def _tell(self) -> None:
+    def _write_started(self) -> None:
         with contextlib.suppress(OSError):
             document = {**self._started, "remarks": self.remarks}
-            self.log.tell("started.json", brief(document))
+            self.log.print_file("started.json", brief_json(document))
             write_json(self.folder / "started.json", document)
 
     def end(self, ended: Document) -> Document:
-        """Write down that this attempt has ended so; all that is written."""
+        """Write ``exit.json``: ``ended`` and what is known here; return all of it."""
         with contextlib.suppress(OSError):
             (self.folder / _RESERVE).unlink()
         log = self.log
         log.lines("-", [])
         if log.lost and not self._echo:
             self.remarks.append(lines_lost(log.lost))
-        whole = {
+        ranks = {rank["pid"]: rank["rank"] for rank in log.ranks}
+        processes = [{**end, "rank": ranks.get(end["pid"])} for end in ended["processes"]]
+        document = {
             "at": time.time(),
             "oom_kills": _oom_kills() - self._oom_kills,
             "remarks": self.remarks,
             **ended,
+            "processes": processes + log.rank_ends,
         }
-        ranks = {rank["pid"]: rank["rank"] for rank in log.ranks}
-        own = [{**end, "rank": ranks.get(end["pid"])} for end in ended["processes"]]
-        whole["processes"] = own + log.rank_ends
         with contextlib.suppress(OSError):
-            write_json(self.folder / "exit.json", whole)
-        return whole
+            write_json(self.folder / "exit.json", document)
+        return document
 
 
-def brief(document: Document) -> bytes:
-    """It in JSON, without its processes where Kubernetes would not take so much."""
+def brief_json(document: Document) -> bytes:
+    """Return it as JSON, without its processes where Kubernetes would not take so much."""
     whole = json.dumps(document).encode()
     if len(whole) <= limits.LAST_WORDS_BYTES:
         return whole
     return json.dumps({**document, "processes": []}).encode()
 
 
-def restarts_left(given: int, folder: Path) -> int:
-    """Of those that the plan gives, how many the agents of a node's earlier attempts have left."""
+def restarts_left(planned: int, folder: Path) -> int:
+    """Return how many of the planned restarts the agents of a node's earlier attempts have left."""
     ends = folder.parents[1].glob(f"*/{folder.name}/exit.json")
-    said = [(read_json(path) or {}).get("restarts_left") for path in ends]
-    return min((given, *(left for left in said if isinstance(left, int))))
-
-
-_RESERVE = ".reserve"  # room for exit.json on a disk full of logs
+    recorded = [(read_json(path) or {}).get("restarts_left") for path in ends]
+    return min((planned, *(left for left in recorded if isinstance(left, int))))
 
 
 def _oom_kills() -> int:
