@@ -294,7 +294,7 @@ def bench(
         entry = resolved_cluster(cluster, clusters_file, include=include, exclude=exclude)
         backend = backends.backend_type(entry.backend)()
         with contextlib.closing(backends.transport_for(entry)) as transport:
-            nodes = max(1, backend.places(entry, transport))
+            nodes = max(1, backend.capacity(entry, transport))
     ready = prepare(
         bandwidth.job_of(options),
         cluster=cluster,

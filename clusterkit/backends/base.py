@@ -1,7 +1,7 @@
-"""What a backend is: its hooks, what only some backends can do, and what one cannot do, as data.
+"""The interface of a backend.
 
-`Backend` holds what every backend has; the ``Supports...`` classes hold what only some can do, and
-are asked for with ``isinstance``. Nothing outside of `clusterkit.backends` asks which one it is.
+`Backend` holds the methods that every backend has. The ``Supports...`` classes hold what only some
+can do; callers ask for them with ``isinstance``, and never for a backend's name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from clusterkit.run.folder import RunHandle
 from clusterkit.run.status import NodeCause, NodeStatus, RankExit, State
 from clusterkit.spec import JobSpec
 
-if TYPE_CHECKING:  # whoever only reads of a run starts without these
+if TYPE_CHECKING:  # commands that only read a run folder start without these
     from clusterkit.assemble import Placement
     from clusterkit.doctor.base import Subject
     from clusterkit.execute import Record
@@ -32,8 +32,6 @@ if TYPE_CHECKING:  # whoever only reads of a run starts without these
     from clusterkit.transport import Transport
 
 OWN_IMAGE = "docs/containers.md, An image of your own"
-
-
 IMAGE_NOTE = (
     "`image` in clusters.yaml names the {} image: one with torch and all that the program imports "
     f"({OWN_IMAGE})"
@@ -41,50 +39,50 @@ IMAGE_NOTE = (
 
 
 class Observation(Struct, frozen=True, kw_only=True):
-    """What a backend sees of one attempt, without anyone's memory of it."""
+    """The state of one attempt, from what a backend can read now."""
 
     state: State
     nodes: tuple[NodeStatus, ...]
     rank_exits: tuple[RankExit, ...] = ()
     oom_kills: int = 0
-    """Processes that a kernel killed for want of memory meanwhile."""
+    """Processes that the kernel killed for lack of memory during the attempt."""
     causes: tuple[NodeCause, ...] = ()
     """Why nodes or their ranks were killed, where the backend knows."""
     final: bool = False
-    """Whether the nodes' agents have decided that nothing follows this failure."""
-    goes_on: int | None = None
-    """The attempt that the nodes' agents have begun after this one, on the same nodes."""
+    """Whether the agents have decided not to restart after this failure."""
+    next_attempt: int | None = None
+    """The attempt that the agents have begun after this one, on the same nodes."""
     restarts_left: int | None = None
-    """How many the nodes' agents have left; None: they start nothing again, or did not say."""
+    """Restarts that the agents have left; None: they restart nothing, or have not reported it."""
     queued: bool = False
-    """Whether the platform still has them in hand: nodes that have not started will without us, and
-    a state that we do not know is no loss."""
+    """Whether the platform will still start the nodes that are pending; until then, a node in an
+    unknown state is not lost."""
 
     @property
     def late(self) -> bool:
-        """Whether the nodes have ended the run at its time limit."""
-        from clusterkit.agent import LATE  # whoever only reads of a run starts without it
+        """Whether the agents have ended the run at its time limit."""
+        from clusterkit.agent import LATE  # commands that only read a run folder do without it
 
         return any(node.reason == LATE for node in self.nodes)
 
-    def left_of(self, restarts: int) -> int:
-        """How many of the restarts that there were before this attempt are left."""
+    def remaining_restarts(self, restarts: int) -> int:
+        """Return how many of the ``restarts`` left before this attempt are left after it."""
         return restarts if self.restarts_left is None else min(restarts, self.restarts_left)
 
 
 class RemoteRun(Struct, frozen=True, kw_only=True):
-    """A run that a cluster knows of, whoever submitted it. Times are Unix seconds."""
+    """A run that a cluster lists, whoever submitted it. Times are Unix seconds."""
 
     run: str
     job: str
     state: State
     kind: str
-    """What keeps it there."""
+    """The cluster's object that holds it, such as ``PyTorchJob`` or ``job 17``."""
     attach: str | None = None
-    """What takes it up; by default `attach` with its cluster."""
+    """The command that attaches to it; None: ``clusterkit attach`` with its cluster."""
     attempt: int = 1
     pods: int | None = None
-    """Nodes that it asks for."""
+    """Number of nodes that it requests."""
     user: str | None = None
     """Who submitted it."""
     started_at: float | None = None
@@ -92,7 +90,7 @@ class RemoteRun(Struct, frozen=True, kw_only=True):
 
 
 class Recovered(Struct, frozen=True, kw_only=True):
-    """What a cluster keeps of a run: enough to make its plan anew on this machine."""
+    """A run as its cluster stores it: enough to make the same plan on this machine."""
 
     run: str
     job: JobSpec
@@ -101,48 +99,48 @@ class Recovered(Struct, frozen=True, kw_only=True):
     attempt: int
     created_at: float
     project: bytes | None = None
-    """The plan's tree as a tar.gz, if it has one."""
+    """The project's files as a tar.gz; None: the run copies none."""
 
 
 class Monitor(Protocol):
     """Follows one attempt; made by `Backend.watch`."""
 
     def status(self) -> Observation | None:
-        """The newest state, as of `Backend.status`."""
+        """Return the newest state, as `Backend.status` does."""
 
     def close(self) -> None:
-        """Stop following; the nodes go on."""
+        """Stop following. The nodes keep running."""
 
 
 class Backend(ABC):
-    """Starts nodes and looks after them; reaches the world through a `Transport` only."""
+    """Starts, watches and ends the nodes of a run; does all its I/O through a `Transport`."""
 
     name: ClassVar[str]
     summary: ClassVar[str]
     """One line for the table of backends."""
     unsupported: ClassVar[Mapping[str, str]] = {}
-    """Job field (or ``launcher=NAME``) that cannot be honoured: the reason."""
+    """Job fields (or ``launcher=NAME``) that this backend refuses, each with the reason."""
     command: ClassVar[str] = ""
-    """What a machine has that reaches such clusters; empty: every machine does."""
-    first_entry: ClassVar[Mapping[str, Any]] = {}
-    """Keys of the entry that `clusterkit init` writes."""
-    first_note: ClassVar[str] = ""
-    """What whoever has such an entry should look at first."""
+    """Program that this machine needs to use such a cluster; empty: none."""
+    init_entry: ClassVar[Mapping[str, Any]] = {}
+    """Further keys of the cluster entry that `clusterkit init` writes."""
+    init_note: ClassVar[str] = ""
+    """What `clusterkit init` tells the user to check in that entry."""
     start_seconds: ClassVar[float] = 60.0
-    """How long a node may take to show a sign of life; infinite where they queue."""
+    """Seconds for a node to show a first sign of life; infinite where nodes wait in a queue."""
 
     # -- before a run ---------------------------------------------------------
 
     @classmethod
     def resolved(cls, cluster: Any, folder: Path, include: str | None, exclude: str | None) -> Any:
-        """The entry with all that it refers to read, so that it can stand alone.
+        """Return the cluster entry with the files that it names read, and its values checked.
 
         Args:
-            folder: where the cluster file lies.
-            include, exclude: which hosts, instead of the entry's own.
+            folder: the folder of the cluster file, where relative paths start.
+            include, exclude: which hosts to use, instead of what the entry says.
 
         Raises:
-            BadInput: a file that cannot be used, hosts that cannot be chosen.
+            BadInput: a file or value cannot be used, or no host can be chosen so.
         """
         if include or exclude:
             flag = "include" if include else "exclude"
@@ -151,20 +149,20 @@ class Backend(ABC):
 
     @classmethod
     def transport(cls, cluster: Any) -> Transport:
-        """What reaches the cluster's hosts."""
+        """Return the transport to the cluster's hosts."""
         from clusterkit.transport import LocalTransport
 
         return LocalTransport()
 
-    # A hook's ``cluster`` is an entry of the backend's own kind, by which each backend types it.
-    # `probe` and `place` are functions of modules beside the backend's own, which import much:
-    # a supervisor, or a command that looks at a run, needs neither.
+    # ``cluster`` is Any because each backend narrows it to its own kind of entry.
+    # `probe` and `place` are functions in modules of those names, imported when called: they import
+    # much that a supervisor, or a command that reads a run, does not need.
 
     def probe(self, cluster: Any, transport: Transport, job: JobSpec | None = None) -> Facts:
-        """Look at the cluster: the only reading of the outside world before a submit.
+        """Look at the cluster. Nothing else reads the outside world before a submit.
 
         Args:
-            job: whose hosts and project to look at; without one, at all hosts.
+            job: probe the hosts that this job gets, and its project; None: all hosts.
 
         Raises:
             BadInput: the job asks for more hosts than there are.
@@ -173,24 +171,16 @@ class Backend(ABC):
         found: Facts = self._module("probe").probe(cluster, transport, job)
         return found
 
-    def places(self, cluster: Any, transport: Transport) -> int:
-        """How many hosts nodes can have to themselves.
+    def capacity(self, cluster: Any, transport: Transport) -> int:
+        """Return how many nodes the cluster has room for with one host each.
 
         Raises:
-            ClusterkitError: that cannot be found out.
+            ClusterkitError: the cluster cannot be probed.
         """
         return len(self.probe(cluster, transport).hosts)
 
-    def preflight(self, name: str, cluster: Any, job: JobSpec) -> Subject | None:
-        """What `clusterkit.doctor` examines while `submit` probes; None: nothing. Pure.
-
-        Args:
-            name: what the cluster is called.
-        """
-        return None
-
     def place(self, job: JobSpec, cluster: Any, facts: Facts, run_id: str) -> Placement:
-        """Where the job's nodes run and how their ranks find each other. Pure, as `plan` is.
+        """Decide where the job's nodes run and how their ranks find each other. Pure.
 
         Raises:
             BadInput: the job does not fit the cluster.
@@ -202,7 +192,7 @@ class Backend(ABC):
         return import_module(f"clusterkit.backends.{self.name}.{name}")
 
     def plan(self, job: JobSpec, cluster: Any, facts: Facts, run_id: str) -> Plan:
-        """What submitting does, as data. Pure: the same arguments give the same plan for ever.
+        """Return what `submit` carries out. Pure: the same arguments always give the same plan.
 
         Raises:
             BadInput: the job does not fit the cluster.
@@ -210,7 +200,7 @@ class Backend(ABC):
         return self.place(job, cluster, facts, run_id).plan(self.name)
 
     def home(self, facts: Facts) -> Path:
-        """The folder on this machine whose ``runs`` holds the run folders."""
+        """Return the folder on this machine whose ``runs`` holds the run folders."""
         return Path(facts.home)
 
     # -- an attempt -----------------------------------------------------------
@@ -218,13 +208,13 @@ class Backend(ABC):
     def before_attempt(
         self, cluster: Any, facts: Facts, transport: Transport, *, fresh: bool
     ) -> tuple[Facts, str] | None:
-        """Check once more what may have changed since the probe, such as a port that was free.
+        """Check again what may have changed since the probe, such as a port that was free.
 
         Args:
-            fresh: the facts were found a moment ago, and no attempt has used them.
+            fresh: the cluster was probed just now, and no attempt has started since.
 
         Returns:
-            Facts for a new plan, and a sentence that says what has changed; None: nothing has.
+            Facts for a new plan, and a sentence for the user about the change; None: no change.
 
         Raises:
             ClusterkitError: the entry does not allow the change.
@@ -240,7 +230,7 @@ class Backend(ABC):
         secrets: Mapping[str, Secret] | None = None,
         record: Record | None = None,
     ) -> None:
-        """Carry the plan out: exactly its files and its steps.
+        """Write the plan's files and run its steps, nothing else.
 
         Raises:
             SubmitFailed: a step failed.
@@ -252,34 +242,34 @@ class Backend(ABC):
             plan, transport, attempt=attempt, secrets=secrets, record=record or (lambda *_: None)
         )
 
-    def only(self, plan: Plan, node: int) -> Plan:
-        """What starts one node of a plan whose others run: a plan as well. Pure."""
+    def node_plan(self, plan: Plan, node: int) -> Plan:
+        """Return a plan that starts one node of this plan while the others run. Pure."""
         steps = tuple(step for step in plan.steps if step.node == node)
         return msgspec.structs.replace(plan, steps=steps, hosts=(plan.hosts[node],))
 
     @abstractmethod
     def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
-        """The state of an attempt; None when nothing of the run is known."""
+        """Return the state of an attempt; None: nothing of the run can be found."""
 
     def watch(self, handle: RunHandle, transport: Transport) -> Monitor:
-        """Follow an attempt: for its supervisor, who asks many times a second."""
+        """Follow an attempt, for a supervisor that polls many times a second."""
         return _Polling(partial(self.status, handle, transport))
 
     @abstractmethod
     def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
-        """End everything that belongs to the run; fine to repeat, and on a run that has ended.
+        """End everything that belongs to the run. Idempotent.
 
         Args:
-            reason: for the nodes' records, where their agents can be told.
+            reason: what the agents record as the reason.
 
         Raises:
-            Unavailable: a host does not answer; on the others it is done.
+            Unavailable: a host does not answer; the run is ended on all others.
         """
 
 
 @dataclass(frozen=True)
 class _Polling:
-    """Asks the backend each time: for those to which that is cheap."""
+    """The `Monitor` of backends whose `status` is cheap."""
 
     status: Callable[[], Observation | None]
 
@@ -291,78 +281,82 @@ class _Polling:
 
 
 class SupportsDoctor(ABC):
-    """Backends whose clusters `clusterkit.doctor` can examine."""
+    """A backend whose clusters `clusterkit.doctor` can examine."""
 
     @abstractmethod
     def subject(self, name: str, cluster: Any, job: JobSpec | None = None) -> Subject:
-        """What is examined, and what for. Pure.
+        """Return the hosts and requirements that the doctor checks. Pure.
 
         Args:
-            name: what the cluster is called.
-            job: whose hosts and needs; without one, all hosts.
+            name: the name of the cluster entry.
+            job: check the hosts that this job gets for what it needs; None: all hosts.
 
         Raises:
             BadInput: the job asks for more hosts than there are.
         """
 
 
+class SupportsPreflight(SupportsDoctor):
+    """A backend whose clusters are also examined by every submit, while it probes."""
+
+
 class SupportsCleanup(ABC):
-    """Backends whose ended nodes stay with a service: an engine, an API server."""
+    """A backend whose nodes, once ended, stay in a container engine or an API server."""
 
     @abstractmethod
     def clean_up(self, handle: RunHandle, transport: Transport) -> None:
-        """Remove what an attempt that has ended left with the service; fine to repeat.
+        """Remove what an attempt that has ended left there. Idempotent.
 
         Raises:
-            Unavailable: it does not answer.
+            Unavailable: the engine or API server does not answer.
         """
 
 
 class SupportsSync(ABC):
-    """Backends whose nodes write what `status` does not bring here."""
+    """A backend whose `status` does not copy the nodes' logs to the run folder."""
 
     @abstractmethod
     def sync(self, handle: RunHandle, transport: Transport) -> None:
-        """Bring what is new of an attempt's logs to the run's folder.
+        """Copy the new part of an attempt's logs to the run folder.
 
         Raises:
-            Unavailable: what keeps them does not answer.
+            Unavailable: the server that holds them does not answer.
         """
 
 
 class SupportsForget(ABC):
-    """Backends whose runs leave a folder on other machines."""
+    """A backend whose runs leave a folder on other machines."""
 
     @abstractmethod
     def forget(self, handle: RunHandle, transport: Transport) -> None:
-        """Remove what a run that has ended left there.
+        """Remove the folders of a run that has ended from those machines.
 
         Raises:
-            Unavailable: a host does not answer; on the others it is done.
+            Unavailable: a host does not answer; on all others they are removed.
         """
 
 
 class SupportsFile(ABC):
-    """Backends whose plans fit into one file, for somebody who has to hand one in."""
+    """A backend whose plans can be written as one file that other tools can submit."""
 
     name: ClassVar[str]
 
     @abstractmethod
     def one_file(self, plan: Plan, cluster: Any, head: list[str]) -> str:
-        """All that the plan's files and steps are, as one text.
+        """Return the plan's files and steps as the text of one file.
 
         Args:
-            head: what is to stand in front, as comments.
+            head: lines to put in front as comments.
 
         Raises:
-            BadInput: something of it does not fit into a file.
+            BadInput: part of the plan cannot be expressed in such a file.
         """
 
-    def unprobed(self, cluster: Any, job: JobSpec) -> Facts:
-        """Facts of a cluster that cannot be looked at, as far as entry and job say them.
+    def assumed_facts(self, cluster: Any, job: JobSpec) -> Facts:
+        """Return facts for a cluster that cannot be probed, from its entry and the job alone.
 
         Raises:
-            BadInput: they do not say enough.
+            BadInput: entry and job do not hold enough.
         """
         raise BadInput(
             f"backend {self.name} has to look at its hosts",
@@ -371,36 +365,36 @@ class SupportsFile(ABC):
 
 
 class SupportsRemoteRuns(ABC):
-    """Backends whose clusters know of runs that other machines submitted."""
+    """A backend whose clusters list the runs that other machines submitted."""
 
     @abstractmethod
     def listing(self, cluster: Any, transport: Transport) -> list[RemoteRun]:
-        """The runs that the cluster knows of, newest first.
+        """Return the runs that the cluster lists, newest first.
 
         Raises:
-            Unavailable: it does not answer.
+            Unavailable: the cluster does not answer.
         """
 
     @abstractmethod
     def recover(self, run: str, cluster: Any, transport: Transport) -> Recovered:
-        """What the cluster keeps of a run.
+        """Return a run as the cluster stores it.
 
         Args:
             run: its id, the beginning of its id, or ``last``.
 
         Raises:
-            RunNotFound: the cluster knows of no such run.
-            Unavailable: it does not answer.
+            RunNotFound: the cluster has no such run.
+            Unavailable: the cluster does not answer.
         """
 
 
 def check_capabilities(
     backend: type[Backend], job: JobSpec, others: Iterable[type[Backend]]
 ) -> None:
-    """Refuse what the backend cannot honour.
+    """Refuse a job that uses a field which the backend cannot honour.
 
     Args:
-        others: all backends; looked at only where something is refused.
+        others: all backends; iterated only for the hint of an error.
 
     Raises:
         CapabilityError: names the backend, the field, the reason and the backends that can.

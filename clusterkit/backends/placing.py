@@ -5,7 +5,6 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 
@@ -86,12 +85,6 @@ def divided_gpus(
             job="nodes",
         )
     return there // nodes, f"{counted(there, 'GPU')} / {counted(nodes, 'node')}"
-
-
-def own_ports(port: int | Literal["auto"]) -> tuple[int, int]:
-    """For rendezvous and for watching each other, where nothing else of this address listens."""
-    chosen = 29500 if port == "auto" else port
-    return chosen, 29501 if chosen != 29501 else 29502
 
 
 def threads_of(job: JobSpec, cpus: int, ranks: int) -> tuple[int, str]:

@@ -215,7 +215,7 @@ def write(
         if where not in CLUSTER_TYPES:
             everything = sorted({*known_clusters(), *backends.NAMES})
             raise BadInput(f"cluster {where!r} is unknown", choices(everything, where))
-        entry: dict[str, object] = {"backend": where, **backends.backend_type(where).first_entry}
+        entry: dict[str, object] = {"backend": where, **backends.backend_type(where).init_entry}
         if takes_hosts(where):
             if not names:
                 raise BadInput("which hosts?", f"clusterkit init --cluster {where} --hosts h1,h2")
@@ -280,7 +280,7 @@ def _notes(script: Script, found: Machine, where: str, args: Sequence[str]) -> I
         yield f"{script.path} does not run without {names}: add it to args in {JOB_FILE}"
     if where == "local" and "torch" in script.packages and found.torch is None:
         yield "no Python here has torch: make an environment in .venv and install it there"
-    if where in CLUSTER_TYPES and (note := backends.backend_type(where).first_note):
+    if where in CLUSTER_TYPES and (note := backends.backend_type(where).init_note):
         yield note
 
 

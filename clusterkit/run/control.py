@@ -98,10 +98,10 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
         base = _replace(base, restarts_left=job.restarts)
     while seen := backend.status(handle, transport):
         seen = without_spares(handle.plan, seen)
-        if seen.goes_on is None or seen.goes_on <= handle.attempt:
+        if seen.next_attempt is None or seen.next_attempt <= handle.attempt:
             break
-        base = _replace(base, restarts_left=seen.left_of(base.restarts_left or 0))
-        handle = folder.handle(seen.goes_on, handle.plan)
+        base = _replace(base, restarts_left=seen.remaining_restarts(base.restarts_left or 0))
+        handle = folder.handle(seen.next_attempt, handle.plan)
         base = _replace(base, attempt=handle.attempt, running_since=None)
     if saved is None and (seen is None or {node.state for node in seen.nodes} <= _NOT_SEEN):
         # state.json is written before nodes are started; a host may not even have the run's folder.
@@ -141,7 +141,7 @@ def _unsupervised(base: RunStatus, handle: RunHandle, seen: Observation) -> tupl
     """Return the status of a run whose supervisor is gone, and whether `attach` would start it
     again."""
     folder = handle.folder
-    restarts = seen.left_of(base.restarts_left or 0)
+    restarts = seen.remaining_restarts(base.restarts_left or 0)
     base = _replace(base, restarts_left=restarts)
     begun = any(node.state is not State.PENDING for node in seen.nodes)
     attach = f"`clusterkit attach {folder.run_id}`"

@@ -63,7 +63,7 @@ def plan_as(
     entry = msgspec.structs.replace(entry, **keys)
     head = []
     if facts is None and cluster is None:
-        facts = backend.unprobed(entry, spec)
+        facts = backend.assumed_facts(entry, spec)
         head.append("No cluster was looked at: GPUs, cores, Python and port are assumed.")
     elif facts is None:
         with contextlib.closing(backends.transport_for(entry)) as transport:

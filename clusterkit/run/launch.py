@@ -16,7 +16,12 @@ import msgspec
 
 import clusterkit
 from clusterkit import backends
-from clusterkit.backends.base import Backend, SupportsRemoteRuns, check_capabilities
+from clusterkit.backends.base import (
+    Backend,
+    SupportsPreflight,
+    SupportsRemoteRuns,
+    check_capabilities,
+)
 from clusterkit.cluster import ClusterSpec, Facts
 from clusterkit.errors import BadInput, CapabilityError, ClusterkitError, RunFolderError
 from clusterkit.jobfile import loader, request
@@ -107,7 +112,9 @@ def prepare(
             def probe() -> Facts:
                 return backend.probe(entry, transport, spec)
 
-            subject = backend.preflight(cluster, entry, spec) if doctor else None
+            subject = None
+            if doctor and isinstance(backend, SupportsPreflight):
+                subject = backend.subject(cluster, entry, spec)
             facts = probe() if subject is None else _probed(subject, transport, probe)
         if not facts.hosts:
             raise BadInput("facts: no host is named", hint="use the facts.json of a run")

@@ -46,7 +46,7 @@ def without_spares(plan: Plan, seen: Observation) -> Observation:
         for node in seen.nodes
     )
     states = [node.state for node in nodes if not node.spare]
-    enough = states.count(State.SUCCEEDED) >= plan.least and seen.goes_on is None
+    enough = states.count(State.SUCCEEDED) >= plan.least and seen.next_attempt is None
     succeeded = enough and not _running(seen) & set(states)
     return replace(seen, nodes=nodes, state=State.SUCCEEDED if succeeded else overall({*states}))
 
@@ -65,7 +65,7 @@ def phase(plan: Plan, seen: Observation, *, pending: bool, unreported: bool) -> 
     finished = seen.state is State.SUCCEEDED or all(
         node.spare or node.state.final for node in seen.nodes
     )
-    if seen.goes_on is not None:
+    if seen.next_attempt is not None:
         return Phase.ENDED if finished or not (active or unreported) else Phase.RUNNING
     if not (active or unreported):
         return Phase.ENDED

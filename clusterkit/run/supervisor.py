@@ -18,7 +18,7 @@ import msgspec
 
 from clusterkit import agent, backends
 from clusterkit.backends.base import Backend, Monitor, Observation, SupportsCleanup
-from clusterkit.backends.ports import moved_port
+from clusterkit.backends.ports import move_port
 from clusterkit.cluster import Facts
 from clusterkit.errors import (
     EXIT_INTERRUPTED,
@@ -132,8 +132,8 @@ class Supervisor:
                 self._start_attempt()
             handle = self._handle()
             seen = self._watch(handle)
-            self.followed = started = seen.goes_on is not None
-            self._update(restarts_left=seen.left_of(self.status.restarts_left or 0))
+            self.followed = started = seen.next_attempt is not None
+            self._update(restarts_left=seen.remaining_restarts(self.status.restarts_left or 0))
             if not started and (end := self._clean_up(handle, seen)) is not None:
                 return self._finish(end)
             failure = diagnosis(handle, seen)
@@ -144,7 +144,7 @@ class Supervisor:
             self._attempt_ended(failure)
             if not started:
                 self._save(State.RESTARTING, failure)
-            self._update(attempt=seen.goes_on or self.status.attempt + 1, running_since=None)
+            self._update(attempt=seen.next_attempt or self.status.attempt + 1, running_since=None)
         if started:
             self._cancel()
         self._finish(State.CANCELLED)
@@ -201,7 +201,7 @@ class Supervisor:
             self.port_tries -= 1
             why = f"port {self.plan.port} was taken before the run could listen there"
             port = self.transport.free_port(self.facts.hosts[0].host)
-            self._plan_anew(*moved_port(self.cluster, self.facts, port, why))
+            self._plan_anew(*move_port(self.cluster, self.facts, port, why))
         elif lost and self.replaces_lost and not decided and self._losses_allowed():
             return self._replace(lost, handle, seen, failure)
         elif not self.status.restarts_left or decided or (lost and self.job.on_node_loss == "fail"):
@@ -294,7 +294,7 @@ class Supervisor:
                     f"node {pending[0]} did not report within {self.backend.start_seconds:g} s",
                     hint=f"see the logs in {self.folder.path}/attempts/{self.status.attempt}",
                 )
-            unreported = not (cancelled or seen.goes_on) and self.rejoin.unreported(
+            unreported = not (cancelled or seen.next_attempt) and self.rejoin.unreported(
                 seen, now, self.followed
             )
             come = phase(self.plan, seen, pending=bool(pending), unreported=unreported)
@@ -328,7 +328,7 @@ class Supervisor:
 
     def _rejoin_lost(self, seen: Observation, now: float) -> None:
         for node in self.rejoin.due(seen, now, self.followed):
-            plan = self.backend.only(self.plan, node)
+            plan = self.backend.node_plan(self.plan, node)
             # No steps: the backend cannot start one node. A host may have blocked the loop.
             if plan.steps and not self._to_be_ended():
                 submit = partial(self.backend.submit, plan, self.transport)

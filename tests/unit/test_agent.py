@@ -16,7 +16,7 @@ from clusterkit.agent import limits, processes
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.protocol import LAUNCHER_WAITED
 from clusterkit.agent.streams import Lines, Stream
-from clusterkit.backends.nodes import Left, judge_node
+from clusterkit.backends.node_status import NodeFiles, judge_node
 from clusterkit.output.logs import parse_lines
 from clusterkit.run import folder as run_folder
 
@@ -198,7 +198,7 @@ def test_a_watch_port_that_is_taken_is_in_the_status_while_the_node_runs(start, 
         waiting(start, run_dir, options=options, **names)
         wait_until(lambda: b"remarks" in (node_dir / "started.json").read_bytes())
     started = (node_dir / "started.json").read_bytes()
-    found = judge_node(0, "h0", Left(begun=True, alive=True, started=started))
+    found = judge_node(0, "h0", NodeFiles(begun=True, alive=True, started=started))
     words = f"the other nodes are not watched: port {port}: Address already in use"
     assert found.remarks == (words,)
     assert lines_of(node_dir)[-1].text == words

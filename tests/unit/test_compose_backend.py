@@ -27,7 +27,7 @@ from clusterkit.backends.compose.containers import (
     inspect,
     judge,
 )
-from clusterkit.backends.nodes import Left
+from clusterkit.backends.node_status import NodeFiles
 from clusterkit.cluster import ComposeCluster, Engine, Gpu
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.output.diagnose import diagnose
@@ -549,7 +549,7 @@ def test_states_of_a_node(
     begun: bool, exit_json: bytes | None, live: Container | None, kept: Container | None,
     state: str, reason: str | None,
 ) -> None:  # fmt: skip
-    found = judge(3, Left(begun=begun, exit=exit_json), live=live, kept=kept)
+    found = judge(3, NodeFiles(begun=begun, exit=exit_json), live=live, kept=kept)
     assert found.state is State[state], found
     assert (found.node, found.host) == (3, "node-3")
     assert (found.reason is None) if reason is None else reason in (found.reason or "")
@@ -557,19 +557,19 @@ def test_states_of_a_node(
 
 def test_every_word_of_the_table_means_a_state() -> None:
     for word, state in STATES.items():
-        found = judge(0, Left(begun=True), live=Container(state=word), kept=None)
+        found = judge(0, NodeFiles(begun=True), live=Container(state=word), kept=None)
         assert found.state is state
 
 
 def test_an_engine_that_does_not_answer_leaves_what_is_not_known() -> None:
     silent = {"live": None, "kept": None, "silent": "it does not answer"}
-    assert judge(0, Left(begun=True), **silent).state is State.UNKNOWN
-    assert judge(0, Left(begun=True, exit=said(0)), **silent).state is State.SUCCEEDED
+    assert judge(0, NodeFiles(begun=True), **silent).state is State.UNKNOWN
+    assert judge(0, NodeFiles(begun=True, exit=said(0)), **silent).state is State.SUCCEEDED
 
 
 def test_what_lasts_too_long_has_failed() -> None:
     for live in (Container(state="paused"), Container(state="running", connected=False)):
-        found = judge(0, Left(begun=True), live=live, kept=None, patient=False)
+        found = judge(0, NodeFiles(begun=True), live=live, kept=None, patient=False)
         assert found.state is State.FAILED
 
 

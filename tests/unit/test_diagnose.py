@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from clusterkit.agent.failure import shell_code
-from clusterkit.backends.nodes import observed
+from clusterkit.backends.node_status import observed
 from clusterkit.output.diagnose import PORT_TAKEN, diagnose
 from clusterkit.output.logs import LogLine
 from clusterkit.run.status import NodeStatus, RankExit, State

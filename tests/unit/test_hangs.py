@@ -12,7 +12,7 @@ from clusterkit.agent.failure import Words
 from clusterkit.agent.hangs import WORLD, Hangs, Steps, compare, steps_of
 from clusterkit.agent.node_files import NodeFiles
 from clusterkit.agent.rank_state import from_flight_recorder, from_traceback
-from clusterkit.backends.nodes import judge_running
+from clusterkit.backends.node_status import judge_running
 from clusterkit.run.status import NodeStatus, RunStatus, State
 from clusterkit.ui.formatting import remark_lines
 

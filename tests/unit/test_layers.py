@@ -71,7 +71,7 @@ doctor.hosts.checks
 doctor.hosts.examine
 doctor
 backends.base
-backends backends.nodes backends.ports backends.placing backends.probing
+backends backends.node_status backends.ports backends.placing backends.probing
 backends.local backends.ssh backends.compose backends.kubernetes backends.slurm
 backends.ssh.config backends.ssh.filters backends.ssh.variables backends.compose.compose_file
 backends.compose.engine backends.slurm.queue backends.slurm.tail

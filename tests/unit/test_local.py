@@ -12,7 +12,7 @@ from clusterkit import backends
 from clusterkit.agent.processes import process_start
 from clusterkit.backends.base import Backend, check_capabilities
 from clusterkit.backends.local.backend import LocalBackend
-from clusterkit.backends.nodes import judge_exit
+from clusterkit.backends.node_status import judge_exit
 from clusterkit.backends.probing import parse_gpus
 from clusterkit.cluster import Gpu, LocalCluster
 from clusterkit.errors import BadInput, CapabilityError, PortTaken, Unavailable

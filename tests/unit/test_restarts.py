@@ -11,7 +11,7 @@ import pytest
 
 from clusterkit import agent
 from clusterkit.agent.node_files import NodeFiles, restarts_left
-from clusterkit.backends.nodes import judge_running
+from clusterkit.backends.node_status import judge_running
 from clusterkit.run.status import State
 from tests.agents import RUN, Nodes
 

@@ -242,7 +242,7 @@ def test_the_allocation_of_a_run_that_goes_on_without_a_node_does_so_too(plan, f
         assert then in script.partition("trap notice")[2].partition("code=0")[0]
     assert queue.NODE_0_LOST in not_back([0], 15.0)
     assert made.nodes == nodes
-    assert backends.backend("slurm").only(made, 1).steps == ()  # no node is started alone
+    assert backends.backend("slurm").node_plan(made, 1).steps == ()  # no node is started alone
 
 
 @pytest.mark.parametrize(
@@ -347,15 +347,15 @@ def test_a_job_that_waits_says_why(seen):
     reason = "job 7: other jobs go first (Priority)"
     found = seen(job("PENDING", reason="Priority"), None, None)
     assert states(found) == ("PENDING", ["PENDING"] * 2, reason)
-    assert found.goes_on is None
+    assert found.next_attempt is None
     assert found.queued
     assert seen(job(), None, None).queued  # its agents are about to begin
     assert not seen("", None, None).queued
 
 
 def test_a_job_that_waits_again_goes_on_as_the_next_attempt(seen):
-    assert seen(job("PENDING", reason="BeginTime"), ENDED, RUNS).goes_on == 2
-    assert seen(job(), ENDED, ENDED, **{"attempts/1/next": "2\n"}).goes_on == 2
+    assert seen(job("PENDING", reason="BeginTime"), ENDED, RUNS).next_attempt == 2
+    assert seen(job(), ENDED, ENDED, **{"attempts/1/next": "2\n"}).next_attempt == 2
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def test_nodes_that_slurm_ended_are_not_judged_before_it_is_through(seen, who):
     for state in ("COMPLETING", "RUNNING"):
         found = seen(job(state), *nodes)
         assert states(found) == ("RUNNING", ["RUNNING"] * 2, "Slurm is ending its job")
-    assert seen(job("PENDING", reason="BeginTime"), *nodes).goes_on == 2
+    assert seen(job("PENDING", reason="BeginTime"), *nodes).next_attempt == 2
     assert states(seen(job("NODE_FAIL"), *nodes))[0] == "FAILED"
     assert states(seen("", *nodes))[0] == "FAILED"
     ours = seen(job("COMPLETING"), *nodes, stop_7="cancelled")

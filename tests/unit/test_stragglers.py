@@ -14,7 +14,7 @@ from clusterkit.agent.host import Look, throttled
 from clusterkit.agent.node_files import NodeFiles
 from clusterkit.agent.rank_state import arrival_times
 from clusterkit.agent.stragglers import Clock, Stragglers
-from clusterkit.backends.nodes import judge_running
+from clusterkit.backends.node_status import judge_running
 from clusterkit.run.status import RunStatus, State
 from clusterkit.ui.formatting import remark_lines
 

@@ -18,8 +18,8 @@ import pytest
 from clusterkit import agent, backends
 from clusterkit.backends.base import Observation, SupportsCleanup
 from clusterkit.backends.local.backend import LocalBackend
-from clusterkit.backends.nodes import observed as from_files
-from clusterkit.backends.ports import moved_port
+from clusterkit.backends.node_status import observed as from_files
+from clusterkit.backends.ports import move_port
 from clusterkit.cluster import CLUSTER_TYPES, Facts, HostFacts
 from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.output import mirror
@@ -524,7 +524,7 @@ def test_a_rank_of_a_node_that_was_stopped_for_another_s_failure_may_have_failed
 
 def went_on(attempt, *states, left=None):
     """An attempt that has ended so, and whose agents have begun that one."""
-    return msgspec.structs.replace(observed(*states), goes_on=attempt, restarts_left=left)
+    return msgspec.structs.replace(observed(*states), next_attempt=attempt, restarts_left=left)
 
 
 def test_an_attempt_that_the_agents_begin_is_followed_and_not_started(supervise_with):
@@ -880,7 +880,7 @@ def test_a_restart_changes_the_plan_on_record_when_it_changes_the_port(unstarted
     folder = RunFolder(run.path)
     before = folder.plan()
     supervisor = Supervisor(folder)
-    moved = moved_port(supervisor.cluster, supervisor.facts, 30123, "port was taken")
+    moved = move_port(supervisor.cluster, supervisor.facts, 30123, "port was taken")
     supervisor._plan_anew(*moved)
     after = folder.plan()
     assert (before.port, after.port) == (29501, 30123)

@@ -22,7 +22,7 @@ from clusterkit.backends.compose.containers import (
     observation,
     remove,
 )
-from clusterkit.backends.nodes import known
+from clusterkit.backends.node_status import folder_exists
 from clusterkit.cluster import ComposeCluster, Facts
 from clusterkit.errors import BadInput, ClusterkitError
 from clusterkit.plan import Plan, unpacking
@@ -41,7 +41,7 @@ class ComposeBackend(Backend, SupportsCleanup, SupportsFile):
     name = "compose"
     summary = "containers of a docker engine on this machine, one node each"
     command = "docker"
-    first_note = IMAGE_NOTE.format("nodes'")
+    init_note = IMAGE_NOTE.format("nodes'")
 
     @classmethod
     def resolved(
@@ -68,7 +68,7 @@ class ComposeBackend(Backend, SupportsCleanup, SupportsFile):
         volumes = tuple(_resolved_volume(text, folder) for text in cluster.volumes)
         return msgspec.structs.replace(cluster, volumes=volumes)
 
-    def unprobed(self, cluster: ComposeCluster, job: JobSpec) -> Facts:
+    def assumed_facts(self, cluster: ComposeCluster, job: JobSpec) -> Facts:
         from clusterkit.backends.compose.probe import assumed
 
         return assumed(cluster, job)
@@ -82,13 +82,13 @@ class ComposeBackend(Backend, SupportsCleanup, SupportsFile):
         head += [f"    export {name}=..." for name in plan.steps[-1].secrets]
         return comment("\n".join(head)) + text + packed
 
-    def only(self, plan: Plan, node: int) -> Plan:
+    def node_plan(self, plan: Plan, node: int) -> Plan:
         up = plan.steps[-1]
         argv = (*up.argv, "--no-deps", f"node-{node}")
         return msgspec.structs.replace(plan, steps=(msgspec.structs.replace(up, argv=argv),))
 
     def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
-        if not known(handle):
+        if not folder_exists(handle):
             return None
         try:
             return observation(handle, inspect(handle, transport))

@@ -15,7 +15,14 @@ from clusterkit.agent.report import node_state
 from clusterkit.backends.base import Observation
 from clusterkit.backends.compose.compose_file import ATTEMPT, LABEL, STOP_EXTRA, container_name
 from clusterkit.backends.compose.engine import ENGINE_SECONDS, HOST, Docker
-from clusterkit.backends.nodes import Left, judge_exit, judge_running, known, observed, remarks
+from clusterkit.backends.node_status import (
+    NodeFiles,
+    folder_exists,
+    judge_exit,
+    judge_running,
+    observed,
+    remarks,
+)
 from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.plan import ComposeNative, Plan
 from clusterkit.run.folder import RunHandle
@@ -148,7 +155,7 @@ def _snapshot(handle: RunHandle) -> str:
 
 def _keep(handle: RunHandle, transport: Transport) -> None:
     """Write down how the containers are: nothing else shows their ends once they are gone."""
-    if handle.folder.file(_snapshot(handle)).exists() or not known(handle):
+    if handle.folder.file(_snapshot(handle)).exists() or not folder_exists(handle):
         return
     # What cannot be kept is no reason to leave containers behind.
     with contextlib.suppress(ClusterkitError):
@@ -170,7 +177,7 @@ def _said(plan: Plan, node: int, transport: Transport) -> str:
 
 def judge(
     node: int,
-    left: Left,
+    left: NodeFiles,
     *,
     live: Container | None,
     kept: Container | None,
@@ -247,7 +254,7 @@ def observation(
     kept = handle.folder.maybe_json(_snapshot(handle), dict[int, Container]) or {}
     nodes, ended, causes = [], {}, []
     for node in range(handle.plan.nodes):
-        left = Left.there(handle.folder.node_dir(handle.attempt, node))
+        left = NodeFiles.read(handle.folder.node_dir(handle.attempt, node))
         found = judge(
             node, left, live=live.get(node), kept=kept.get(node), silent=silent,
             patient=node not in lost,
@@ -293,7 +300,7 @@ class ContainerMonitor:
         """Since when nodes are paused or cut off."""
 
     def status(self) -> Observation | None:
-        if not known(self._handle):
+        if not folder_exists(self._handle):
             return None
         now = time.monotonic()
         if self._happened() or now >= self._look_at:

@@ -29,9 +29,9 @@ from clusterkit.backends.placing import (
     device_of,
     divided_gpus,
     interface_env,
-    own_ports,
     threads_of,
 )
+from clusterkit.backends.ports import default_ports
 from clusterkit.cluster import ComposeCluster, Engine, Facts
 from clusterkit.errors import BadInput, counted
 from clusterkit.plan import ComposeNative, Note, PlanFile, Step
@@ -114,7 +114,7 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
             **(mpi_env(facts.interface) if job.started_by == "mpirun" else {}),
         },
         node_env=tuple({NODE_ADDRESS.name: name} if topology.elastic else {} for name in names),
-        watching=Watching(names[0], facts.watch_port or own_ports(facts.port)[1]),
+        watching=Watching(names[0], facts.watch_port or default_ports(facts.port)[1]),
         notes=(
             Note("device", device, device_origin),
             Note("nproc_per_node", str(nproc), nproc_origin),

@@ -25,7 +25,8 @@ from clusterkit.backends.compose.engine import (
     Docker,
     last_words,
 )
-from clusterkit.backends.placing import CPU_IMAGE, GPU_IMAGE, own_ports
+from clusterkit.backends.placing import CPU_IMAGE, GPU_IMAGE
+from clusterkit.backends.ports import default_ports
 from clusterkit.backends.probing import (
     GPU_QUERY,
     NAMES_PYTHON,
@@ -84,7 +85,7 @@ def probe(cluster: ComposeCluster, transport: Transport, job: JobSpec | None) ->
 
 
 def _facts(cluster: ComposeCluster, host: HostFacts, engine: Engine) -> Facts:
-    port, watch_port = own_ports(cluster.port)
+    port, watch_port = default_ports(cluster.port)
     return Facts(
         home=str(home()), hosts=(host,), port=port, watch_port=watch_port, interface=INTERFACE,
         port_origin="the run's own network" if cluster.port == "auto" else "cluster: port",

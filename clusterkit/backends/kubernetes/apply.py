@@ -39,7 +39,7 @@ from clusterkit.backends.kubernetes.observe import (
 from clusterkit.backends.kubernetes.pods import ATTEMPT, STOP_EXTRA, USER, code_of
 from clusterkit.backends.kubernetes.server import AT_ONCE, RunObjects, objects_of
 from clusterkit.backends.kubernetes.text import Object, made
-from clusterkit.backends.nodes import known
+from clusterkit.backends.node_status import folder_exists
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.plan import Plan
 from clusterkit.run.folder import MADE, RunHandle
@@ -203,11 +203,11 @@ def remove(handle: RunHandle, transport: Transport) -> None:
         Unavailable: the API server does not answer, will not, or a node does not.
     """
     plan, objects = handle.plan, RunObjects(handle.plan, transport)
-    if known(handle) and not handle.folder.file(MADE).exists():
+    if folder_exists(handle) and not handle.folder.file(MADE).exists():
         return
     job, *others = _made_by(plan, objects)
     try:
-        if known(handle):
+        if folder_exists(handle):
             pods = pods_of(handle, transport)
             keep(handle, with_seen(snapshot(handle), pods, plan))
             if removed(handle) is None:
@@ -219,7 +219,7 @@ def remove(handle: RunHandle, transport: Transport) -> None:
         for path in others:
             objects.delete(path)
         lost = _await_gone(plan, objects)
-        if known(handle):
+        if folder_exists(handle):
             by_us = removed(handle) or Removed()
             after = msgspec.structs.replace(by_us, lost=by_us.lost | lost, complete=True)
             if after != by_us:

@@ -44,7 +44,7 @@ from clusterkit.backends.kubernetes.probe import context_of, facts_of, places
 from clusterkit.backends.kubernetes.remote_runs import kept, listing, reached
 from clusterkit.backends.kubernetes.server import RunObjects, Server, objects_of
 from clusterkit.backends.kubernetes.text import Object
-from clusterkit.backends.nodes import known
+from clusterkit.backends.node_status import folder_exists
 from clusterkit.backends.probing import assumed_gpus
 from clusterkit.cluster import Facts, KubernetesCluster, KubernetesFacts
 from clusterkit.errors import BadInput, ClusterkitError
@@ -66,8 +66,8 @@ class KubernetesBackend(
     name = "kubernetes"
     summary = "pods of a Kubernetes cluster, one node each"
     command = "kubectl"
-    first_entry: ClassVar[dict[str, Any]] = {"code": "copied"}
-    first_note = IMAGE_NOTE.format("pods'")
+    init_entry: ClassVar[dict[str, Any]] = {"code": "copied"}
+    init_note = IMAGE_NOTE.format("pods'")
     unsupported: ClassVar[dict[str, str]] = {
         "on_node_loss=shrink": "a pod that is lost is replaced, or ends the run",
         "spares": "a pod that is lost is replaced by another one",
@@ -91,7 +91,7 @@ class KubernetesBackend(
 
     # -- probing --------------------------------------------------------------
 
-    def places(self, cluster: KubernetesCluster, transport: Transport) -> int:
+    def capacity(self, cluster: KubernetesCluster, transport: Transport) -> int:
         return places(cluster, transport)
 
     def subject(self, name: str, cluster: KubernetesCluster, job: JobSpec | None = None) -> Subject:
@@ -106,7 +106,7 @@ class KubernetesBackend(
 
     # -- as one file ------------------------------------------------------------
 
-    def unprobed(self, cluster: KubernetesCluster, job: JobSpec) -> Facts:
+    def assumed_facts(self, cluster: KubernetesCluster, job: JobSpec) -> Facts:
         kinds = tuple(flavor.kind for flavor in FLAVORS.values())
         kube = KubernetesFacts(
             version="", context="", namespace=cluster.namespace or "default", kinds=kinds
@@ -143,7 +143,7 @@ class KubernetesBackend(
         super().submit(plan, transport, **more)
 
     def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
-        if not known(handle):
+        if not folder_exists(handle):
             return None
         try:
             pods = pods_of(handle, transport)

@@ -15,7 +15,7 @@ from msgspec import Struct
 from clusterkit.agent import LATE, STOPPED
 from clusterkit.backends.kubernetes.lost_pods import conditions_of, silent_since, unix
 from clusterkit.backends.kubernetes.pods import ATTEMPT, ROLE
-from clusterkit.backends.nodes import judge_exit
+from clusterkit.backends.node_status import judge_exit
 from clusterkit.run.status import NodeCause, NodeStatus, State
 
 PREEMPTED = "preempted for a pod of higher priority"

@@ -25,7 +25,7 @@ from clusterkit.backends.kubernetes.observe import (
 )
 from clusterkit.backends.kubernetes.pod_log import AGAIN_SECONDS, LOG_SECONDS, PodLog
 from clusterkit.backends.kubernetes.server import RunObjects
-from clusterkit.backends.nodes import known
+from clusterkit.backends.node_status import folder_exists
 from clusterkit.errors import ClusterkitError
 from clusterkit.run.folder import RunHandle
 from clusterkit.run.status import State
@@ -64,7 +64,7 @@ class PodMonitor:
         self._thread.start()
 
     def status(self) -> Observation | None:
-        if not known(self._handle):
+        if not folder_exists(self._handle):
             return None
         now = time.monotonic()
         with self._lock:

@@ -26,7 +26,7 @@ from clusterkit.backends.kubernetes.judge import (
 )
 from clusterkit.backends.kubernetes.remote_runs import state_of
 from clusterkit.backends.kubernetes.server import RunObjects
-from clusterkit.backends.nodes import judge_exit, judge_running, observed
+from clusterkit.backends.node_status import judge_exit, judge_running, observed
 from clusterkit.errors import ClusterkitError
 from clusterkit.plan import Plan
 from clusterkit.run.folder import RunHandle

@@ -32,9 +32,9 @@ from clusterkit.backends.placing import (
     GPU_IMAGE,
     device_of,
     interface_env,
-    own_ports,
     threads_of,
 )
+from clusterkit.backends.ports import default_ports
 from clusterkit.cluster import Facts, HostFacts, KubernetesCluster, KubernetesFacts
 from clusterkit.errors import BadInput, counted
 from clusterkit.plan import KubernetesNative, Note, PlanFile, Step, Tree
@@ -148,7 +148,7 @@ def place(
         },
         watching=Watching(
             names[0],
-            facts.watch_port or own_ports(facts.port)[1],
+            facts.watch_port or default_ports(facts.port)[1],
             REJOIN_SECONDS if rejoin else 0,
         ),
         container=True,

@@ -20,7 +20,7 @@ from clusterkit.backends.kubernetes.flavors import FLAVORS, choose
 from clusterkit.backends.kubernetes.nodes import best_node, gpus_of, selected, usable
 from clusterkit.backends.kubernetes.rights import ROLE_HINT, TO_MAKE_WATCHER, Right
 from clusterkit.backends.kubernetes.server import AT_ONCE, Server
-from clusterkit.backends.placing import own_ports
+from clusterkit.backends.ports import default_ports
 from clusterkit.backends.probing import interpreter, unseen
 from clusterkit.cluster import Facts, Gpu, KubernetesCluster, KubernetesFacts, Project
 from clusterkit.errors import BadInput, Unavailable
@@ -119,7 +119,7 @@ def facts_of(
     Raises:
         BadInput: the project is too large.
     """
-    port, watch_port = own_ports(cluster.port)
+    port, watch_port = default_ports(cluster.port)
     python = interpreter(job, (cluster.python, "cluster: python"))
     return Facts(
         home=str(home()),

@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from clusterkit import warm as warmth
-from clusterkit.agent import archive
 from clusterkit.assemble import Placement, Places, Watching, require_packages
 from clusterkit.backends.base import Backend, Observation, SupportsDoctor
 from clusterkit.backends.local.probe import ADDRESS, HOST
-from clusterkit.backends.nodes import Left, judge_node, known, observed, stop_arguments
+from clusterkit.backends.node_status import (
+    NodeFiles,
+    folder_exists,
+    judge_node,
+    observed,
+    stop_run,
+)
 from clusterkit.backends.placing import (
     device_of,
     divided_gpus,
@@ -22,7 +27,7 @@ from clusterkit.backends.placing import (
     interface_env,
     threads_of,
 )
-from clusterkit.backends.ports import ports_taken
+from clusterkit.backends.ports import replace_taken_ports
 from clusterkit.backends.probing import own_interpreter
 from clusterkit.cluster import Facts, LocalCluster
 from clusterkit.errors import BadInput, Unavailable, about, counted
@@ -131,14 +136,14 @@ class LocalBackend(Backend, SupportsDoctor):
     def before_attempt(
         self, cluster: LocalCluster, facts: Facts, transport: Transport, *, fresh: bool
     ) -> tuple[Facts, str] | None:
-        return ports_taken(cluster, facts, transport)
+        return replace_taken_ports(cluster, facts, transport)
 
     def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
-        if not known(handle):
+        if not folder_exists(handle):
             return None
         nodes, ended = [], {}
         for node in range(handle.plan.nodes):
-            left = Left.there(handle.folder.node_dir(handle.attempt, node))
+            left = NodeFiles.read(handle.folder.node_dir(handle.attempt, node))
             found = judge_node(node, HOST, left)
             nodes.append(found)
             if found.state in (State.FAILED, State.CANCELLED):
@@ -146,9 +151,6 @@ class LocalBackend(Backend, SupportsDoctor):
         return observed(nodes, ended)
 
     def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
-        # Our own agent, not the run folder's copy: that may be gone, its processes not.
-        stop = [sys.executable, "-I", "-", *stop_arguments(handle.plan, reason)]
-        seconds = handle.plan.stop_grace + 60
-        done = transport.run(HOST, stop, stdin=archive.as_text(), timeout=seconds)
+        done = stop_run(handle.plan, transport, HOST, sys.executable, reason)
         if done.exit_code:
             raise Unavailable(f"could not end run {handle.plan.run_id}: {done.stderr.strip()}")

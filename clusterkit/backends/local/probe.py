@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from clusterkit.backends.ports import watch_port
+from clusterkit.backends.ports import free_ports
 from clusterkit.backends.probing import limited, looked_at, on_this_machine, own_interpreter
 from clusterkit.cluster import Facts, LocalCluster
-from clusterkit.errors import PortTaken
 from clusterkit.run.folder import home
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
@@ -18,9 +17,7 @@ def probe(cluster: LocalCluster, transport: Transport, job: JobSpec | None) -> F
     """As `clusterkit.backends.base.Backend.probe`."""
     name, origin = own_interpreter(job, cluster.python)
     python = on_this_machine(name)
-    port = transport.free_port(HOST, None if cluster.port == "auto" else cluster.port)
-    if cluster.port not in ("auto", port):
-        raise PortTaken(int(cluster.port), ADDRESS)
+    port, watch_port = free_ports(cluster, HOST, transport, shown_as=ADDRESS)
     report = looked_at(transport, HOST, python, own=True, where=HOST, workdir=str(home()))
     gpus = limited(report.visible_gpus(), cluster.gpus)
     host = report.facts(HOST, ADDRESS, gpus=gpus, python=python, python_origin=origin)
@@ -30,5 +27,5 @@ def probe(cluster: LocalCluster, transport: Transport, job: JobSpec | None) -> F
         port=port,
         port_origin="free when probed" if cluster.port == "auto" else "cluster: port",
         interface="lo",
-        watch_port=watch_port(cluster, HOST, port, transport),
+        watch_port=watch_port,
     )

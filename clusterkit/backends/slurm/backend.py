@@ -59,7 +59,7 @@ class SlurmBackend(Backend, SupportsDoctor, SupportsFile, SupportsForget, Suppor
     def transport(cls, cluster: SlurmCluster) -> Transport:
         return LocalTransport() if cluster.ssh is None else login.transport(cluster)
 
-    def places(self, cluster: SlurmCluster, transport: Transport) -> int:
+    def capacity(self, cluster: SlurmCluster, transport: Transport) -> int:
         from clusterkit.backends.slurm.probe import partition
 
         return sum(node.usable for node in partition(cluster, transport).nodes)
@@ -75,7 +75,7 @@ class SlurmBackend(Backend, SupportsDoctor, SupportsFile, SupportsForget, Suppor
 
     # -- as one file ------------------------------------------------------------
 
-    def unprobed(self, cluster: SlurmCluster, job: JobSpec) -> Facts:
+    def assumed_facts(self, cluster: SlurmCluster, job: JobSpec) -> Facts:
         from clusterkit.backends.slurm.probe import assumed
 
         return assumed(cluster, job)

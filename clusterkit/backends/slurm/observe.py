@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from clusterkit.agent.report import read_from
 from clusterkit.backends.base import Observation
-from clusterkit.backends.nodes import Left, judge_node, known, observed
+from clusterkit.backends.node_status import NodeFiles, folder_exists, judge_node, observed
 from clusterkit.backends.slurm import login
 from clusterkit.backends.slurm.queue import NODE_0_LOST, WARNED, Job, jobs_of
 from clusterkit.errors import Unavailable
@@ -40,7 +40,7 @@ LATE_SECONDS = 15.0
 class Snapshot(Struct, frozen=True):
     """What the run's folder holds of an attempt."""
 
-    nodes: tuple[Left, ...]
+    nodes: tuple[NodeFiles, ...]
     submitted: bytes | None
     """Id of the job, once there is one."""
     next: bytes | None
@@ -64,7 +64,7 @@ class Snapshot(Struct, frozen=True):
 
 def read(handle: RunHandle) -> Snapshot | None:
     """What the run's folder holds; None: there is none."""
-    if not known(handle):
+    if not folder_exists(handle):
         return None
     attempt, folder, nodes = handle.attempt, handle.folder, []
     for node in range(handle.plan.nodes):
@@ -73,7 +73,7 @@ def read(handle: RunHandle) -> Snapshot | None:
         log = b"" if ended else read_from(ours / "agent.log") or b""
         started = read_from(ours / "started.json")
         begun = started is not None
-        nodes.append(Left(begun=begun, started=started, exit=ended, log=log[-4096:]))
+        nodes.append(NodeFiles(begun=begun, started=started, exit=ended, log=log[-4096:]))
     after = read_from(folder.file(f"attempts/{attempt}/next"))
     return Snapshot(tuple(nodes), read_from(folder.file(f"job-{attempt}")), after)
 
@@ -130,7 +130,7 @@ def observation(
     ]
     return msgspec.structs.replace(
         found,
-        goes_on=found.goes_on or (handle.attempt + 1 if look.again else None),
+        next_attempt=found.next_attempt or (handle.attempt + 1 if look.again else None),
         causes=(*causes, *found.causes),
         queued=silent is not None or (job is not None and not job.means.final),
     )

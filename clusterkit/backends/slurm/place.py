@@ -15,9 +15,9 @@ from clusterkit.backends.placing import (
     device_of,
     divided_gpus,
     interface_env,
-    own_ports,
     threads_of,
 )
+from clusterkit.backends.ports import default_ports
 from clusterkit.backends.slurm.probe import minutes
 from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON, NODE_0_LOST, WARNED
 from clusterkit.cluster import Facts, SlurmCluster, SlurmFacts
@@ -218,7 +218,7 @@ def place(job: JobSpec, cluster: SlurmCluster, facts: Facts, run_id: str) -> Slu
         "no-kill": "" if outlives_nodes else None,
     }  # fmt: skip
     address = f"of {cluster.interface}" if cluster.interface else "as Slurm knows it"
-    watch_port = facts.watch_port or own_ports(facts.port)[1]
+    watch_port = facts.watch_port or default_ports(facts.port)[1]
     copied, workdir, trees, shipped = copies(job, facts, run_dir)
     own = shipped and not {"PYTHONPATH"} & {*job.env, *cluster.env}
     return SlurmPlacement(

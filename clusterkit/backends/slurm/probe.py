@@ -8,8 +8,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from clusterkit.backends.placing import own_ports
-from clusterkit.backends.ports import watch_port
+from clusterkit.backends.ports import default_ports, watch_port
 from clusterkit.backends.probing import (
     HostReport,
     assumed_gpus,
@@ -121,7 +120,7 @@ def assumed(cluster: SlurmCluster, job: JobSpec) -> Facts:
     """Facts of a partition that nobody has looked at: what the entry and the job say."""
     gpus = assumed_gpus(cluster.gpus, job)
     cpus = cluster.cpus if cluster.cpus != "auto" else max(1, len(gpus))
-    port, watch_port = own_ports(cluster.port)
+    port, watch_port = default_ports(cluster.port)
     host = unseen(host_of(cluster), "", cpus, gpus, python_of(job, cluster))
     return Facts(
         home=folder(cluster), hosts=(host,), port=port, port_origin="not asked whether it is free",

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterkit import execute
-from clusterkit.agent import archive
 from clusterkit.backends.base import (
     Backend,
     Monitor,
     Observation,
-    SupportsDoctor,
     SupportsFile,
     SupportsForget,
+    SupportsPreflight,
 )
-from clusterkit.backends.nodes import stop_arguments
-from clusterkit.backends.ports import ports_taken
+from clusterkit.backends.node_status import stop_run
+from clusterkit.backends.ports import replace_taken_ports
 from clusterkit.backends.ssh.observe import SshMonitor, observation, report, views
 from clusterkit.cluster import Facts, SshCluster
 from clusterkit.errors import ClusterkitError, Unavailable
@@ -25,7 +24,7 @@ from clusterkit.output import mirror
 from clusterkit.plan import Plan
 from clusterkit.run.folder import RunHandle, home
 from clusterkit.spec import JobSpec
-from clusterkit.transport import Transport, fan_out
+from clusterkit.transport import Completed, Transport, fan_out
 
 if TYPE_CHECKING:
     from clusterkit.doctor.hosts.base import HostSubject
@@ -36,7 +35,7 @@ _REPORT_GONE = 2
 
 # The transport is imported where it is used: not every command needs it, and its imports are a good
 # part of a command's time.
-class SshBackend(Backend, SupportsDoctor, SupportsFile, SupportsForget):
+class SshBackend(Backend, SupportsPreflight, SupportsFile, SupportsForget):
     """Nodes are machines; see `clusterkit.agent` for what runs on each of them."""
 
     name = "ssh"
@@ -92,9 +91,6 @@ class SshBackend(Backend, SupportsDoctor, SupportsFile, SupportsForget):
             over_ssh=True,
         )
 
-    def preflight(self, name: str, cluster: SshCluster, job: JobSpec) -> HostSubject:
-        return self.subject(name, cluster, job)
-
     # -- carrying out ---------------------------------------------------------
 
     def one_file(self, plan: Plan, cluster: SshCluster, head: list[str]) -> str:
@@ -108,7 +104,7 @@ class SshBackend(Backend, SupportsDoctor, SupportsFile, SupportsForget):
     def before_attempt(
         self, cluster: SshCluster, facts: Facts, transport: Transport, *, fresh: bool
     ) -> tuple[Facts, str] | None:
-        return None if fresh else ports_taken(cluster, facts, transport)
+        return None if fresh else replace_taken_ports(cluster, facts, transport)
 
     def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
         seen = views(handle)
@@ -135,47 +131,43 @@ class SshBackend(Backend, SupportsDoctor, SupportsFile, SupportsForget):
         return SshMonitor(handle, transport)
 
     def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
-        # Our own agent, not the run folder's copy: that may be gone, its processes not.
         plan = handle.plan
-        _everywhere(
-            plan, transport, [plan.python, "-I", "-S", "-", *stop_arguments(plan, reason)],
-            f"could not end run {plan.run_id}", f"clusterkit cancel {plan.run_id} again",
-            seconds=plan.stop_grace + 60, stdin=archive.as_text(),
-        )  # fmt: skip
+        _on_all_hosts(
+            plan,
+            lambda host: stop_run(plan, transport, host, plan.python, reason),
+            failure=f"could not end run {plan.run_id}",
+            remedy=f"clusterkit cancel {plan.run_id} again",
+        )
 
     def forget(self, handle: RunHandle, transport: Transport) -> None:
         plan = handle.plan
-        folders = [folder for folder in (plan.run_dir, plan.shared) if folder]
-        _everywhere(
-            plan, transport, ["rm", "-rf", "--", *folders],
-            f"cannot remove {plan.run_dir}", f"clusterkit rm {plan.run_id} again",
-        )  # fmt: skip
+        argv = ["rm", "-rf", "--", *filter(None, (plan.run_dir, plan.shared))]
+        _on_all_hosts(
+            plan,
+            lambda host: transport.run(host, argv, timeout=120),
+            failure=f"cannot remove {plan.run_dir}",
+            remedy=f"clusterkit rm {plan.run_id} again",
+        )
 
 
-def _everywhere(
-    plan: Plan,
-    transport: Transport,
-    argv: Sequence[str],
-    failure: str,
-    remedy: str,
-    seconds: float = 120,
-    stdin: bytes = b"",
+def _on_all_hosts(
+    plan: Plan, run: Callable[[str], Completed], *, failure: str, remedy: str
 ) -> None:
-    """A command on every host of the plan; one that does not answer does not hold the others.
+    """Run a command on every host of the plan, also where other hosts do not answer.
 
     Raises:
-        Unavailable: names the hosts where it could not be done.
+        Unavailable: names the hosts where it failed.
     """
 
-    def carry_out(host: str) -> None:
-        done = transport.run(host, argv, stdin=stdin, timeout=seconds)
+    def checked(host: str) -> None:
+        done = run(host)
         if done.exit_code:
             raise Unavailable(f"host {host}: {failure}: {done.stderr.strip()}")
 
     hosts = execute.all_hosts(plan)
-    # All at once: a host takes its time, and nothing of ours. Logins the transport limits itself.
-    outcomes = fan_out(hosts, carry_out, limit=len(hosts))
-    errors = [found for found in outcomes.values() if isinstance(found, ClusterkitError)]
+    # All at once: waiting for a host costs nothing here. The transport itself limits logins.
+    outcomes = fan_out(hosts, checked, limit=len(hosts))
+    errors = [outcome for outcome in outcomes.values() if isinstance(outcome, ClusterkitError)]
     if errors:
         raise Unavailable(
             "; ".join(error.message for error in errors[:3])

@@ -8,7 +8,7 @@ import msgspec
 
 from clusterkit.agent import archive
 from clusterkit.backends.base import Observation
-from clusterkit.backends.nodes import Left, judge_node, observed
+from clusterkit.backends.node_status import NodeFiles, judge_node, observed
 from clusterkit.output.mirror import NodeView, Watch
 from clusterkit.run.folder import RunHandle, node_dir
 from clusterkit.run.status import NodeStatus, State
@@ -62,7 +62,7 @@ def _judge(view: NodeView, patience: float, cut_off: bool) -> NodeStatus:
     if not view.known:
         return status(State.UNKNOWN, f"nothing is left of the run on host {view.host}")
     alive = view.alive and not (finished and silence is not None)
-    found = judge_node(view.node, view.host, Left(
+    found = judge_node(view.node, view.host, NodeFiles(
         begun=view.begun, alive=alive, started=view.files.get("started.json"),
         exit=view.files.get("exit.json"), log=view.files.get("agent.log", b""),
     ))  # fmt: skip

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import msgspec
 
-from clusterkit.backends.ports import watch_port
+from clusterkit.backends.ports import free_ports
 from clusterkit.backends.probing import HostReport, ask, interpreter
 from clusterkit.backends.ssh import inventory
 from clusterkit.cluster import Facts, Host, HostFacts, SshCluster
-from clusterkit.errors import BadInput, PortTaken, about, counted, listed
+from clusterkit.errors import BadInput, about, counted, listed
 from clusterkit.spec import JobSpec
 from clusterkit.sync import project
 from clusterkit.transport import Transport, fan_out, in_order
@@ -60,13 +60,12 @@ def resolved(
 def probe(cluster: SshCluster, transport: Transport, job: JobSpec | None) -> Facts:
     """As `clusterkit.backends.base.Backend.probe`."""
     hosts = hosts_for(cluster, job)
-    wanted = None if cluster.port == "auto" else cluster.port
+    first = hosts[0].name
     with ThreadPoolExecutor(1) as pool:
-        looking = pool.submit(transport.free_port, hosts[0].name, wanted)
+        ports = pool.submit(free_ports, cluster, first, transport, shown_as=f"host {first}")
         reports = in_order(
             fan_out([h.name for h in hosts], lambda name: _ask(cluster, name, transport, job))
         )
-    port = looking.result()
     alone = len(hosts) == 1
     found = tuple(_host_facts(cluster, host, reports[host.name], alone, job) for host in hosts)
     homes = {reports[host.name].workdir: host.name for host in hosts}
@@ -77,17 +76,16 @@ def probe(cluster: SshCluster, transport: Transport, job: JobSpec | None) -> Fac
             hint="give an absolute path",
             cluster="workdir",
         )
-    if wanted not in (None, port):
-        raise PortTaken(int(cluster.port), f"host {hosts[0].name}")
+    port, watch_port = ports.result()
     interfaces = {host.interface for host in found}
     copied = cluster.sync and job is not None
     lacking = any("clusterkit" not in host.versions for host in found)
     return Facts(
         home=next(iter(homes)),
         hosts=found,
-        watch_port=watch_port(cluster, hosts[0].name, port, transport),
+        watch_port=watch_port,
         port=port,
-        port_origin=f"free on {hosts[0].name} when probed" if wanted is None else "cluster: port",
+        port_origin=f"free on {first} when probed" if cluster.port == "auto" else "cluster: port",
         interface=interfaces.pop() or "" if len(interfaces) == 1 else "",
         project=project.snapshot(Path(job.workdir or "."), job.program).facts()
         if copied and job is not None

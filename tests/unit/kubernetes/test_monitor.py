@@ -344,10 +344,10 @@ def test_what_an_agent_knows_of_an_end_is_a_cause(transport, server, run_of):
 
 def test_status_says_which_attempt_goes_on_in_the_pods(transport, again):
     seen = BACKEND.status(again, transport)
-    assert seen.goes_on == 2
+    assert seen.next_attempt == 2
     assert (seen.nodes[0].state, seen.nodes[0].exit_code) == (State.FAILED, 7)
     seen = BACKEND.status(dataclasses.replace(again, attempt=2), transport)
-    assert (seen.goes_on, seen.nodes[0].state) == (None, State.RUNNING)
+    assert (seen.next_attempt, seen.nodes[0].state) == (None, State.RUNNING)
 
 
 def until(monitor, right):
@@ -384,7 +384,7 @@ def test_a_pod_is_followed_from_attempt_to_attempt(server, transport, run_of):
     try:
         until(monitor, lambda seen: seen.state is State.RUNNING)
         server.log += [next_attempt(2)]
-        seen = until(monitor, lambda seen: seen.goes_on == 2)
+        seen = until(monitor, lambda seen: seen.next_attempt == 2)
     finally:
         monitor.close()
     assert seen.nodes[0].exit_code == 7
@@ -397,7 +397,7 @@ def test_a_pod_is_followed_from_attempt_to_attempt(server, transport, run_of):
         seen = until(monitor, lambda seen: seen.state.final)
     finally:
         monitor.close()
-    assert (seen.state, seen.goes_on) == (State.SUCCEEDED, None)
+    assert (seen.state, seen.next_attempt) == (State.SUCCEEDED, None)
 
 
 def test_a_removal_ends_all_that_the_run_has_and_remembers_whom_it_ended(server, transport, handle):

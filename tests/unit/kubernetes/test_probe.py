@@ -76,11 +76,11 @@ def test_places_are_nodes_that_may_be_used():
 
     transport = Nodes(node(), node(unschedulable=True), node({"pool": "a"}), node(taints=[CONTROL]))
     backend = backends.backend("kubernetes")
-    assert backend.places(KubernetesCluster(), transport) == 2
-    assert backend.places(KubernetesCluster(node_selector={"pool": "a"}), transport) == 1
-    assert backend.places(KubernetesCluster(topology_key="pool"), transport) == 1
+    assert backend.capacity(KubernetesCluster(), transport) == 2
+    assert backend.capacity(KubernetesCluster(node_selector={"pool": "a"}), transport) == 1
+    assert backend.capacity(KubernetesCluster(topology_key="pool"), transport) == 1
     with pytest.raises(Unavailable, match="how many nodes the cluster has is unknown"):
-        backend.places(KubernetesCluster(), Nodes())
+        backend.capacity(KubernetesCluster(), Nodes())
 
 
 def test_a_program_of_clusterkit_s_own_comes_with_the_run(make_facts):
