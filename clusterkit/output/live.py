@@ -1,18 +1,17 @@
-"""A run while it goes on, for all that show one: `clusterkit top`, `web`, and what follows submit.
+"""A run as it progresses: for `clusterkit top`, `web`, and the progress display of submit.
 
-    live = LiveRun(runs.find("last"))
+    live = LiveRun(folder.find("last"))
     while True:
-        news = live.poll()                      # reads what is new since the last call, and no more
+        news = live.poll()                      # reads what is new since the last call
         if METRICS in news:
             draw(live.reported.series["loss"].thinned(300))
         pause(0.0 if live.behind else 0.2)      # a long log is read in pieces
 
-Everything comes from the run's folder, which the supervisor keeps up to date: no port on a node, no
-daemon, no network. `poll` never waits; `refresh` does (it asks the backend, for a run whose
-supervisor is gone: `LiveRun.stale`) and belongs into a thread. Of many nodes only a few logs are
-read at each `poll`, and those whose ranks somebody asks about (`RankView`). Memory is bounded: of
-each rank the last line is kept, of each metric `series.MOST_POINTS`. `logs.page` reads a rank's
-newest lines, those that come and those that hold a word; it is given `LiveRun.log_path`.
+Everything is read from the run's folder, which the supervisor updates: no port on a node, no
+daemon, no network. `poll` never blocks; `refresh` does (it asks the backend, for a run without a
+supervisor: `LiveRun.stale`), so call it in a thread. Of many nodes each `poll` reads only a few
+logs; a `RankView` reads its own when it is used. Memory is bounded: the last line of each rank,
+`series.MOST_POINTS` of each metric. For more lines pass `LiveRun.log_path` to `logs.page`.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ from clusterkit.run.folder import Event, RunFolder, all_runs
 from clusterkit.run.status import NodeStatus, RunStatus, State
 
 STATUS, EVENTS, RANKS, METRICS = "status", "events", "ranks", "metrics"
-"""What `LiveRun.poll` has found new."""
+"""Kinds of changes that `LiveRun.poll` returns."""
 MOST_EVENTS = 1000
 BUDGET = 4 << 20
 """Bytes of node 0's log that one `poll` reads at most."""
-_LOOK = 1 << 16
-"""Bytes at the end of what a log has new in which a rank's last line is looked for."""
+_TAIL = 1 << 16
+"""Bytes at the end of a log's new part that are searched for each rank's last line."""
 _WINDOW = 20
-AT_ONCE = 16
-"""Logs of other nodes that one `poll` reads, in turn."""
+LOGS_PER_POLL = 16
+"""Logs of other nodes that one `poll` reads, round-robin."""
 _MARK = f" {MARK}".encode()
 _MISSING = re.compile(
     r"(ranks? [^;]*?) ha(?:s|ve) not come to [^;]*?, which (ranks? .*?) waits? in"
@@ -55,24 +54,24 @@ _SPAN = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
 class Usage(NamedTuple):
-    """What a rank uses, as its agent sees it (`clusterkit.agent.usage`)."""
+    """Resources that a rank uses, as measured by its agent (`clusterkit.agent.usage`)."""
 
     cpus: float | None
-    """That it has kept busy for the last seconds; None: it is not known yet."""
+    """Busy CPUs over the last seconds; None: not known yet."""
     memory: int
     """Bytes."""
     gpu: int | None = None
-    """Percentage of the time that something ran on its GPU; None: it has none."""
+    """GPU utilization in percent; None: it has no GPU."""
     gpu_memory: int | None = None
-    """Bytes of it that are taken."""
+    """Used GPU memory in bytes."""
 
 
 class Reported:
-    """What a program has told by marked lines (`clusterkit.output.logs`) so far."""
+    """What a program has reported by marked lines (`clusterkit.output.logs`) so far."""
 
     def __init__(self) -> None:
         self.steps: int | None = None
-        """How many there will be, if it says so."""
+        """Total number of steps; None: not reported."""
         self.first_step = 0
         self.step = 0
         self.series: dict[str, Series] = {}
@@ -82,7 +81,8 @@ class Reported:
         self.optimizers: dict[int, tuple[int, int]] = {}
 
     def take(self, event: dict[str, Any]) -> None:
-        """One marked line. Any program may print them: what is not a number counts as missing."""
+        """Add the object of a marked line. Values that are not numbers are ignored, as any program
+        can print marked lines."""
         number = {key: value for key, value in event.items() if is_number(value)}
         kind = event["event"]
         if kind == "metrics" and "step" in number:
@@ -106,38 +106,43 @@ class Reported:
             self.optimizers[number["rank"]] = (number["parameters"], number["total"])
 
     def value(self, key: str) -> float | None:
-        """A metric's newest value."""
+        """Return a metric's newest value; None: not reported."""
         found = self.series.get(key)
         return None if found is None else found.last
 
     def speed(self, key: str = "tokens_per_second") -> float | None:
-        """A metric's median over the newest steps."""
+        """Return a metric's median over the newest steps; None: not reported."""
         found = self.series.get(key)
         return statistics.median(found.values[-_WINDOW:]) if found else None
 
     def time_left(self) -> float | None:
-        """Seconds to the last step, as long as the newest; None: the program does not say."""
-        pace = self.speed("step_seconds")
-        return pace * max(0, self.steps - self.step) if pace is not None and self.steps else None
+        """Estimate the seconds to the last step; None: the program does not report enough."""
+        seconds = self.speed("step_seconds")
+        if seconds is None or not self.steps:
+            return None
+        return seconds * max(0, self.steps - self.step)
 
 
 class RankView:
-    """One rank, or what a node's launcher says (``rank`` None): asking it reads what is new."""
+    """The output of one rank, or of a node's launcher (``rank`` None).
 
-    __slots__ = ("_any", "_run", "_step", "_step_seconds", "_text", "node", "rank")
+    Its properties first read what is new in the node's log.
+    """
+
+    __slots__ = ("_last", "_run", "_step", "_step_seconds", "_text", "node", "rank")
 
     def __init__(self, run: LiveRun, node: int, rank: int | None) -> None:
         self._run, self.node, self.rank = run, node, rank
         self._step: int | None = None
         self._step_seconds: float | None = None
-        self._any = self._text = b""
+        self._last = self._text = b""
 
-    def heard(self, line: bytes, text: bytes | None) -> None:
-        """The newest line of the log, and the newest that is neither marked nor empty."""
-        self._any, self._text = line, text or self._text
+    def add_output(self, line: bytes, text: bytes | None) -> None:
+        """Store the newest line of the log, and the newest that is neither marked nor empty."""
+        self._last, self._text = line, text or self._text
 
-    def reports(self, event: dict[str, Any]) -> None:
-        """A step."""
+    def add_metrics(self, event: dict[str, Any]) -> None:
+        """Store the step of a marked line."""
         if is_number(event.get("step")):
             self._step = int(event["step"])
         if is_number(event.get("step_seconds")):
@@ -145,73 +150,70 @@ class RankView:
 
     @property
     def step(self) -> int | None:
-        """That it has reported itself; most programs have rank 0 alone report."""
+        """The last step that this rank reported; in most programs only rank 0 reports."""
         self._run.catch_up(self.node)
         return self._step
 
     @property
     def step_seconds(self) -> float | None:
-        """How long it took, as reported."""
+        """How long that step took."""
         self._run.catch_up(self.node)
         return self._step_seconds
 
     @property
     def usage(self) -> Usage | None:
-        """What its process uses; None: it does not run, or its agent has not told."""
+        """What its process uses; None: it does not run, or its agent has not reported it."""
         return self._run.usages(self.node).get(str(self.rank))
 
     @property
     def last(self) -> LogLine | None:
-        """What it printed last, other than marked lines."""
+        """The last line that it printed, other than marked lines."""
         self._run.catch_up(self.node)
         return next(parse_lines(self._text[:4096], self.node), None) if self._text else None
 
     @property
-    def heard_at(self) -> float | None:
-        """When it printed anything last."""
+    def printed_at(self) -> float | None:
+        """When it last printed anything, Unix time."""
         self._run.catch_up(self.node)
-        return next(parse_lines(self._any[:64], self.node)).time if self._any else None
+        return next(parse_lines(self._last[:64], self.node)).time if self._last else None
 
 
 class LiveRun:
-    """One run, as far as its folder tells by the last `poll`."""
+    """One run, as of the last `poll` of its folder."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self.plan: Plan | None = None
-        """None: it is not written yet, or damaged."""
-        self.status = RunStatus(
-            run=folder.run_id, job="?", cluster="?", backend="?", state=State.PENDING
-        )
+        """None: not written yet, or damaged."""
+        self.status = RunStatus.unknown(folder.run_id, State.PENDING)
         self.nodes: dict[int, NodeStatus] = {}
-        """Those of ``status``."""
+        """The nodes of ``status``."""
         self.stale = False
-        """Nobody keeps the record up to date: only `refresh` tells how the run is. As long as the
-        state is not final, that is worth asking again."""
+        """Whether no supervisor updates the record: call `refresh` until the state is final."""
         self.behind = False
-        """There is more to read: poll again at once."""
+        """Whether there is more to read: poll again at once."""
         self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self.reported = Reported()
         self.attempt = 0
-        """Whose log is read; those before the newest are read for their metrics."""
+        """The attempt whose log is read; earlier ones are read first, for their metrics."""
         self.ranks: dict[tuple[int, int], RankView] = {}
-        """By node and rank, of the newest attempt: those that the plan knows, or that spoke."""
+        """By node and rank, of the newest attempt: those of the plan, or with output."""
         self.launchers: dict[int, RankView] = {}
         """By node."""
         self._events = GrowingFile(folder.file("events.jsonl"))
         self._logs: dict[int, GrowingFile] = {}
         self._usages: dict[int, tuple[float, dict[str, Usage]]] = {}
         self._reporter: tuple[int, int] | None = None
-        self._placed = 0  # ranks that the plan puts on each node; 0: it does not know
+        self._ranks_per_node = 0  # 0: not known
         self._polls = 0
         self._read_at: dict[int, int] = {}  # in which poll a node's log was read last
-        self._turn = 0
+        self._next_log = 0
         self._refreshed: RunStatus | None = None
 
     def poll(self) -> set[str]:
-        """Read what is new; which of STATUS, EVENTS, RANKS, METRICS have changed."""
+        """Read what is new. Return which of STATUS, EVENTS, RANKS, METRICS have changed."""
         news = self._poll_status()
-        if lines := self._events.read(_LOOK):
+        if lines := self._events.read(_TAIL):
             news.add(EVENTS)
             for line in lines.splitlines():
                 try:
@@ -219,16 +221,16 @@ class LiveRun:
                 except msgspec.MsgspecError:
                     continue
         self._polls += 1
-        # In this order: the attempt that status names has begun, so its predecessor's log is whole.
+        # In this order: the attempt of the status has begun, so its predecessor's log is complete.
         self.behind = self._read(0, news)
         while not self.behind and self.attempt < self.newest:
             self._begin(self.attempt + 1)
             news.add(RANKS)
             self.behind = self._read(0, news)
         if not self.behind and (others := len(self._logs) - 1) > 0:
-            # A few in turn: whoever wants to know of a rank reads its node's.
-            nodes = {1 + (self._turn + more) % others for more in range(min(others, AT_ONCE))}
-            self._turn += AT_ONCE
+            count = min(others, LOGS_PER_POLL)
+            nodes = {1 + (self._next_log + more) % others for more in range(count)}
+            self._next_log += LOGS_PER_POLL
             for node in nodes | ({self._reporter[0]} if self._reporter else set()):
                 self.catch_up(node, news)
         return news
@@ -239,12 +241,12 @@ class LiveRun:
         return max(1, self.status.attempt)
 
     def catch_up(self, node: int, news: set[str] | None = None) -> None:
-        """Read what a node's log has new, once in each poll."""
+        """Read what is new in a node's log, once per poll."""
         if self._read_at.get(node) != self._polls and not self.behind:
             self._read(node, set() if news is None else news)
 
     def refresh(self, connections: control.Connections | None = None) -> None:
-        """Ask the backend how the run is, for the next `poll`: takes its time."""
+        """Ask the backend for the status, for the next `poll`. Blocks."""
         self._refreshed = control.reconcile(self.folder, connections)
 
     def _poll_status(self) -> set[str]:
@@ -259,28 +261,28 @@ class LiveRun:
             self.plan = self.folder.maybe_json("plan.json", Plan)
         if found == self.status and stale == self.stale:
             return set()
-        if len(found.nodes) > len(self._logs):  # more nodes than the plan gave have come
+        if len(found.nodes) > len(self._logs):  # more nodes than in the plan
             self._open(found.attempt if self.attempt else 0, len(found.nodes))
         self.status, self.stale = found, stale
         self.nodes = {node.node: node for node in found.nodes}
         return {STATUS}
 
     def state(self, node: int, rank: int) -> State:
-        """A rank's: its node's, but for the one that failed first."""
+        """Return a rank's state: FAILED for the one that failed first, its node's for others."""
         failure = self.status.failure
         if failure is not None and (failure.node, failure.rank) == (node, rank):
             return State.FAILED
-        one = self.nodes.get(node)
-        return self.status.state if one is None else one.state
+        status = self.nodes.get(node)
+        return self.status.state if status is None else status.state
 
     def log_path(self, node: int) -> Path:
-        """The node's log of the attempt that is read now."""
+        """Return the path of the node's log in the attempt that is read now."""
         return self.folder.node_dir(self.attempt, node) / "log"
 
     def usages(self, node: int) -> dict[str, Usage]:
-        """What the ranks of a node use, by rank; asked each time, and read once a second."""
-        one = self.nodes.get(node)
-        if self.status.state.final or one is None or one.state is not State.RUNNING:
+        """Return what the ranks of a node use, by rank. The file is read once a second at most."""
+        status = self.nodes.get(node)
+        if self.status.state.final or status is None or status.state is not State.RUNNING:
             return {}
         at, found = self._usages.get(node, (-math.inf, {}))
         if time.monotonic() >= at + 1.0:
@@ -293,18 +295,17 @@ class LiveRun:
     # -- logs --------------------------------------------------------------
 
     def _begin(self, attempt: int) -> None:
-        """Go on with the next attempt."""
         self.attempt, newest = attempt, self.newest
         self.ranks, self.launchers, self._logs = {}, {}, {}
         self._usages = {}
         nodes = len(self.status.nodes) or (self.plan.nodes if self.plan else 1)
         self._open(attempt, nodes if attempt == newest else 1)
-        self._placed = 0
+        self._ranks_per_node = 0
         if self.plan is not None and attempt == newest:
             for rank in range(self.plan.world_size):
                 if (node := self.plan.node_of(rank)) is not None and node < nodes:
                     self.ranks[node, rank] = RankView(self, node, rank)
-                    self._placed = self.plan.topology["nproc_per_node"]
+                    self._ranks_per_node = self.plan.topology["nproc_per_node"]
 
     def _open(self, attempt: int, nodes: int) -> None:
         if attempt and attempt == self.attempt:
@@ -312,59 +313,59 @@ class LiveRun:
                 self._logs[node] = GrowingFile(self.log_path(node))
 
     def _read(self, node: int, news: set[str]) -> bool:
-        """Take what a node's log has new; whether there is more."""
+        """Read what is new in a node's log. Return whether there is more."""
         self._read_at[node] = self._polls
         log = self._logs.get(node)
         if log is None:
             return False
-        data = log.read(BUDGET) if node == 0 else log.read(_LOOK, skip=True)
+        data = log.read(BUDGET) if node == 0 else log.read(_TAIL, skip=True)
         if not data:
             return False
         if _MARK in data:
             for line in marked(data, node):
                 event = line.event
-                if event is not None and self._counts(node, line.rank or 0, event):
+                if event is not None and self._is_reporter(node, line.rank or 0, event):
                     self.reported.take(event)
                     news.add(METRICS)
         if self.attempt == self.newest:
-            self._take_last(node, data)
+            self._read_last_lines(node, data)
             news.add(RANKS)
         return node == 0 and len(data) > BUDGET // 2 and log.more
 
-    def _counts(self, node: int, rank: int, event: dict[str, Any]) -> bool:
-        """Whether what a rank reports is what the run does."""
+    def _is_reporter(self, node: int, rank: int, event: dict[str, Any]) -> bool:
+        """Return whether what this rank reports counts as the run's."""
         if event["event"] == "metrics":
-            self._rank(node, rank).reports(event)
+            self._rank(node, rank).add_metrics(event)
             # Where every rank reports, one is enough: the first is on node 0, which is read first.
             self._reporter = self._reporter or (node, rank)
             return self._reporter == (node, rank)
         return True
 
-    def _take_last(self, node: int, data: bytes) -> None:
-        """Who said what last, from the end: where most ranks talk, a few lines tell of all."""
+    def _read_last_lines(self, node: int, data: bytes) -> None:
+        # Backwards, until every rank was found: where most ranks print, a few lines are enough.
         texts: dict[bytes, bytes] = {}
-        every: dict[bytes, bytes] = {}
-        # The first may have lost its beginning; that of all data has not.
-        lines = data[-_LOOK:].split(b"\n")[len(data) > _LOOK :]
+        last: dict[bytes, bytes] = {}
+        # The first line of a part may have lost its beginning.
+        lines = data[-_TAIL:].split(b"\n")[len(data) > _TAIL :]
         for line in reversed(lines):
             words = line.split(b" ", 2)
             if len(words) > 2:
-                every.setdefault(words[1], line)
+                last.setdefault(words[1], line)
                 if words[2] and not words[2].isspace() and not words[2].startswith(_MARK[1:]):
                     texts.setdefault(words[1], line)
-                    if len(texts) - (b"-" in texts) == self._placed:
+                    if len(texts) - (b"-" in texts) == self._ranks_per_node:
                         break
-        if b"-" not in every and (at := data.rfind(b"Z - ", max(0, len(data) - _LOOK))) >= 0:
-            every[b"-"] = data[data.rfind(b"\n", 0, at) + 1 : data.find(b"\n", at)]
-            texts[b"-"] = every[b"-"]
-        for name, line in every.items():
+        if b"-" not in last and (at := data.rfind(b"Z - ", max(0, len(data) - _TAIL))) >= 0:
+            last[b"-"] = data[data.rfind(b"\n", 0, at) + 1 : data.find(b"\n", at)]
+            texts[b"-"] = last[b"-"]
+        for name, line in last.items():
             if HEAD.match(line) is None:
                 continue
             if name == b"-":
                 view = self.launchers.setdefault(node, RankView(self, node, None))
             else:
                 view = self._rank(node, int(name))
-            view.heard(line, texts.get(name))
+            view.add_output(line, texts.get(name))
 
     def _rank(self, node: int, rank: int) -> RankView:
         view = self.ranks.get((node, rank))
@@ -374,17 +375,17 @@ class LiveRun:
 
 
 class Standstill(NamedTuple):
-    """Why nothing goes on, or did when the run failed: who waits for whom."""
+    """A hang of a run, now or when it failed: which ranks wait for which."""
 
     text: str
     missing: frozenset[int] = frozenset()
-    """Ranks that did not come to a collective."""
+    """Ranks that did not enter a collective."""
     waiting: frozenset[int] = frozenset()
     """Ranks that wait in it."""
 
 
 def standstill(status: RunStatus) -> Standstill | None:
-    """What the agents have found (`clusterkit.agent.hangs`); None: the ranks go on."""
+    """Return the hang that the agents found (`clusterkit.agent.hangs`); None: there is none."""
     text = next((node.hang for node in status.nodes if node.hang), None)
     if text is None and status.failure is not None:
         head, found, rest = status.failure.cause.partition("hang: ")
@@ -399,19 +400,19 @@ def standstill(status: RunStatus) -> Standstill | None:
 
 
 def _numbers(words: str) -> frozenset[int]:
-    """Of ``ranks 0-2 and 5 on node 1``: 0, 1, 2, 5."""
+    """Return 0, 1, 2, 5 for ``ranks 0-2 and 5 on node 1``."""
     spans = _SPAN.findall(words.partition(" on node ")[0])
     return frozenset(rank for low, high in spans for rank in range(int(low), int(high or low) + 1))
 
 
 class LiveRuns:
-    """All runs; what has not changed is not read again."""
+    """The status of all runs; reads only files that have changed."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[object, RunStatus]] = {}
 
     def poll(self) -> list[RunStatus]:
-        """Their states on record, newest first; where nobody keeps that up to date, UNKNOWN."""
+        """Return the recorded status of each run, newest first; UNKNOWN if it may be outdated."""
         found = {}
         for folder in all_runs():
             changed: object = None
@@ -429,8 +430,6 @@ class LiveRuns:
 def _recorded(folder: RunFolder) -> RunStatus:
     if (found := control.current(folder)) is not None:
         return found
-    saved = folder.saved_status()
-    if saved is None:
-        saved = RunStatus(run=folder.run_id, job="?", cluster="?", backend="?", state=State.UNKNOWN)
-    remark = "nobody watches over it: `clusterkit status` asks how it is"
+    saved = folder.saved_status() or RunStatus.unknown(folder.run_id)
+    remark = "it has no supervisor: `clusterkit status` asks the backend for its state"
     return msgspec.structs.replace(saved, state=State.UNKNOWN, remark=saved.remark or remark)

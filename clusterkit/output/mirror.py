@@ -1,8 +1,8 @@
-"""The files of remote nodes, copied into the run folder while the nodes write them.
+"""Copies the files of remote nodes into the run folder while the nodes write them.
 
-They come as the frames of `report` (`clusterkit.agent`) through one stream per host, and get the
-same names in the submitter's run folder: logs, status and metrics are read from there, whether the
-hosts still answer or not.
+They are received as frames of `clusterkit.agent.report`, through one stream per host, and have the
+same names in the submitter's run folder, where logs, status and metrics can be read whether the
+hosts answer or not.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from clusterkit.files import locked, size_of, write_atomic
 from clusterkit.transport import Stream
 
 QUIET_SECONDS = 8.0
-"""A stream that said nothing for so long (agent.HEARTBEAT_SECONDS is 2) is given up."""
+"""Timeout of a stream without data (agent.HEARTBEAT_SECONDS is 2)."""
 AGAIN_SECONDS = 1.0
 """Pause before a host that was lost is tried again."""
 BACK_SECONDS = 3.0
-"""How often it is looked whether a node that has ended has come back."""
+"""How often to check whether a node that has ended has come back."""
 LOCK_SECONDS = 30.0
-"""How long a watch waits for another process that fills the folder, before it goes on without it:
-longer than `status` waits for a host."""
+"""How long a watch waits for another process that writes to the folder, before it continues without
+it: longer than `status` waits for a host."""
 SWITCH_SECONDS = 5e-5
-"""For each host, of the interval in which a thread that runs lets others run."""
+"""Part of Python's thread switch interval for each host."""
 _LARGEST = 1 << 24
-"""Far more than `agent.report.report` puts into a frame."""
+"""Far more than `agent.report.report` writes in a frame."""
 awake = Awake()
-"""The clock by which silence is measured."""
+"""The clock that measures silence: seconds in which this process was stopped do not count."""
 
 
 class Frames:
-    """A parser of what `clusterkit.agent.report` writes."""
+    """A parser of the output of `clusterkit.agent.report`."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
-        """The frames that are complete by now.
+        """Yield the header and payload of each frame that is complete now.
 
         Raises:
-            SubmitFailed: this is not such output.
+            SubmitFailed: the data is not such output.
         """
         self._rest += data
         while (end := self._rest.find(b"\n")) >= 0:
@@ -72,11 +72,11 @@ class Frames:
 
 @dataclass
 class NodeView:
-    """What is known of one node.
+    """The state and files of one node.
 
     Args:
-        folder: where its files are kept; None: in `files` alone.
-        clock: seconds; those in which this process was stopped do not count.
+        folder: where its files are written; None: in `files` only.
+        clock: a clock like `awake`.
     """
 
     node: int
@@ -88,51 +88,50 @@ class NodeView:
     alive: bool = False
     ended: bool = False
     files: dict[str, bytes] = field(default_factory=dict)
-    """`WHOLE_FILES`, as far as they came."""
+    """`WHOLE_FILES` that were received."""
     clock: Callable[[], float] = awake
-    heard_at: float | None = None
-    """When the last frame came."""
+    received_at: float | None = None
+    """When the last frame was received."""
     silent_since: float | None = None
     """Since when its host has not answered; None: it answers."""
     error: ClusterkitError | None = None
     """Why it does not answer."""
-    unkept: str | None = None
-    """Why not all that it has sent could be written here; None: it could."""
+    write_error: str | None = None
+    """Why a file could not be written; None: all were."""
     changes: int = 0
-    """Grows with everything that tells how the node is: not with log lines, signs of life and what
-    its ranks use."""
+    """Grows with every change of the node's state: not with log lines, heartbeats and usage."""
 
     @classmethod
     def of(cls, node: int, host: str, folder: Path) -> NodeView:
-        """A view of a node as its folder here tells of it: one that had begun is taken to run until
-        its host says otherwise."""
+        """Read a view from the node's folder. A node that had begun is assumed to run until its
+        host reports."""
         view = cls(node, host, folder)
         for name in ("started.json", "exit.json"):
             with contextlib.suppress(OSError):
                 view.files[name] = (folder / name).read_bytes()
-        # That file comes last: the host need not be asked again.
+        # exit.json is sent last: the host need not be asked again.
         view.begun, view.ended = bool(view.files), "exit.json" in view.files
         view.alive = view.begun and not view.ended
         return view
 
     def silent_for(self) -> float | None:
-        """Seconds for which its host has not answered; None: it does."""
+        """Return for how many seconds its host has not answered; None: it answers."""
         since = self.silent_since
         return None if since is None else self.clock() - since
 
     def offsets(self) -> dict[str, int]:
-        """Bytes of the growing files that are here already; -1: not wanted."""
+        """Return how many bytes of each growing file are already copied; -1: none are wanted."""
         if self.folder is None:
             return {"log": -1, "ranks.jsonl": len(self.files.get("ranks.jsonl", b""))}
         return {name: size_of(self.folder / name) for name in GROWING_FILES}
 
     def take(self, header: dict[str, Any], payload: bytes) -> None:
-        """Take one frame in.
+        """Process a frame.
 
         Raises:
             ClusterkitError: its file cannot be written.
         """
-        self.heard_at = self.clock()
+        self.received_at = self.clock()
         if self.silent_since is not None:
             self.silent_since, self.error = None, None
             self.changes += 1
@@ -152,7 +151,7 @@ class NodeView:
                 write_atomic(self.folder / name, payload)
 
     def _came_back(self) -> None:
-        """Another agent runs there: how the one before ended is no more."""
+        # Another agent runs there: how the previous one ended is obsolete.
         self.files.pop("exit.json", None)
         if self.folder is not None:
             (self.folder / "exit.json").unlink(missing_ok=True)
@@ -161,7 +160,7 @@ class NodeView:
         if self.folder is None:
             self.files[name] = self.files.get(name, b"") + payload
             return
-        path = f"{self.folder}/{name}"  # a string: thousands of nodes' lines pass here
+        path = f"{self.folder}/{name}"  # a string: faster, for the lines of thousands of nodes
         before = None
         try:
             with open(path, "ab", buffering=0) as file:
@@ -169,26 +168,26 @@ class NodeView:
                 while payload:
                     payload = payload[file.write(payload) :]
         except OSError as error:
-            # What came half would come again.
+            # The whole payload is sent again.
             with contextlib.suppress(OSError):
                 if before is not None:
                     os.truncate(path, before)
             raise SubmitFailed(f"cannot write {path}: {error.strerror}") from error
 
     def lost(self, error: ClusterkitError) -> None:
-        """Its host does not answer."""
+        """Record that its host does not answer."""
         self.error = error
         self.changes += 1
         if self.silent_since is None:
-            self.silent_since = self.clock() if self.heard_at is None else self.heard_at
+            self.silent_since = self.clock() if self.received_at is None else self.received_at
 
 
 @contextlib.contextmanager
-def keeping(view: NodeView, again: Callable[[], bool] = lambda: False) -> Iterator[NodeView]:
-    """The view, without its folder if another process fills that or it cannot be written to.
+def folder_lock(view: NodeView, again: Callable[[], bool] = lambda: False) -> Iterator[NodeView]:
+    """Lock the view's folder. Without a folder if another process writes to it or it is read-only.
 
     Args:
-        again: waits, and says whether to try once more to lock the folder.
+        again: waits, and returns whether to try once more to lock the folder.
     """
     folder = view.folder
     with contextlib.ExitStack() as stack:
@@ -209,10 +208,10 @@ def keeping(view: NodeView, again: Callable[[], bool] = lambda: False) -> Iterat
 
 
 def pull(view: NodeView, stream: Stream, stop: Callable[[], bool] = lambda: False) -> None:
-    """Take a stream's frames until it ends.
+    """Process a stream's frames until it ends.
 
     Raises:
-        ClusterkitError: it falls silent, or a frame cannot be read or written.
+        ClusterkitError: it times out, or a frame cannot be read or written.
     """
     frames = Frames()
     problem: ClusterkitError | None = None
@@ -225,19 +224,19 @@ def pull(view: NodeView, stream: Stream, stop: Callable[[], bool] = lambda: Fals
                 if problem is None or header.get("file") not in GROWING_FILES:
                     view.take(header, payload)
             except ClusterkitError as error:
-                # A full disk here must not hide how the node is: that frame is still to come.
+                # A full disk here must not hide the node's state, which is in a later frame.
                 problem = error
             if "file" not in header:
-                unkept = None if problem is None else problem.message
-                if unkept != view.unkept:
-                    view.unkept = unkept
+                write_error = None if problem is None else problem.message
+                if write_error != view.write_error:
+                    view.write_error = write_error
                     view.changes += 1
                 if problem is not None:
                     raise problem
 
 
 class Watch:
-    """Keeps the views of all nodes up to date, a thread and a stream per host, until closed.
+    """Updates the views of all nodes until closed, with a thread and a stream per host.
 
     Args:
         views: one per node.
@@ -252,8 +251,8 @@ class Watch:
         back: bool = False,
     ) -> None:
         self.views = views
-        # Threads that wait for the interpreter ask for it once in such an interval: when a thousand
-        # hosts have news at once, 5 ms would leave it little time for anything else.
+        # Each waiting thread requests the interpreter once in such an interval: when a thousand
+        # hosts send at once, 5 ms would leave little time for anything else.
         sys.setswitchinterval(max(sys.getswitchinterval(), SWITCH_SECONDS * len(views)))
         self._open, self._back = open_stream, back
         self._closed = threading.Event()
@@ -267,7 +266,7 @@ class Watch:
     def _watch(self, view: NodeView) -> None:
         deadline = time.monotonic() + LOCK_SECONDS
         closed = self._closed.is_set
-        with keeping(view, lambda: not self._closed.wait(0.1) and time.monotonic() < deadline):
+        with folder_lock(view, lambda: not self._closed.wait(0.1) and time.monotonic() < deadline):
             while not closed() and (self._back or not view.ended):
                 if view.ended and self._closed.wait(BACK_SECONDS):
                     return
@@ -277,21 +276,21 @@ class Watch:
                         pull(view, stream, closed)
                         if not view.ended and not closed():
                             code = stream.exit_code(QUIET_SECONDS)
-                            view.known = code != 2 or view.heard_at is not None
-                            said = stream.stderr.strip()[-300:]
+                            view.known = code != 2 or view.received_at is not None
+                            stderr = stream.stderr.strip()[-300:]
                             raise SubmitFailed(
-                                f"host {view.host}: reporting ended with {code}: {said}"
+                                f"host {view.host}: reporting ended with {code}: {stderr}"
                             )
                 except ClusterkitError as error:
                     if not closed():
                         view.lost(error)
                         self._closed.wait(AGAIN_SECONDS)
                 except (OSError, ValueError):
-                    if not closed():  # by `close`, while this thread was reading
+                    if not closed():  # `close` closes the stream while this thread reads
                         raise
 
     def close(self) -> None:
-        """Stop watching; the nodes go on."""
+        """Stop watching; the nodes continue."""
         self._closed.set()
         for stream in list(self._streams.values()):
             stream.close()

@@ -299,7 +299,7 @@ def _rank(live: LiveRun, view: RankView) -> dict[str, Any]:
     last = view.last
     return {
         "node": view.node, "rank": view.rank, "step": view.step, "step_seconds": view.step_seconds,
-        "heard_at": view.heard_at,
+        "heard_at": view.printed_at,
         "state": "" if view.rank is None else live.state(view.node, view.rank),
         "last": last and printable(last.text, colours=False).strip()[:_LAST_SHOWN],
     }  # fmt: skip

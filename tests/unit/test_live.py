@@ -42,7 +42,7 @@ def test_a_look_gives_what_is_new_and_the_next_one_nothing(run):
     ]  # fmt: skip
     assert seen.ranks[0, 0].step == 1
     assert seen.ranks[0, 0].step_seconds == 0.5
-    assert time.time() - 60 < seen.ranks[1, 3].heard_at <= time.time()
+    assert time.time() - 60 < seen.ranks[1, 3].printed_at <= time.time()
     assert seen.reported.value("loss") == 2.0
     run.step(2, loss=1.5)
     assert seen.poll() == {RANKS, METRICS}

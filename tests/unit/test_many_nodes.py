@@ -104,7 +104,7 @@ def test_silence_is_told_while_it_lasts(monitor):
     view.clock = lambda: now[0]
     view.lost(mirror.SubmitFailed("host h7 no longer answers"))
     for seconds in (5, 6):
-        now[0] = view.heard_at + seconds
+        now[0] = view.received_at + seconds
         assert f"no answer for {seconds} s" in monitor.status().nodes[7].reason
     view.take(ALIVE, b"")
     assert monitor.status() == before

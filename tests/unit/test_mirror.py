@@ -18,7 +18,7 @@ from clusterkit.agent import limits, report
 from clusterkit.backends.ssh import observe
 from clusterkit.errors import RunFolderError, SubmitFailed, Unavailable
 from clusterkit.output import mirror
-from clusterkit.output.mirror import Frames, NodeView, Watch, keeping, pull
+from clusterkit.output.mirror import Frames, NodeView, Watch, folder_lock, pull
 from clusterkit.transport import LocalTransport
 
 LOCAL = LocalTransport()
@@ -69,7 +69,7 @@ def opener(node_dir, *, follow):
 
 
 def look(node_dir, view):
-    with keeping(view), opener(node_dir, follow=False)(view) as stream:
+    with folder_lock(view), opener(node_dir, follow=False)(view) as stream:
         pull(view, stream)
         return stream.exit_code(60)
 
@@ -277,14 +277,14 @@ def test_what_does_not_fit_here_comes_once_there_is_room(node_dir, kept, full_di
     view = NodeView(0, "h0", kept)
     with pytest.raises(SubmitFailed, match=r"cannot write .*log: No space left"):
         look(node_dir, view)
-    assert view.unkept == f"cannot write {kept / 'log'}: No space left on device"
+    assert view.write_error == f"cannot write {kept / 'log'}: No space left on device"
     (remark,) = observe._judge(view, [view], 0.0).remarks
-    assert remark == f"its log here is incomplete: {view.unkept}"
+    assert remark == f"its log here is incomplete: {view.write_error}"
     assert data.startswith((kept / "log").read_bytes())
     subprocess.run(["mount", "-o", "remount,size=1m", str(full_disk)], check=True)
     look(node_dir, view)
     assert (kept / "log").read_bytes() == data
-    assert view.unkept is None
+    assert view.write_error is None
 
 
 def test_a_file_that_cannot_be_kept_whole_is_not_kept_half(kept, full_disk):
@@ -316,7 +316,7 @@ def watch(node_dir, kept):
 
 def test_a_node_is_followed_to_its_end(node_dir, kept, watch):
     made, view = watch()
-    wait_for(lambda: view.heard_at is not None)
+    wait_for(lambda: view.received_at is not None)
     assert not view.begun
     begin(node_dir)
     wait_for(lambda: view.alive)
@@ -377,7 +377,7 @@ def test_a_host_that_is_lost_and_comes_back(node_dir, kept, watch, monkeypatch):
 def test_silence_is_counted_from_the_last_word():
     view = NodeView(0, "h0")
     view.take({"begun": True, "alive": True, "ended": False}, b"")
-    view.heard_at -= 100
+    view.received_at -= 100
     for _ in range(3):
         view.lost(Unavailable("no answer"))
     assert 100 <= view.silent_for() < 110
@@ -397,8 +397,8 @@ def test_a_node_that_is_there_is_never_silent_for_long(node_dir, watch):
     begin(node_dir)
     _made, view = watch()
     wait_for(lambda: view.alive)
-    heard = view.heard_at
-    wait_for(lambda: view.heard_at > heard)
+    heard = view.received_at
+    wait_for(lambda: view.received_at > heard)
     assert limits.HEARTBEAT_SECONDS < mirror.QUIET_SECONDS / 2
 
 
@@ -429,7 +429,7 @@ def test_a_short_look_of_another_process_does_not_take_the_log_from_a_watch(
         fcntl.flock(other, fcntl.LOCK_EX)
         _made, view = watch()
         time.sleep(0.3)
-        assert view.heard_at is None
+        assert view.received_at is None
     wait_for(lambda: (kept / "log").exists() and (kept / "log").read_bytes() == b"T 0 a\n")
 
 

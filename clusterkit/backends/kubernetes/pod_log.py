@@ -20,7 +20,7 @@ from clusterkit.backends.kubernetes.server import AT_ONCE, RunObjects
 from clusterkit.errors import ClusterkitError
 from clusterkit.files import write_atomic
 from clusterkit.output.logs import HEAD
-from clusterkit.output.mirror import NodeView, keeping
+from clusterkit.output.mirror import NodeView, folder_lock
 from clusterkit.run.folder import RunFolder, RunHandle
 from clusterkit.transport import Transport
 
@@ -43,7 +43,7 @@ def collect(handle: RunHandle, transport: Transport, pods: Iterable[Pod]) -> Non
     objects = RunObjects(handle.plan, transport)
 
     def bring(pod: Pod) -> None:
-        with keeping(_view(handle, pod)) as view:
+        with folder_lock(_view(handle, pod)) as view:
             if view.folder is not None:
                 with NodeLines(handle.folder, pod) as lines:
                     lines.feed(objects.text(lines.path(objects)).encode())
@@ -192,7 +192,7 @@ class PodLog:
 
     def _run(self) -> None:
         view = _view(self._handle, self._pod)
-        with keeping(view, lambda: not self._closed.wait(0.1)) as view:
+        with folder_lock(view, lambda: not self._closed.wait(0.1)) as view:
             if view.folder is None or self._follow():
                 self.whole.set()
 

@@ -102,7 +102,7 @@ def bring(handle: RunHandle, transport: Transport) -> str | None:
         return None
     copy = Copy.of_run(handle)
     try:
-        with mirror.keeping(copy), _report(handle, transport, follow=False) as stream:
+        with mirror.folder_lock(copy), _report(handle, transport, follow=False) as stream:
             mirror.pull(copy, stream)
             if not copy.begun:
                 code = stream.exit_code(mirror.QUIET_SECONDS)

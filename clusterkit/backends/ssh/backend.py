@@ -111,9 +111,9 @@ class SshBackend(Backend, SupportsPreflight, SupportsFile, SupportsForget):
 
         def ask(name: str) -> None:
             view = seen[int(name)]
-            with mirror.keeping(view), report(handle, view, transport, follow=False) as stream:
+            with mirror.folder_lock(view), report(handle, view, transport, follow=False) as stream:
                 mirror.pull(view, stream)
-                if view.heard_at is None:
+                if view.received_at is None:
                     code = stream.exit_code(mirror.QUIET_SECONDS)
                     view.known = code != _REPORT_GONE
                     if view.known:

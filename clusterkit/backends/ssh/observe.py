@@ -66,8 +66,8 @@ def _judge(view: NodeView, patience: float, cut_off: bool) -> NodeStatus:
         begun=view.begun, alive=alive, started=view.files.get("started.json"),
         exit=view.files.get("exit.json"), log=view.files.get("agent.log", b""),
     ))  # fmt: skip
-    if view.unkept is not None:
-        remark = f"its log here is incomplete: {view.unkept}"
+    if view.write_error is not None:
+        remark = f"its log here is incomplete: {view.write_error}"
         found = msgspec.structs.replace(found, remarks=(*found.remarks, remark))
     return found
 

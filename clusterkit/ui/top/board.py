@@ -495,7 +495,7 @@ class RunBoard(Board[tuple[int, int]]):
 
     def _rank_line(self, view: RankView, style: str, usage: str) -> Line:
         rank = view.rank or 0
-        state, last, heard = self._state(view.node, rank), view.last, view.heard_at
+        state, last, heard = self._state(view.node, rank), view.last, view.printed_at
         step = "" if view.step is None else str(view.step)
         pace = "" if view.step_seconds is None else f"{view.step_seconds:.3g}"
         now = self.live.status.finished_at or time.time()
