@@ -95,7 +95,7 @@ def test_a_long_log_is_read_in_pieces(run, monkeypatch):
 
 
 def test_what_other_nodes_said_long_ago_is_passed_over(run, monkeypatch):
-    monkeypatch.setattr(live, "_LOOK", 4096)
+    monkeypatch.setattr(live, "_TAIL", 4096)
     run.says(2, *(f"line {number}" for number in range(10_000)))
     seen = LiveRun(run.folder)
     seen.poll()
