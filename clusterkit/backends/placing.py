@@ -12,7 +12,7 @@ from clusterkit.cluster import Facts, Gpu, HostFacts, Project
 from clusterkit.errors import BadInput, counted
 from clusterkit.plan import Tree
 from clusterkit.spec import JobSpec
-from clusterkit.sync import project
+from clusterkit.sync import snapshot
 
 GPU_IMAGE, CPU_IMAGE = "clusterkit:gpu", "clusterkit:cpu"
 """What `make image` makes, in a checkout of clusterkit."""
@@ -127,7 +127,7 @@ def tree_of(facts: Facts, found: Project | None, name: str | None = None) -> Tre
         return None
     name = name or re.sub(r"[^A-Za-z0-9_.-]+", "-", posixpath.basename(found.root)) or "project"
     path = posixpath.join(facts.home, "projects", name, found.digest[:16])
-    return Tree(found.root, path, found.digest, f"{project.words(found)}; {found.how}")
+    return Tree(found.root, path, found.digest, f"{snapshot.summary(found)}; {found.how}")
 
 
 def _copied(tree: Tree, path: str) -> str:

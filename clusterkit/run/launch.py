@@ -262,36 +262,41 @@ def send_trees(ready: Prepared, progress: Progress | None = None) -> None:
     if not plan.trees:
         return
     from clusterkit import execute
-    from clusterkit.sync import project, relay
+    from clusterkit.sync import relay, snapshot
+    from clusterkit.sync.upload import Upload
 
-    snapshots = {}
+    snapshots = []
     for tree in plan.trees:
         shipped = ready.facts.shipped is not None and tree.digest == ready.facts.shipped.digest
         found = (
-            project.own_package()
+            snapshot.own_package()
             if shipped
-            else project.snapshot(Path(ready.job.workdir or "."), ready.job.program)
+            else snapshot.take(Path(ready.job.workdir or "."), ready.job.program)
         )
         if found.digest != tree.digest:
             raise BadInput(
                 f"{tree.source} has changed since the run was planned",
                 hint="submit again; a file that changes all the time cannot be part of the project",
             )
-        snapshots[tree.path] = found
+        snapshots.append(found)
 
     hosts = execute.all_hosts(plan)
     with contextlib.ExitStack() as stack:
-        relays: dict[str, relay.Relay] = {}
-        if len(hosts) > relay.HOSTS:
-            addresses = {host.host: host.address for host in ready.facts.hosts}
-            relays = {tree.path: stack.enter_context(relay.Relay(addresses)) for tree in plan.trees}
+        addresses = {host.host: host.address for host in ready.facts.hosts}
+
+        def passing_on() -> relay.Relay | None:
+            if len(hosts) <= relay.HOSTS:
+                return None
+            return stack.enter_context(relay.Relay(addresses))
+
+        uploads = [
+            Upload(found, tree, passing_on())
+            for found, tree in zip(snapshots, plan.trees, strict=True)
+        ]
 
         def send(host: str) -> None:
-            for tree in plan.trees:
-                project.send(
-                    snapshots[tree.path], tree, host, plan.python, ready.transport,
-                    progress or (lambda *_: None), relays.get(tree.path),
-                )  # fmt: skip
+            for upload in uploads:
+                upload.send(host, plan.python, ready.transport, progress or (lambda *_: None))
 
         in_order(fan_out(hosts, send))
 

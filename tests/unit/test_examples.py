@@ -11,7 +11,7 @@ import pytest
 from setuptools import Distribution
 
 from clusterkit.jobfile import catalogue, examples, loader
-from clusterkit.sync import project
+from clusterkit.sync import snapshot
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,6 +97,6 @@ def test_hosts_without_clusterkit_get_it_without_the_examples(tmp_path, monkeypa
     (package / "jobs" / "train").mkdir(parents=True)
     for name in ("__init__.py", "keys.json", "jobs/train/ddp.py"):
         (package / name).write_text("")
-    monkeypatch.setattr(project.resources, "files", lambda _: package)
-    sent = [entry.path for entry in project.own_package().entries]
+    monkeypatch.setattr(snapshot.resources, "files", lambda _: package)
+    sent = [entry.path for entry in snapshot.own_package().entries]
     assert sent == ["clusterkit/__init__.py", "clusterkit/keys.json"]

@@ -58,8 +58,8 @@ estimate.memory
 estimate.models estimate.advice
 estimate.jobs
 estimate
-sync.relay
-sync.project
+sync.relay sync.snapshot
+sync.upload
 assemble execute bench.slow_links
 bench.bandwidth
 doctor.hosts.runner doctor.hosts.meeting doctor.base

@@ -22,8 +22,9 @@ import pytest
 
 from clusterkit.errors import BadInput, RunFolderError, SubmitFailed
 from clusterkit.plan import Tree
-from clusterkit.sync import project, receiver
-from clusterkit.sync.project import own_package, send, snapshot
+from clusterkit.sync import receiver, snapshot, upload
+from clusterkit.sync.snapshot import own_package, take
+from clusterkit.sync.upload import Upload
 from clusterkit.transport import LocalTransport
 
 LOCAL = LocalTransport()
@@ -79,10 +80,14 @@ def tree_of(tmp_path, found, name=None):
     return Tree(str(found.root), str(path), found.digest, "")
 
 
+def uploading(found):
+    return Upload(found, Tree(str(found.root), "/nowhere", found.digest, ""))
+
+
 def deliver(tmp_path, found, name=None, **more):
     """Send a snapshot to this machine; gives the number of files sent, and the folder."""
     tree = tree_of(tmp_path, found, name)
-    return send(found, tree, "h0", sys.executable, LOCAL, **more), Path(tree.path)
+    return Upload(found, tree).send("h0", sys.executable, LOCAL, **more), Path(tree.path)
 
 
 def contents(root):
@@ -123,26 +128,26 @@ def test_a_checkout_is_its_tracked_and_new_files_as_they_lie_there(checkout):
     write(checkout / "noise.log", "x")
     write(checkout / "data" / "huge.bin", "x")
     (checkout / "lib" / "a.py").unlink()
-    found = snapshot(checkout, "train.py")
+    found = take(checkout, "train.py")
     assert paths(found) == [".gitignore", "new.py", "train.py"]
     assert found.root == checkout
     assert found.how == "tracked or new, not ignored"
 
 
 def test_all_of_the_checkout_counts_wherever_in_it_the_job_starts(checkout):
-    found = snapshot(checkout / "lib", "a.py")
+    found = take(checkout / "lib", "a.py")
     assert found.root == checkout
     assert paths(found) == [".gitignore", "lib/a.py", "train.py"]
-    assert snapshot(checkout / "lib", "../train.py").digest == found.digest
+    assert take(checkout / "lib", "../train.py").digest == found.digest
 
 
 def test_the_digest_is_of_paths_modes_and_contents(checkout):
-    first = snapshot(checkout)
-    assert snapshot(checkout).digest == first.digest
+    first = take(checkout)
+    assert take(checkout).digest == first.digest
     seen = {first.digest}
 
     def differs():
-        digest = snapshot(checkout).digest
+        digest = take(checkout).digest
         assert digest not in seen
         seen.add(digest)
 
@@ -160,9 +165,9 @@ def test_the_digest_is_of_paths_modes_and_contents(checkout):
 
 
 def test_what_only_the_owner_s_mask_says_of_a_mode_does_not_count(checkout):
-    before = snapshot(checkout).digest
+    before = take(checkout).digest
     (checkout / "train.py").chmod(0o600)
-    assert snapshot(checkout).digest == before
+    assert take(checkout).digest == before
 
 
 def test_ugly_names(checkout):
@@ -182,7 +187,7 @@ def test_ugly_names(checkout):
     names += [BAD_NAME, "x" * 255, "日" * 85, "~", ".hidden", "trailing ", "a;b", ":(top)x", "..."]
     for number, name in enumerate(names):
         write(checkout / name, f"{number}")
-    assert set(paths(snapshot(checkout))) == {*names, ".gitignore", "train.py", "lib/a.py"}
+    assert set(paths(take(checkout))) == {*names, ".gitignore", "train.py", "lib/a.py"}
 
 
 def test_submodules_count_and_one_that_is_not_checked_out_is_passed_over(checkout, tmp_path):
@@ -197,7 +202,7 @@ def test_submodules_count_and_one_that_is_not_checked_out_is_passed_over(checkou
     git(checkout, "commit", "-qm", "with submodule")
     write(checkout / "third/sub/more.py", "more")
     write(checkout / "third/sub/junk.tmp", "junk")
-    assert [path for path in paths(snapshot(checkout)) if path.startswith("third")] == [
+    assert [path for path in paths(take(checkout)) if path.startswith("third")] == [
         "third/sub/.gitignore",
         "third/sub/more.py",
         "third/sub/s.py",
@@ -205,7 +210,7 @@ def test_submodules_count_and_one_that_is_not_checked_out_is_passed_over(checkou
     bare = tmp_path / "clone"
     git(tmp_path, "clone", "-q", str(checkout), str(bare))
     assert (bare / "third/sub").is_dir()
-    assert paths(snapshot(bare)) == [".gitignore", ".gitmodules", "lib/a.py", "train.py"]
+    assert paths(take(bare)) == [".gitignore", ".gitmodules", "lib/a.py", "train.py"]
 
 
 def test_checkouts_within_the_checkout_count_by_their_own_rules(checkout):
@@ -218,7 +223,7 @@ def test_checkouts_within_the_checkout_count_by_their_own_rules(checkout):
     write(inner / ".gitignore", "*.tmp\n")
     (checkout / "empty").mkdir()
     git(checkout / "empty", "init", "-q")
-    assert [path for path in paths(snapshot(checkout)) if "/" in path] == [
+    assert [path for path in paths(take(checkout)) if "/" in path] == [
         "lib/a.py",
         "vendored/.gitignore",
         "vendored/deep.log",
@@ -229,7 +234,7 @@ def test_checkouts_within_the_checkout_count_by_their_own_rules(checkout):
 def test_a_worktree_is_a_checkout_of_its_own(checkout, tmp_path):
     git(checkout, "worktree", "add", "-q", str(tmp_path / "tree"), "-b", "side")
     write(tmp_path / "tree" / "side.py", "side")
-    found = snapshot(tmp_path / "tree", "side.py")
+    found = take(tmp_path / "tree", "side.py")
     assert found.root == tmp_path / "tree"
     assert paths(found) == [".gitignore", "lib/a.py", "side.py", "train.py"]
 
@@ -244,7 +249,7 @@ def test_a_conflict_does_not_name_a_file_three_times(checkout):
     who = ["-c", "user.name=t", "-c", "user.email=t@t"]
     subprocess.run(["git", *who, "merge", "side"], cwd=checkout, capture_output=True)
     assert git(checkout, "ls-files", "-u")
-    assert paths(snapshot(checkout)) == [".gitignore", "lib/a.py", "train.py"]
+    assert paths(take(checkout)) == [".gitignore", "lib/a.py", "train.py"]
 
 
 def test_a_tracked_folder_that_is_a_file_now_and_the_other_way_round(checkout):
@@ -252,7 +257,7 @@ def test_a_tracked_folder_that_is_a_file_now_and_the_other_way_round(checkout):
     write(checkout / "lib", "now a file")
     (checkout / "train.py").unlink()
     write(checkout / "train.py" / "inner.py", "now a folder")
-    assert paths(snapshot(checkout)) == [".gitignore", "lib", "train.py/inner.py"]
+    assert paths(take(checkout)) == [".gitignore", "lib", "train.py/inner.py"]
 
 
 def test_links_are_links_wherever_they_lead(checkout, tmp_path):
@@ -261,7 +266,7 @@ def test_links_are_links_wherever_they_lead(checkout, tmp_path):
         "absolute": str(tmp_path / "elsewhere"), "up": "../..", "self": "self",
     }.items():  # fmt: skip
         (checkout / name).symlink_to(target)
-    found = {entry.path: entry.target for entry in snapshot(checkout).entries if entry.target}
+    found = {entry.path: entry.target for entry in take(checkout).entries if entry.target}
     assert found == {
         "to-file": "train.py", "to-folder": "lib", "dangling": "nowhere",
         "absolute": str(tmp_path / "elsewhere"), "up": "../..", "self": "self",
@@ -271,7 +276,7 @@ def test_links_are_links_wherever_they_lead(checkout, tmp_path):
 def test_pipes_sockets_and_devices_are_no_files(folder):
     os.mkfifo(folder / "pipe")
     (folder / "zero").symlink_to("/dev/zero")
-    assert paths(snapshot(folder)) == ["train.py", "zero"]
+    assert paths(take(folder)) == ["train.py", "zero"]
 
 
 def test_outside_of_git_every_file_counts_but_caches(folder):
@@ -281,7 +286,7 @@ def test_outside_of_git_every_file_counts_but_caches(folder):
         write(folder / name / "f", "x")
     write(folder / "b.pyc", "x")
     write(folder / "sub" / ".git", "gitdir: elsewhere")
-    found = snapshot(folder, "train.py")
+    found = take(folder, "train.py")
     assert paths(found) == [".env", "a.log", "data/x.bin", "deep/er/y", "train.py"]
     assert (found.root, found.how) == (folder, "all but caches")
 
@@ -294,40 +299,40 @@ def test_clusterkit_home_is_no_part_of_the_project(
     root = checkout if in_git else folder
     runs = root / ".clusterkit"
     monkeypatch.setenv("CLUSTERKIT_HOME", str(runs))
-    before = snapshot(root, "train.py")
+    before = take(root, "train.py")
     write(runs / "runs" / "r-1" / "run.json", "{}")
     write(root / ".clusterkit-notes", "stay\n")
     if way == "by a link":
         (tmp_path / "link").symlink_to(root)
         root = tmp_path / "link"
-    found = snapshot(root, "train.py")
+    found = take(root, "train.py")
     assert paths(found) == sorted([*paths(before), ".clusterkit-notes"])
     with pytest.raises(BadInput, match="lies in CLUSTERKIT_HOME"):
-        snapshot(root, ".clusterkit/runs/r-1/run.json")
+        take(root, ".clusterkit/runs/r-1/run.json")
 
 
 @pytest.mark.parametrize("place", ["home", "/"])
 def test_what_can_be_no_project_is_refused_before_it_is_read(folder, monkeypatch, place):
     monkeypatch.setenv("CLUSTERKIT_HOME", str(folder))
-    monkeypatch.setattr(project, "_all_files", None)
+    monkeypatch.setattr(snapshot, "_all_files", None)
     with pytest.raises(BadInput, match="it cannot be copied to the hosts"):
-        snapshot(folder if place == "home" else Path("/"))
+        take(folder if place == "home" else Path("/"))
 
 
 def test_a_home_folder_is_remarked_upon(folder, monkeypatch):
-    assert snapshot(folder).facts().remark is None
+    assert take(folder).facts().remark is None
     monkeypatch.setenv("HOME", str(folder))
-    assert "keys and histories too (1 file, 0.0 MB)" in (snapshot(folder).facts().remark or "")
+    assert "keys and histories too (1 file, 0.0 MB)" in (take(folder).facts().remark or "")
     monkeypatch.setenv("HOME", str(folder / "below"))
-    assert snapshot(folder).facts().remark is not None
+    assert take(folder).facts().remark is not None
     monkeypatch.setenv("HOME", str(folder.parent))
-    assert snapshot(folder).facts().remark is None
+    assert take(folder).facts().remark is None
 
 
 def test_without_git_on_path_every_file_counts(checkout, monkeypatch):
     write(checkout / "noise.log", "x")
     monkeypatch.setenv("PATH", "/nowhere")
-    found = snapshot(checkout, "train.py")
+    found = take(checkout, "train.py")
     assert paths(found) == [".gitignore", "lib/a.py", "noise.log", "train.py"]
     assert found.how == "all but caches"
 
@@ -335,7 +340,7 @@ def test_without_git_on_path_every_file_counts(checkout, monkeypatch):
 def test_a_folder_that_the_checkout_ignores_is_a_project_of_its_own(checkout):
     write(checkout / "data" / "job" / "train.py", "x")
     write(checkout / "data" / "job" / "noise.log", "x")
-    found = snapshot(checkout / "data" / "job", "train.py")
+    found = take(checkout / "data" / "job", "train.py")
     assert found.root == checkout / "data" / "job"
     assert paths(found) == ["noise.log", "train.py"]
 
@@ -348,7 +353,7 @@ def test_git_s_own_environment_names_no_other_checkout(checkout, tmp_path, monke
     monkeypatch.setenv("GIT_DIR", str(other / ".git"))
     monkeypatch.setenv("GIT_WORK_TREE", str(other))
     monkeypatch.setenv("GIT_INDEX_FILE", str(other / ".git/index"))
-    assert paths(snapshot(checkout, "train.py")) == [".gitignore", "lib/a.py", "train.py"]
+    assert paths(take(checkout, "train.py")) == [".gitignore", "lib/a.py", "train.py"]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs a folder of another user's")
@@ -359,21 +364,21 @@ def test_a_checkout_of_another_user_is_refused_and_not_copied_whole(checkout, mo
     os.chown(checkout, 65534, 65534)
     os.chown(checkout / ".git", 65534, 65534)
     with pytest.raises(BadInput, match=r"git does not read .*dubious ownership") as error:
-        snapshot(checkout)
+        take(checkout)
     assert error.value.hint == f"git config --global --add safe.directory {checkout}"
 
 
 def test_a_checkout_that_is_reached_by_a_link(checkout, tmp_path):
     (tmp_path / "link").symlink_to(checkout)
-    found = snapshot(tmp_path / "link" / "lib", "a.py")
+    found = take(tmp_path / "link" / "lib", "a.py")
     assert found.root == tmp_path / "link"
-    assert found.digest == snapshot(checkout).digest
+    assert found.digest == take(checkout).digest
 
 
 def test_a_link_into_the_middle_of_a_checkout_is_refused(checkout, tmp_path):
     (tmp_path / "link").symlink_to(checkout / "lib")
     with pytest.raises(BadInput, match="is a symbolic link into the checkout") as error:
-        snapshot(tmp_path / "link", "a.py")
+        take(tmp_path / "link", "a.py")
     assert error.value.hint == f"start from {checkout / 'lib'}"
 
 
@@ -383,7 +388,7 @@ def test_a_link_into_the_middle_of_a_checkout_is_refused(checkout, tmp_path):
 def test_a_program_that_git_ignores_is_refused(checkout):
     write(checkout / "data" / "train.py", "x")
     with pytest.raises(BadInput, match=r"program: data/train\.py is ignored by git") as error:
-        snapshot(checkout, "data/train.py")
+        take(checkout, "data/train.py")
     (command,) = [part for part in (error.value.hint or "").split(" says")[:1]]
     assert command == f"git -C {checkout} check-ignore -v data/train.py"
 
@@ -391,7 +396,7 @@ def test_a_program_that_git_ignores_is_refused(checkout):
 def test_a_program_among_the_caches_is_refused(folder):
     write(folder / ".venv" / "train.py", "x")
     with pytest.raises(BadInput, match="lies in a folder that is not copied") as error:
-        snapshot(folder, ".venv/train.py")
+        take(folder, ".venv/train.py")
     assert ".venv" in (error.value.hint or "")
 
 
@@ -399,36 +404,36 @@ def test_a_program_among_the_caches_is_refused(folder):
 def test_a_program_outside_of_the_project_is_refused(checkout, program):
     write(checkout.parent / "other.py", "x")
     with pytest.raises(BadInput, match="lies outside of") as error:
-        snapshot(checkout, program)
+        take(checkout, program)
     assert "sync: false" in (error.value.hint or "")
 
 
 def test_a_program_may_be_named_by_its_whole_path(checkout):
-    assert snapshot(checkout, str(checkout / "train.py")).digest == snapshot(checkout).digest
+    assert take(checkout, str(checkout / "train.py")).digest == take(checkout).digest
 
 
 def test_a_program_with_a_name_that_only_looks_as_if_it_led_out(checkout):
     write(checkout / "..train.py", "x")
-    assert "..train.py" in paths(snapshot(checkout, "..train.py"))
+    assert "..train.py" in paths(take(checkout, "..train.py"))
 
 
 def test_a_program_by_way_of_a_link_of_the_project(checkout):
     (checkout / "link").symlink_to("lib")
-    assert "link" in paths(snapshot(checkout, "link/a.py"))
+    assert "link" in paths(take(checkout, "link/a.py"))
 
 
 def test_a_program_by_way_of_a_link_that_leads_out(checkout, tmp_path):
     write(tmp_path / "elsewhere" / "a.py", "x")
     (checkout / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(BadInput, match=r"program: link/a\.py"):
-        snapshot(checkout, "link/a.py")
+        take(checkout, "link/a.py")
 
 
 def test_far_too_much_data_is_refused_before_it_is_read(checkout):
     with (checkout / "model.bin").open("wb") as file:
         file.truncate(3 << 40)  # three TiB: reading them would not end
     with pytest.raises(BadInput, match="is 3145728 MiB: too much to copy") as error:
-        snapshot(checkout)
+        take(checkout)
     assert "model.bin, 3145728 MiB" in error.value.message
     assert ".gitignore" in (error.value.hint or "")
 
@@ -437,7 +442,7 @@ def test_ignored_data_is_not_counted(checkout):
     (checkout / "data").mkdir()
     with (checkout / "data" / "model.bin").open("wb") as file:
         file.truncate(3 << 40)
-    assert snapshot(checkout).size < 1000
+    assert take(checkout).size < 1000
 
 
 def test_a_file_that_cannot_be_read_is_named(checkout, monkeypatch):
@@ -446,9 +451,9 @@ def test_a_file_that_cannot_be_read_is_named(checkout, monkeypatch):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return open(path, *args, **kwargs)
 
-    monkeypatch.setattr(project, "open", refuse, raising=False)
+    monkeypatch.setattr(snapshot, "open", refuse, raising=False)
     with pytest.raises(RunFolderError, match=r"lib/a\.py: permission denied") as error:
-        snapshot(checkout)
+        take(checkout)
     assert "ignore it, or fix it" in (error.value.hint or "")
 
 
@@ -463,13 +468,13 @@ def test_a_folder_that_cannot_be_read_is_named_and_not_passed_over(folder, monke
 
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(RunFolderError, match="locked: permission denied"):
-        snapshot(folder)
+        take(folder)
 
 
 def test_a_checkout_whose_index_is_damaged_is_refused(checkout):
     (checkout / ".git" / "index").write_bytes(b"no index")
     with pytest.raises(BadInput, match="git ls-files fails in") as error:
-        snapshot(checkout)
+        take(checkout)
     assert "git status" in (error.value.hint or "")
 
 
@@ -487,7 +492,7 @@ def test_what_arrives_is_what_was_there(checkout, tmp_path):
     (checkout / "link").symlink_to("train.py")
     (checkout / "dangling").symlink_to("/nowhere/at all")
     (checkout / "folder-link").symlink_to("lib")
-    found = snapshot(checkout)
+    found = take(checkout)
     number, path = deliver(tmp_path, found)
     assert number == len([entry for entry in found.entries if entry.target is None])
     assert contents(path) == expected(found)
@@ -501,7 +506,7 @@ def test_names_arrive_as_they_are_whatever_the_host_s_locale(
 ):
     write(checkout / "naïve 日本", "x")
     write(checkout / BAD_NAME, "x")
-    found = snapshot(checkout)
+    found = take(checkout)
     monkeypatch.setenv("LC_ALL", locale)
     monkeypatch.setenv("PYTHONCOERCECLOCALE", "0")
     _, path = deliver(tmp_path, found)
@@ -509,36 +514,36 @@ def test_names_arrive_as_they_are_whatever_the_host_s_locale(
 
 
 def test_a_place_whose_path_a_shell_would_read(checkout, weird_tmp_path):
-    found = snapshot(checkout)
+    found = take(checkout)
     _, path = deliver(weird_tmp_path, found)
     assert contents(path) == expected(found)
 
 
 def test_an_empty_project(tmp_path):
     (tmp_path / "nothing").mkdir()
-    found = snapshot(tmp_path / "nothing")
+    found = take(tmp_path / "nothing")
     number, path = deliver(tmp_path, found)
     assert number == 0
     assert path.is_dir()
-    assert project.words(found.facts()) == "0 files, 0.0 MB"
+    assert snapshot.summary(found.facts()) == "0 files, 0.0 MB"
 
 
 def test_the_same_again_sends_nothing(checkout, tmp_path):
-    found = snapshot(checkout)
+    found = take(checkout)
     deliver(tmp_path, found)
-    assert deliver(tmp_path, snapshot(checkout))[0] == 0
+    assert deliver(tmp_path, take(checkout))[0] == 0
 
 
 def test_one_changed_file_is_all_that_is_sent_and_the_rest_is_linked(checkout, tmp_path):
     for number in range(20):
         write(checkout / f"f{number}", f"{number}")
-    first = snapshot(checkout)
+    first = take(checkout)
     _, old = deliver(tmp_path, first)
     write(checkout / "f7", "changed")
     write(checkout / "renamed", (checkout / "f8").read_bytes())
     (checkout / "f8").unlink()
     (checkout / "f9").chmod(0o755)
-    second = snapshot(checkout)
+    second = take(checkout)
     number, new = deliver(tmp_path, second)
     assert number == 2  # f9's mode has changed: a link would change it for the old tree too
     assert contents(new) == expected(second)
@@ -553,9 +558,9 @@ def test_one_changed_file_is_all_that_is_sent_and_the_rest_is_linked(checkout, t
 
 
 def test_a_host_without_hard_links_gets_every_file(checkout, tmp_path, monkeypatch):
-    deliver(tmp_path, snapshot(checkout))
+    deliver(tmp_path, take(checkout))
     write(checkout / "more", "x")
-    found = snapshot(checkout)
+    found = take(checkout)
     entries = json.loads(found._listing)
     tree = Path(tree_of(tmp_path, found).path)
 
@@ -573,11 +578,11 @@ def test_a_host_without_hard_links_gets_every_file(checkout, tmp_path, monkeypat
 @pytest.mark.parametrize("size", [0, 1, 1000, 1001, 5000, 10_007])
 @pytest.mark.parametrize("compresses", [True, False])
 def test_files_go_in_pieces(folder, tmp_path, monkeypatch, size, compresses):
-    monkeypatch.setattr(project, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(upload, "PIECE_BYTES", 1000)
     data = b"z" * size if compresses else random.Random(1).randbytes(size)
     write(folder / "big", data)
-    found = snapshot(folder)
-    pieces = list(found.payload([0]))
+    found = take(folder)
+    pieces = list(uploading(found).pieces([0]))
     assert len(pieces) == max(1, -(-size // 1000))
     assert sum(length for length, _ in pieces) == size
     assert (sum(len(piece) for _, piece in pieces) < size / 2) == (compresses and size >= 1000)
@@ -591,15 +596,16 @@ def test_what_is_sent_to_several_hosts_is_read_once_up_to_a_limit(
 ):
     for number in range(6):
         write(folder / f"f{number}", bytes([number]) * 100)
-    monkeypatch.setattr(project, "CACHED_BYTES", limit)
-    found = snapshot(folder)
+    monkeypatch.setattr(upload, "CACHED_BYTES", limit)
+    found = take(folder)
     reads = []
     real = Path.open
     monkeypatch.setattr(
         Path, "open", lambda self, *a, **k: (reads.append(self.name), real(self, *a, **k))[1]
     )
     everything = range(len(found.entries))
-    whole = [list(found.payload(everything)) for _ in range(3)]
+    sent = uploading(found)
+    whole = [list(sent.pieces(everything)) for _ in range(3)]
     assert whole[0] == whole[1] == whole[2]
     assert Counter(reads) == dict.fromkeys([entry.path for entry in found.entries], times)
 
@@ -607,13 +613,12 @@ def test_what_is_sent_to_several_hosts_is_read_once_up_to_a_limit(
 def test_a_cache_does_not_mix_files_up_when_hosts_miss_different_ones(folder):
     for number in range(50):
         write(folder / f"f{number:02}", os.urandom(number * 7))
-    found = snapshot(folder)
-    fresh = snapshot(folder)
+    sent, fresh = uploading(take(folder)), uploading(take(folder))
     results = {}
 
     def ask(seed):
         missing = sorted(random.Random(seed).sample(range(50), 25))
-        results[seed] = (missing, list(found.payload(missing)))
+        results[seed] = (missing, list(sent.pieces(missing)))
 
     threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(8)]
     for thread in threads:
@@ -622,12 +627,12 @@ def test_a_cache_does_not_mix_files_up_when_hosts_miss_different_ones(folder):
         thread.join()
     assert len(results) == 8
     for missing, pieces in results.values():
-        assert pieces == [piece for number in missing for piece in fresh.payload([number])]
+        assert pieces == [piece for number in missing for piece in fresh.pieces([number])]
 
 
 def test_progress_is_told_up_to_the_whole(checkout, tmp_path):
     told = []
-    found = snapshot(checkout)
+    found = take(checkout)
     deliver(tmp_path, found, progress=lambda *about: told.append(about))
     assert told[0] == ("h0", 0, found.size)
     assert told[-1] == ("h0", found.size, found.size)
@@ -640,7 +645,7 @@ def test_progress_is_told_up_to_the_whole(checkout, tmp_path):
 @pytest.mark.parametrize("change", ["other", "longer and longer", ""])
 def test_a_file_that_changes_while_it_is_sent_gives_no_tree(folder, tmp_path, change):
     write(folder / "train.py", "first")
-    found = snapshot(folder)
+    found = take(folder)
     write(folder / "train.py", change)
     with pytest.raises(SubmitFailed, match=r"host h0: .* train\.py changed while it was copied"):
         deliver(tmp_path, found)
@@ -649,14 +654,14 @@ def test_a_file_that_changes_while_it_is_sent_gives_no_tree(folder, tmp_path, ch
 
 def test_a_file_that_only_grows_is_sent_as_it_was(folder, tmp_path):
     write(folder / "train.py", "first")
-    found = snapshot(folder)
+    found = take(folder)
     write(folder / "train.py", "first, and more")
     _, path = deliver(tmp_path, found)
     assert (path / "train.py").read_bytes() == b"first"
 
 
 def test_a_file_that_goes_away_while_it_is_sent_gives_no_tree(folder, tmp_path):
-    found = snapshot(folder)
+    found = take(folder)
     (folder / "train.py").unlink()
     with pytest.raises(SubmitFailed, match=r"train\.py: no such file or directory while") as error:
         deliver(tmp_path, found)
@@ -697,13 +702,13 @@ class Interrupted(LocalTransport):
 def test_a_receiver_that_is_killed_leaves_no_tree_and_the_next_one_clears_up(
     folder, tmp_path, after, monkeypatch
 ):
-    monkeypatch.setattr(project, "BATCH_BYTES", 1)
+    monkeypatch.setattr(upload, "BATCH_BYTES", 1)
     for number in range(6):
         write(folder / f"f{number}", f"{number}")
-    found = snapshot(folder)
+    found = take(folder)
     tree = tree_of(tmp_path, found)
     with pytest.raises(SubmitFailed, match="host h0: copying the project was interrupted"):
-        send(found, tree, "h0", sys.executable, Interrupted(after))
+        Upload(found, tree).send("h0", sys.executable, Interrupted(after))
     assert not Path(tree.path).exists()
     _, path = deliver(tmp_path, found)
     assert contents(path) == expected(found)
@@ -713,15 +718,15 @@ def test_a_receiver_that_is_killed_leaves_no_tree_and_the_next_one_clears_up(
 def test_a_receiver_that_is_killed_while_it_repairs_leaves_the_tree_to_the_next(
     folder, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(project, "BATCH_BYTES", 1)
+    monkeypatch.setattr(upload, "BATCH_BYTES", 1)
     for number in range(6):
         write(folder / f"f{number}", f"{number}")
-    found = snapshot(folder)
+    found = take(folder)
     _, path = deliver(tmp_path, found)
     for number in range(6):
         write(path / f"f{number}", "spoilt by a program")
     with pytest.raises(SubmitFailed, match="was interrupted"):
-        send(found, tree_of(tmp_path, found), "h0", sys.executable, Interrupted(3))
+        Upload(found, tree_of(tmp_path, found)).send("h0", sys.executable, Interrupted(3))
     assert deliver(tmp_path, found)[0] >= 3
     assert contents(path) == expected(found)
     assert leftovers(tmp_path) == []
@@ -746,26 +751,26 @@ def test_a_full_disk_on_a_host_is_said_and_leaves_nothing(folder, tmp_path, smal
     for number in range(20):
         write(folder / f"f{number:02}", os.urandom(1 << 10))
     write(folder / "g", os.urandom(size))
-    found = snapshot(folder)
+    found = take(folder)
     with pytest.raises(SubmitFailed, match=r"host h0: .* No space left on device") as error:
         deliver(tmp_path, found)
     assert "make room there" in (error.value.hint or "")
     assert contents(small_disk) == {"projects/p/.lock": (0o600, b"")}
     (folder / "g").unlink()
-    found = snapshot(folder)
+    found = take(folder)
     _, path = deliver(tmp_path, found)
     assert contents(path) == expected(found)
 
 
 def test_a_file_that_is_larger_than_the_host_allows(folder, tmp_path):
     write(folder / "big", os.urandom(1 << 20))
-    found = snapshot(folder)
+    found = take(folder)
     tree = tree_of(tmp_path, found)
     limited = tmp_path / "python"
     limited.write_text(f'#!/bin/sh\nulimit -f 100\ntrap "" XFSZ\nexec {sys.executable} "$@"\n')
     limited.chmod(0o755)
     with pytest.raises(SubmitFailed, match=r"host h0: .* File too large"):
-        send(found, tree, "h0", str(limited), LOCAL)
+        Upload(found, tree).send("h0", str(limited), LOCAL)
     assert not Path(tree.path).exists()
     assert leftovers(tmp_path) == []
 
@@ -773,7 +778,7 @@ def test_a_file_that_is_larger_than_the_host_allows(folder, tmp_path):
 def test_a_place_that_cannot_be_written_to(folder, tmp_path):
     write(tmp_path / "host", "a file")
     with pytest.raises(SubmitFailed, match=r"host h0: .*: Not a directory: ") as error:
-        deliver(tmp_path, snapshot(folder))
+        deliver(tmp_path, take(folder))
     assert "workdir" in (error.value.hint or "")
 
 
@@ -790,23 +795,23 @@ def test_a_host_where_the_receiver_does_not_run(folder, tmp_path, python, said):
     fake = tmp_path / "python"
     fake.write_text(f"#!/bin/sh\n{python}\n")
     fake.chmod(0o755)
-    found = snapshot(folder)
+    found = take(folder)
     if python.startswith("cat"):  # it would wait for more
         fake.write_text("#!/bin/sh\nhead -c 100 >/dev/null\n")
     with pytest.raises(SubmitFailed) as error:
-        send(found, tree_of(tmp_path, found), "h0", str(fake), LOCAL)
+        Upload(found, tree_of(tmp_path, found)).send("h0", str(fake), LOCAL)
     assert error.value.message.startswith("host h0: ")
     assert said in error.value.message
 
 
 def test_a_host_that_falls_silent_is_given_up(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(project, "QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(upload, "QUIET_SECONDS", 0.1)
     fake = tmp_path / "python"
     fake.write_text("#!/bin/sh\nexec sleep 60\n")
     fake.chmod(0o755)
-    found = snapshot(folder)
+    found = take(folder)
     with pytest.raises(SubmitFailed, match="h0 no longer answers"):
-        send(found, tree_of(tmp_path, found), "h0", str(fake), LOCAL)
+        Upload(found, tree_of(tmp_path, found)).send("h0", str(fake), LOCAL)
 
 
 def test_what_the_sender_says_wrongly_is_answered_and_leaves_nothing(tmp_path):
@@ -839,13 +844,13 @@ def test_what_the_sender_says_wrongly_is_answered_and_leaves_nothing(tmp_path):
 def test_two_receivers_of_the_same_tree_at_once(folder, tmp_path):
     for number in range(200):
         write(folder / f"d{number % 7}" / f"f{number}", os.urandom(100))
-    found = snapshot(folder)
+    found = take(folder)
     tree = tree_of(tmp_path, found)
     sent, errors = [], []
 
     def work():
         try:
-            sent.append(send(found, tree, "h0", sys.executable, LOCAL))
+            sent.append(Upload(found, tree).send("h0", sys.executable, LOCAL))
         except Exception as error:
             errors.append(error)
 
@@ -874,7 +879,7 @@ def test_who_has_to_wait_says_so_again_and_again(tmp_path):
             assert waited == sorted(waited)
             assert not (tmp_path / "p" / "tree").exists()
             fcntl.flock(lock, fcntl.LOCK_UN)
-            answers = project._answers(stream, "h0")
+            answers = upload._answers(stream, "h0")
             assert next(answers) == {"missing": []}
             assert next(answers) == {"done": 0}
 
@@ -883,8 +888,8 @@ def test_a_host_that_has_to_wait_is_waited_for(folder, tmp_path):
     said = ['{"waiting": 10.0}'] * 3 + ['{"missing": []}', '{"waiting": 1}', '{"done": 0}']
     script = "#!/bin/sh\nprintf '%s\\n' " + " ".join(f"'{line}'" for line in said)
     fake = write(tmp_path / "python", f"{script}\ncat >/dev/null\n", 0o755)
-    found = snapshot(folder)
-    assert send(found, tree_of(tmp_path, found), "h0", str(fake), LOCAL) == 0
+    found = take(folder)
+    assert Upload(found, tree_of(tmp_path, found)).send("h0", str(fake), LOCAL) == 0
 
 
 # ---------------------------------------------------------------- repair
@@ -965,7 +970,7 @@ SPOILT = {name.removeprefix("spoil_"): f for name, f in globals().items() if "sp
 @pytest.mark.parametrize("how", sorted(SPOILT))
 def test_a_tree_that_a_program_has_changed_is_repaired(checkout, tmp_path, how):
     (checkout / "link").symlink_to("lib")
-    found = snapshot(checkout)
+    found = take(checkout)
     _, path = deliver(tmp_path, found)
     write(path / "output" / "made by the program", "stays")
     SPOILT[how](path)
@@ -979,10 +984,10 @@ def test_a_tree_that_a_program_has_changed_is_repaired(checkout, tmp_path, how):
 
 
 def test_a_spoilt_file_of_one_tree_does_not_get_into_the_next(checkout, tmp_path):
-    _, old = deliver(tmp_path, snapshot(checkout))
+    _, old = deliver(tmp_path, take(checkout))
     spoil_content(old)
     write(checkout / "more.py", "more")
-    found = snapshot(checkout)
+    found = take(checkout)
     number, path = deliver(tmp_path, found)
     assert number == 2
     assert contents(path) == expected(found)
@@ -991,17 +996,17 @@ def test_a_spoilt_file_of_one_tree_does_not_get_into_the_next(checkout, tmp_path
 def test_a_file_that_is_spoilt_while_others_are_repaired_is_not_written_down_as_intact(
     checkout, tmp_path, monkeypatch
 ):
-    found = snapshot(checkout)
+    found = take(checkout)
     _, path = deliver(tmp_path, found)
     spoil_gone(path)
-    real = project.Snapshot.payload
+    real = Upload.pieces
 
     def meanwhile(self, missing, **how):
         # The host has looked at its files by now.
         write(path / "train.py", "a program is at work")
         yield from real(self, missing, **how)
 
-    monkeypatch.setattr(project.Snapshot, "payload", meanwhile)
+    monkeypatch.setattr(Upload, "pieces", meanwhile)
     deliver(tmp_path, found)
     monkeypatch.undo()
     assert deliver(tmp_path, found)[0] == 1
@@ -1011,10 +1016,10 @@ def test_a_file_that_is_spoilt_while_others_are_repaired_is_not_written_down_as_
 def test_a_project_s_own_files_are_not_taken_for_drafts(folder, tmp_path):
     for name in (".train.py.new", ".draft-file", "sub/.draft-tree/f", ".lock", "current"):
         write(folder / name, name)
-    found = snapshot(folder)
+    found = take(folder)
     _, old = deliver(tmp_path, found)
     write(folder / "train.py", "changed")
-    second = snapshot(folder)
+    second = take(folder)
     _, new = deliver(tmp_path, second)
     assert contents(new) == expected(second)
     assert (old / ".train.py.new").read_bytes() == b".train.py.new"
@@ -1022,7 +1027,7 @@ def test_a_project_s_own_files_are_not_taken_for_drafts(folder, tmp_path):
 
 
 def test_something_that_is_no_folder_in_a_tree_s_place(checkout, tmp_path):
-    found = snapshot(checkout)
+    found = take(checkout)
     tree = Path(tree_of(tmp_path, found).path)
     for make in (lambda: write(tree, "file"), lambda: tree.symlink_to("nowhere")):
         make()
@@ -1038,7 +1043,7 @@ def deliver_many(checkout, tmp_path, number):
     made = []
     for version in range(number):
         write(checkout / "version", f"{version}")
-        _, path = deliver(tmp_path, snapshot(checkout))
+        _, path = deliver(tmp_path, take(checkout))
         os.utime(path, (1000 + version, 1000 + version))
         made.append(path)
     return made
@@ -1054,9 +1059,9 @@ def test_the_newest_trees_stay(checkout, tmp_path):
 def test_a_tree_that_is_sent_again_counts_as_new(checkout, tmp_path):
     made = deliver_many(checkout, tmp_path, receiver.KEEP_TREES)
     write(checkout / "version", "0")
-    assert deliver(tmp_path, snapshot(checkout))[1] == made[0]
+    assert deliver(tmp_path, take(checkout))[1] == made[0]
     write(checkout / "version", "one more")
-    deliver(tmp_path, snapshot(checkout))
+    deliver(tmp_path, take(checkout))
     assert [path.is_dir() for path in made] == [True, False, True, True, True]
 
 
@@ -1073,7 +1078,7 @@ def test_a_tree_that_a_process_works_in_stays(checkout, tmp_path):
         for process in (below, there):
             process.communicate()
     write(checkout / "version", "last")
-    deliver(tmp_path, snapshot(checkout))
+    deliver(tmp_path, take(checkout))
     assert not made[0].exists()
     assert later[-1].is_dir()
 
@@ -1110,10 +1115,10 @@ def test_two_thousand_files_need_no_second_reading(tmp_path):
     root = tmp_path / "many"
     for number in range(2000):
         write(root / f"d{number % 40}" / f"f{number}", f"{number}")
-    found = snapshot(root)
+    found = take(root)
     _, path = deliver(tmp_path, found)
     write(root / "d0" / "f0", "changed")
-    second = snapshot(root)
+    second = take(root)
     began = time.process_time()
     number, path = deliver(tmp_path, second)
     assert number == 1

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from clusterkit.errors import SubmitFailed
 from clusterkit.plan import Tree
-from clusterkit.sync import project, relay
-from clusterkit.sync.project import Snapshot, send, snapshot
+from clusterkit.sync import relay
 from clusterkit.sync.relay import Relay
+from clusterkit.sync.snapshot import take
+from clusterkit.sync.upload import Upload
 from clusterkit.transport import LocalTransport
 from tests.unit.test_project import contents, expected
 
@@ -29,20 +31,20 @@ def found(tmp_path, monkeypatch):
     (root / "lib" / "empty").write_text("")
     (root / "lib" / "data").write_bytes(os.urandom(5_000_000))
     (root / "latest").symlink_to("lib/data")
-    return snapshot(root)
+    return take(root)
 
 
 @pytest.fixture
 def sent(monkeypatch):
     """How many files the submitter has read for hosts, each time it sent some."""
     times = []
-    payload = Snapshot.payload
+    pieces = Upload.pieces
 
     def counted(self, missing, zipped=True):
         times.append(len(missing))
-        return payload(self, missing, zipped)
+        return pieces(self, missing, zipped)
 
-    monkeypatch.setattr(Snapshot, "payload", counted)
+    monkeypatch.setattr(Upload, "pieces", counted)
     return times
 
 
@@ -59,8 +61,8 @@ def deliver(found, tmp_path, hosts=HOSTS):
     ):
         jobs = [
             pool.submit(
-                send, found, tree, host, sys.executable, LocalTransport(),
-                lambda *about: told.append(about), passing,
+                Upload(found, tree, passing).send, host, sys.executable, LocalTransport(),
+                lambda *about: told.append(about),
             )
             for host, tree in trees.items()
         ]  # fmt: skip
@@ -82,7 +84,7 @@ def test_a_small_change_comes_from_the_submitter_at_once(found, tmp_path, sent):
     deliver(found, tmp_path)
     sent.clear()
     (found.root / "train.py").write_text("print('changed')\n")
-    changed = snapshot(found.root)
+    changed = take(found.root)
     for host in HOSTS:
         (tmp_path / host / "projects" / "p").rename(tmp_path / host / "projects" / "q")
         (tmp_path / host / "projects" / "p.json").rename(tmp_path / host / "projects" / "q.json")
@@ -135,7 +137,7 @@ def test_a_host_that_sends_something_else_is_left_for_the_submitter(
 def test_without_the_token_nobody_gets_anything(found, tmp_path):
     tree = Tree(str(found.root), f"{tmp_path}/h0/projects/p", found.digest, "")
     with Relay({"h0": "127.0.0.1"}) as passing:
-        send(found, tree, "h0", sys.executable, LocalTransport(), relay=passing)
+        Upload(found, tree, passing).send("h0", sys.executable, LocalTransport())
         (sender,) = passing._hosts
         for token in ("", "x" * 32, None):
             with socket.create_connection(sender) as connection:
@@ -146,7 +148,7 @@ def test_without_the_token_nobody_gets_anything(found, tmp_path):
 
 def test_a_host_that_cannot_take_it_keeps_nobody_waiting(found, tmp_path, sent):
     (tmp_path / "h0").write_text("no folder")
-    with pytest.raises(project.SubmitFailed, match="cannot copy"):
+    with pytest.raises(SubmitFailed, match="cannot copy"):
         deliver(found, tmp_path)
     assert contents(tmp_path / "h6" / "projects" / "p") == expected(found)
     assert sent[-1] == 3
@@ -161,6 +163,6 @@ def test_a_host_that_cannot_serve_has_the_project_all_the_same(found, tmp_path):
     fake.chmod(0o755)
     tree = Tree(str(found.root), f"{tmp_path}/h0/projects/p", found.digest, "")
     with Relay({"h0": "127.0.0.1"}) as passing:
-        assert send(found, tree, "h0", str(fake), LocalTransport(), relay=passing) == 1
+        assert Upload(found, tree, passing).send("h0", str(fake), LocalTransport()) == 1
         with passing.sender(found.size) as sender:
             assert sender is None

@@ -25,7 +25,8 @@ from clusterkit.run.folder import RunFolder, RunHandle, node_dir
 from clusterkit.run.outcome import without_spares
 from clusterkit.run.status import RunStatus, State
 from clusterkit.spec import CheckpointSpec, JobSpec
-from clusterkit.sync import project
+from clusterkit.sync import snapshot
+from clusterkit.sync.upload import Upload
 from clusterkit.transport import LocalTransport
 from tests.conftest import noted
 
@@ -866,8 +867,8 @@ def test_the_project_and_clusterkit_itself_are_looked_at_where_they_are_needed(
     lacks = Hosts(h1={"versions": {"torch": "2"}})
     mine = job(workdir=str(cwd), nodes=2)
     found = SSH.probe(entry_of(sync=True), lacks, mine)
-    assert found.project == project.snapshot(cwd, "train.py").facts()
-    assert found.shipped == project.own_package().facts()
+    assert found.project == snapshot.take(cwd, "train.py").facts()
+    assert found.shipped == snapshot.own_package().facts()
     found = SSH.probe(entry_of(sync=True), Hosts(), mine)
     assert found.project is not None
     assert (found.shipped is None) == ("clusterkit" in found.hosts[0].versions)
@@ -1000,10 +1001,10 @@ def test_a_run_on_two_hosts_that_are_this_machine(tmp_path, entry_of, cwd):
     mine = job(workdir=str(cwd), launcher="forkserver", nodes=2, env={"ODD": "it's $HOME"})
     found = SSH.probe(entry, transport, mine)
     made = SSH.plan(mine, entry, found, "demo-1")
-    snapshot = project.snapshot(cwd, "train.py")
+    sent = snapshot.take(cwd, "train.py")
     for host in made.hosts:
         for tree in made.trees[:1]:
-            project.send(snapshot, tree, host, made.python, transport)
+            Upload(sent, tree).send(host, made.python, transport)
     SSH.submit(made, transport)
     handle = RunHandle(RunFolder(tmp_path / "mirror"), made)
     watcher = SSH.watch(handle, transport)

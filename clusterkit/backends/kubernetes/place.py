@@ -42,7 +42,7 @@ from clusterkit.rendezvous import Endpoint, Topology, mpirun_interface
 from clusterkit.run.folder import slug
 from clusterkit.shell import quote
 from clusterkit.spec import JobSpec
-from clusterkit.sync.project import words
+from clusterkit.sync import snapshot
 from clusterkit.yaml_text import documents
 
 REJOIN_SECONDS = 900.0
@@ -112,7 +112,7 @@ def place(
     trees: tuple[Tree, ...] = ()
     if shape.copied and (found := facts.project) is not None:
         path = posixpath.join(local, "files", "project")
-        trees = (Tree(found.root, path, found.digest, words(found)),)
+        trees = (Tree(found.root, path, found.digest, snapshot.summary(found)),)
     remarks = []
     if not job.elastic:
         lost = "replaced, and the run goes on" if rejoin else "ends the run"
@@ -292,7 +292,7 @@ def _program(
     program = job.program
     if program is not None and posixpath.isabs(program):
         program = posixpath.relpath(program, job.workdir or "/")
-    origin = f"{found.root}, {words(found)}, in a config map (cluster: code)"
+    origin = f"{found.root}, {snapshot.summary(found)}, in a config map (cluster: code)"
     return workdir, origin, replace(job, program=program)
 
 

@@ -26,7 +26,7 @@ from clusterkit.cluster import Facts, Gpu, KubernetesCluster, KubernetesFacts, P
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.run.folder import home
 from clusterkit.spec import JobSpec
-from clusterkit.sync.project import snapshot, words
+from clusterkit.sync import snapshot
 from clusterkit.transport import Transport
 
 MOST_BYTES = 1_040_000
@@ -162,7 +162,7 @@ def _project(job: JobSpec) -> Project:
     Raises:
         BadInput: it is too large.
     """
-    found = snapshot(Path(job.workdir or "."), job.program)
+    found = snapshot.take(Path(job.workdir or "."), job.program)
     packed = io.BytesIO()
     if found.size < 32 * MOST_BYTES:
         with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=6) as archive:
@@ -170,7 +170,7 @@ def _project(job: JobSpec) -> Project:
                 archive.add(found.root / entry.path, entry.path, recursive=False)
     if found.size >= 32 * MOST_BYTES or packed.tell() > MOST_BYTES:
         raise BadInput(
-            f"code: {found.root} is too large for a config map ({words(found.facts())})",
+            f"code: {found.root} is too large for a config map ({snapshot.summary(found.facts())})",
             hint="code: baked, with the project in the image or in a volume",
             cluster="code",
         )

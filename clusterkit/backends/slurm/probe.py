@@ -24,7 +24,7 @@ from clusterkit.cluster import Facts, Gpu, HostFacts, SlurmCluster, SlurmFacts
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.run.folder import home
 from clusterkit.spec import JobSpec
-from clusterkit.sync import project
+from clusterkit.sync import snapshot
 from clusterkit.transport import Transport
 
 _GPUS = re.compile(
@@ -80,7 +80,7 @@ def probe(cluster: SlurmCluster, transport: Transport, job: JobSpec | None) -> F
         asked = pool.submit(partition, cluster, transport)
         looked, found_ports = pool.submit(look), pool.submit(ports)
         copied = job if cluster.ssh is not None and cluster.sync else None
-        sent = project.snapshot(Path(copied.workdir or "."), copied.program) if copied else None
+        sent = snapshot.take(Path(copied.workdir or "."), copied.program) if copied else None
         seen = asked.result()
         report, (port, watch) = looked.result(), found_ports.result()
     least = min(seen.nodes, key=lambda node: (len(node.gpus), node.cpus))
@@ -111,7 +111,7 @@ def probe(cluster: SlurmCluster, transport: Transport, job: JobSpec | None) -> F
         interface=cluster.interface or "",
         watch_port=watch,
         project=sent.facts() if sent else None,
-        shipped=project.own_package().facts() if copied and "clusterkit" not in versions else None,
+        shipped=snapshot.own_package().facts() if copied and "clusterkit" not in versions else None,
         slurm=seen.facts,
     )
 

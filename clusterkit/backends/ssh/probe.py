@@ -13,7 +13,7 @@ from clusterkit.backends.ssh import inventory
 from clusterkit.cluster import Facts, Host, HostFacts, SshCluster
 from clusterkit.errors import BadInput, about, counted, listed
 from clusterkit.spec import JobSpec
-from clusterkit.sync import project
+from clusterkit.sync import snapshot
 from clusterkit.transport import Transport, fan_out, in_order
 
 
@@ -87,10 +87,10 @@ def probe(cluster: SshCluster, transport: Transport, job: JobSpec | None) -> Fac
         port=port,
         port_origin=f"free on {first} when probed" if cluster.port == "auto" else "cluster: port",
         interface=interfaces.pop() or "" if len(interfaces) == 1 else "",
-        project=project.snapshot(Path(job.workdir or "."), job.program).facts()
+        project=snapshot.take(Path(job.workdir or "."), job.program).facts()
         if copied and job is not None
         else None,
-        shipped=project.own_package().facts() if copied and lacking else None,
+        shipped=snapshot.own_package().facts() if copied and lacking else None,
     )
 
 
