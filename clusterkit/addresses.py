@@ -1,6 +1,6 @@
-"""Machines as people write them: ``[user@]host[:port]``; IPv6 with a port stands in brackets.
+"""Parse and check host addresses: ``[user@]host[:port]``, with IPv6 in brackets before a port.
 
-A hostfile has one on each line, with ``slots=N`` behind it.
+A hostfile has one on each line, followed by ``slots=N``.
 """
 
 from __future__ import annotations
@@ -17,25 +17,29 @@ from clusterkit.errors import BadInput
 _PLACE = re.compile(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::([0-9]{1,9}))?")
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9])?\Z")
 _USER = re.compile(r"""[^\s\x00-\x1f'"`$;&<>|(){}\-][^\s\x00-\x1f'"`$;&<>|(){}]*\Z""")
-"""What OpenSSH's client takes; `me@corp.example` and `CORP\\me` are users of directories."""
+"""User names that OpenSSH's client accepts, such as `me@corp.example` and `CORP\\me`."""
 
 _SLOTS = re.compile(r"(\S+)(?:\s+max[-_]slots\s*=\s*[0-9]+)?(?:\s+slots\s*=\s*(\S+)(?:\s.*)?)?\Z")
 
 
 def host_and_port(text: str) -> tuple[str, int | None]:
-    """``host:2222``, ``[2001:db8::1]`` and ``[2001:db8::1]:2222`` taken apart; `check` says whether
-    the name that is left can be a host's."""
+    """Split ``host:2222`` or ``[2001:db8::1]:2222``; whether the host is valid is left to `check`.
+
+    Returns:
+        The host, and its port or None. Text of another form is returned unchanged: an IPv6
+        address without brackets, or one of Ansible's ranges of hosts.
+    """
     found = _PLACE.fullmatch(text)
     if found is None or (found[1] and not _is_address(found[1])):
-        return text, None  # an IPv6 address alone, a range of Ansible's, or no host
+        return text, None
     return found[1] or found[2], int(found[3]) if found[3] else None
 
 
 def host_from(text: str) -> Host:
-    """``[ssh://][user@]host[:port]`` as a host of that name.
+    """Parse ``[ssh://][user@]host[:port]``.
 
     Raises:
-        BadInput: a port that there is not.
+        BadInput: the port is not between 1 and 65535.
     """
     user, at, place = text.removeprefix("ssh://").rpartition("@")
     name, port = host_and_port(place)
@@ -45,10 +49,10 @@ def host_from(text: str) -> Host:
 
 
 def check(host: Host, where: str) -> None:
-    """Refuse what would mean something else to a shell, or to `ssh`.
+    """Check that name, address and user are safe to pass to a shell and to `ssh`.
 
     Raises:
-        BadInput: a name or an address that no host has, or that of no user.
+        BadInput: an invalid host name, address or user name.
     """
     for text in (host.name, host.address):
         if text is not None and not (_NAME.match(text) or _is_address(text)):
@@ -58,16 +62,16 @@ def check(host: Host, where: str) -> None:
             )
     if host.user is not None and not _USER.match(host.user):
         raise BadInput(
-            f"{where}: host {host.name}: user {host.user!r} is not the name of a user",
-            hint="no '-' in front, no blanks, quotes or other characters of the shell",
+            f"{where}: host {host.name}: user {host.user!r} is not a valid user name",
+            hint="no leading '-', no spaces, quotes or other characters special to a shell",
         )
 
 
 def check_hosts(hosts: Sequence[Host], where: str) -> tuple[Host, ...]:
-    """The hosts themselves.
+    """Return the hosts if all are valid and different.
 
     Raises:
-        BadInput: a name that no host or no user has, the same name or the same address twice.
+        BadInput: as `check`, or the same name or address twice.
     """
     names: set[str] = set()
     taken: dict[tuple[str, int, str | None], str] = {}
@@ -76,7 +80,7 @@ def check_hosts(hosts: Sequence[Host], where: str) -> tuple[Host, ...]:
         if host.name in names:
             raise BadInput(f"{where}: host {host.name} is listed twice")
         names.add(host.name)
-        # Behind two jump hosts, two machines may well have one address.
+        # Machines behind different jump hosts may have the same private address.
         key = ((host.address or host.name).lower(), host.port or 22, host.jump)
         if key in taken:
             raise BadInput(
@@ -88,20 +92,20 @@ def check_hosts(hosts: Sequence[Host], where: str) -> tuple[Host, ...]:
 
 
 def hostfile_lines(text: str) -> list[tuple[int, str]]:
-    """A hostfile's lines with their numbers, without comments and empty ones."""
+    """Return a hostfile's lines with their numbers, without comments and empty lines."""
     rows = enumerate(text.splitlines(), 1)
     return [(number, line) for number, raw in rows if (line := raw.partition("#")[0].strip())]
 
 
 def hostfile(name: str, lines: Sequence[tuple[int, str]], *, mixed: bool = False) -> list[Host]:
-    """``[user@]host[:port] slots=N`` on each line, or no slots on any.
+    """Parse the lines of a hostfile: ``[user@]host[:port] slots=N``, or all without slots.
 
     Args:
-        name: of the file, for its errors.
-        mixed: a line may go without slots where others have them, as Open MPI takes it.
+        name: the file's name, for errors.
+        mixed: allow lines with slots beside lines without, as Open MPI does.
 
     Raises:
-        BadInput: another line, a port or a number of ranks that there is not, a host twice.
+        BadInput: a line of another form, an invalid port or number, the same host twice.
     """
     hosts: list[Host] = []
     names: set[str] = set()

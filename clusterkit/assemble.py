@@ -1,7 +1,7 @@
-"""From a job to what a node runs, the same for every backend: environment, files, command.
+"""Turn a job and its placement into a plan: environment, files and command of every node. Pure.
 
-A backend decides where things lie, how many nodes and ranks there are and how a node
-learns its rank; everything a rank sees follows from that here. Pure.
+A backend decides where files are, how many nodes and ranks there are and how a node learns its
+rank (`Placement`); what the ranks get from that is the same for every backend.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ OWNED = frozenset({
     "LOCAL_WORLD_SIZE", "CLUSTERKIT_ATTEMPT", "CLUSTERKIT_GPUS", "CLUSTERKIT_PIPE",
     IS_HOST.name, NODE_ADDRESS.name, NODE_DIR.name, PEER_TOKEN,
 })  # fmt: skip
-"""Variables that only clusterkit may set, besides those of the run itself."""
+"""Variables that only clusterkit may set, besides those of `_run_environment`."""
 SHRINK_SECONDS = 5.0
-"""How long a lost node is waited for before the run goes on without, beyond its ranks' grace."""
-LAST_WORDS = "/dev/termination-log"
-"""Where Kubernetes takes a container's last words from."""
+"""Seconds, after ``stop_grace``, until a run continues without a lost node or with a spare."""
+TERMINATION_LOG = "/dev/termination-log"
+"""File from which Kubernetes reads a container's termination message."""
 
 
 @dataclass(frozen=True)
@@ -57,124 +57,117 @@ class Places:
     workdir: str
     python: str
     shared: str | None = None
-    """A folder of this run's on a disk that all nodes share, if there is one."""
+    """The run's folder on a disk that all nodes share; None: there is no such disk."""
     python_origin: str = ""
-    """Why this interpreter, in words."""
+    """Where the choice of ``python`` comes from, for people."""
 
     def file(self, name: str) -> str:
+        """Return the path of one of the plan's files."""
         return posixpath.join(self.run_dir, "files", name)
 
 
 @dataclass(frozen=True)
-class Watching:
-    """How the nodes watch each other (`clusterkit.agent.membership`)."""
+class Coordinator:
+    """Where the agent of node 0 coordinates the others (`clusterkit.agent.membership`)."""
 
     address: str | Var
     port: int
     rejoin: float = 0.0
-    """Seconds that a lost node has to come back; 0: it ends the run."""
-
-    def arguments(self, nodes: int, lost_after: float) -> list[Word]:
-        """For the node agent."""
-        found: list[Word] = []
-        if nodes > 1:
-            found += ["--coordinator", Joined((self.address, f":{self.port}"))]
-            found += ["--lost-after", f"{lost_after:g}"]
-        return [*found, *(["--rejoin", f"{self.rejoin:g}"] if self.rejoin else [])]
+    """Seconds within which a lost node may come back; 0: a lost node ends the run."""
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """What every node gets."""
+    """Files and command that are the same on every node."""
 
     files: tuple[PlanFile, ...]
     notes: tuple[Note, ...]
     command: tuple[str, ...]
-    """Starts one node, with NODE_RANK in the environment."""
+    """Starts one node; its rank is the environment variable NODE_RANK."""
     secrets: tuple[str, ...]
-    """Variables that each node is started with besides: the job's, and the agents' own."""
+    """Names of secret variables of each node: the job's, and the agents' common token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where a job's nodes run and how their ranks find each other: all that backends decide.
+    """Where a job's nodes run and how their ranks find each other, as a backend decides.
 
-    The rest of the plan follows from it. A backend whose nodes are not simply started, one by one,
-    derives a class of its own with other `files` and `steps`.
+    A backend that does not start its nodes one by one overrides `files` and `steps`.
     """
 
     job: JobSpec
-    """With its program's path on the nodes."""
+    """The job, with the program's path on the nodes."""
     topology: Topology
     endpoint: Endpoint
     places: Places
     device: str
     threads: int
     where: str
-    """For the plan's summary, such as ``on this machine``."""
+    """The end of the plan's summary, such as ``on this machine``."""
     hosts: tuple[str, ...]
-    """By node rank, what the transport calls them, and then the spares; several may be on one."""
+    """The transport's name of each node's host, by node rank, then those of the spares; several
+    nodes may have the same host."""
     names: tuple[str, ...]
-    """By node rank, what launchers call them, for the hostfile."""
+    """The launchers' name of each node's host, by node rank, for the hostfile."""
     cluster: ClusterSpec
-    """The entry: its environment, after which the job's own goes, and its patience."""
+    """The cluster's entry."""
     network_env: Mapping[str, str]
-    """Which network interface to use; both go before it."""
+    """Variables that choose the network interface; ``env`` of cluster and job override them."""
     node_env: tuple[Mapping[str, str], ...] = ()
-    """As `hosts`, what only that node gets."""
-    watching: Watching | None = None
-    """How the nodes watch each other; None: somebody else does."""
+    """Variables of one node each, in the order of ``hosts``."""
+    coordinator: Coordinator | None = None
+    """None: the nodes do not watch each other."""
     container: bool = False
-    """Whether a node's output is what becomes of it: its log goes there as well."""
+    """Whether each node is a container, whose output has to contain the node's log."""
     warm: float = 0.0
-    """Seconds that what ranks are forked from stays for another run; 0: it ends with its own."""
+    """Seconds that a fork server waits for another run; 0: it ends with this one."""
     mpi_interface: str | None = None
-    """Network interface of deepspeed's ranks where it starts those of all nodes with mpirun, from
-    node 0; None: each node starts its own."""
+    """Network interface for deepspeed that starts the ranks of all nodes from node 0, with mpirun;
+    None: each node starts its own."""
     trees: tuple[Tree, ...] = ()
     tree_python: str | None = None
-    """What takes them apart on ``hosts``; None: the ranks' interpreter."""
+    """Interpreter that unpacks the trees on ``hosts``; None: the ranks' interpreter."""
     notes: tuple[Note, ...] = ()
     """Where the values above come from."""
     remarks: tuple[Note, ...] = ()
-    """Notes that stand last."""
+    """Notes that are shown last."""
     rejoin: bool = False
     replace_lost: bool = False
     native: Native | None = None
 
     @property
     def starter(self) -> Launcher:
-        """What in the end starts the ranks."""
+        """Return the launcher that starts the ranks: mpirun, if deepspeed starts it."""
         return self.job.started_by if self.mpi_interface is None else "mpirun"
 
     @property
     def forked(self) -> int | None:
-        """How many words of the ranks' command are a Python that they are forked from; None: they
-        are not."""
+        """Return how many words of the ranks' command are Python and its options, which the fork
+        server replaces; None: the ranks are not forked."""
         return interpreter_words(self.job) if self.starter == "forkserver" else None
 
     @property
     def launchers(self) -> int:
-        """How many nodes are started: mpirun starts the ranks of all nodes from the first."""
+        """Return how many nodes are started; mpirun starts the ranks of all nodes from one."""
         return 1 if self.starter == "mpirun" else self.topology.nodes + self.job.spares
 
     @property
     def restarts(self) -> int:
-        """How often the agents start all ranks again; nodes that do not watch each other cannot."""
-        together = self.launchers == 1 or self.watching is not None
+        """Return how often the agents restart all ranks; 0 if they do not watch each other."""
+        together = self.launchers == 1 or self.coordinator is not None
         return self.job.restarts if together and not self.torch_elastic else 0
 
     @property
     def torch_elastic(self) -> bool:
-        """Whether launchers watch each other, and have restarts of their own."""
+        """Return whether torchrun itself restarts the ranks, with a changing number of nodes."""
         return self.topology.elastic and not self.job.shrinks
 
     def files(self, assembly: Assembly) -> tuple[PlanFile, ...]:
-        """The plan's files."""
+        """Return the plan's files."""
         return assembly.files
 
     def steps(self, assembly: Assembly) -> tuple[Step, ...]:
-        """The plan's commands."""
+        """Return the plan's commands."""
         return tuple(
             Step(
                 kind="start",
@@ -188,7 +181,7 @@ class Placement:
         )
 
     def plan(self, backend: str) -> Plan:
-        """What submitting does; see `assemble` for the errors."""
+        """Return the plan. Raises as `assemble`."""
         assembly, topology, address = assemble(self), self.topology, self.endpoint.address
         spares = f" and {counted(self.job.spares, 'spare')}" if self.job.spares else ""
         return Plan(
@@ -221,70 +214,47 @@ class Placement:
 
 
 def assemble(placement: Placement) -> Assembly:
-    """Files, notes and the command of one node.
+    """Return the files, the notes and the command of one node.
 
     Raises:
-        BadInput: batch sizes that do not divide, a variable that is clusterkit's to set, an
+        BadInput: batch sizes that do not divide, a variable in ``env`` that clusterkit sets, an
             unknown ``${clusterkit.NAME}``.
     """
     job, topology, places = placement.job, placement.topology, placement.places
-    starter, watching = placement.starter, placement.watching
     if job.retry_on and job.restarts and not placement.restarts:
         raise BadInput(
             "retry_on: these nodes do not start failed ranks again by themselves",
             hint="it needs a fixed number of nodes",
             job="retry_on",
         )
-    sizes, notes = solve_batch(job, topology)
+    sizes, batch_notes = solve_batch(job, topology)
     launcher, origin = launcher_of(job)
     notes = [
         Note("launcher", launcher, origin),
         Note("python", places.python, places.python_origin),
-        *notes,
+        *batch_notes,
     ]
     files: list[PlanFile] = []
     run_env = _run_environment(placement, sizes)
     if job.deepspeed is not None:
-        path = places.file("deepspeed.json")
         config, deepspeed_notes = deepspeed_config(job.deepspeed, sizes, elastic=topology.elastic)
         notes += deepspeed_notes
         text = msgspec.json.format(msgspec.json.encode(config), indent=2).decode() + "\n"
-        files.append(PlanFile(path, text=text))
-        run_env["CLUSTERKIT_DEEPSPEED_CONFIG"] = path
-        if placement.device == "cpu":
-            run_env["DS_ACCELERATOR"] = "cpu"
-    given = {**placement.cluster.env, **job.env}
-    if clash := sorted((OWNED | run_env.keys()) & given.keys()):
-        with about("job" if clash[0] in job.env else "cluster", "env", clash[0]):
-            raise BadInput(f"env.{clash[0]}: clusterkit sets it", f"take {clash[0]} out of env")
-    env: dict[str, Word] = {
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": str(placement.threads),
-        **_accelerate_environment(job, placement.device),
-        **placement.network_env,
-        **given,
-        **node_environment(starter, topology, placement.endpoint),
-        **run_env,
-    }
+        files.append(PlanFile(run_env["CLUSTERKIT_DEEPSPEED_CONFIG"], text=text))
+    env = _environment(placement, run_env)
     files.append(PlanFile(places.file(ARCHIVE), resource=ARCHIVE))
     if launcher in ("deepspeed", "mpirun"):
         text = hostfile(placement.names, topology.nproc_per_node)
         files.append(PlanFile(places.file("hostfile"), text=text))
-    program = program_argv(job, places.python, run_env, topology)
-    how: list[Word] = []
-    if placement.forked is not None:
-        how = ["--fork", str(placement.forked)]
-        if placement.warm:
-            how += ["--warm", f"{placement.warm:g}"]
-        commands = [program]
-    else:
-        script = rank_script(starter, topology, places.python)
-        files.append(PlanFile(places.file("rank.sh"), text=script, mode=0o755))
-        if launcher == "forkserver":
-            how = ["--spawn"]
-        elif starter == "mpirun":
-            how = ["--tagged"]
-        command = launcher_argv(
+    commands = [program_argv(job, places.python, run_env, topology)]
+    if placement.forked is None:
+        rank_sh = PlanFile(
+            places.file("rank.sh"),
+            text=rank_script(placement.starter, topology, places.python),
+            mode=0o755,
+        )
+        files.append(rank_sh)
+        start = launcher_argv(
             launcher,
             topology,
             placement.endpoint,
@@ -294,22 +264,34 @@ def assemble(placement: Placement) -> Assembly:
             stop_grace=placement.cluster.stop_grace,
             mpi_interface=placement.mpi_interface,
         )
-        commands = [command, ["/bin/sh", places.file("rank.sh"), *program]]
-    watch: list[Word] = []
-    if watching is not None and starter != "mpirun" and not placement.torch_elastic:
-        if job.shrinks and topology.elastic:
-            watch = ["--min-nodes", str(topology.min_nodes)]
-        watch += ["--spares", str(job.spares)] if job.spares else []
-        if watch:
-            # Until then a node that is cut off has given node 0 up, and ended its ranks.
-            wait = placement.cluster.stop_grace + SHRINK_SECONDS
-            watching = dataclasses.replace(watching, rejoin=wait)
-        lost_after = placement.cluster.lost_after
-        watch = [*watching.arguments(placement.launchers, lost_after), *watch]
-    script = _node_script(placement, env, commands, [*how, *watch])
+        commands = [start, ["/bin/sh", rank_sh.path, *commands[0]]]
+    agent = _agent_argv(placement)
+    script = _node_script(placement, env, [agent, *commands])
     node_sh = PlanFile(places.file("node.sh"), text=script, mode=0o755)
-    secrets = (*job.secrets, PEER_TOKEN) if "--coordinator" in watch else job.secrets
+    secrets = (*job.secrets, PEER_TOKEN) if "--coordinator" in agent else job.secrets
     return Assembly((node_sh, *files), tuple(notes), ("/bin/sh", node_sh.path), secrets)
+
+
+def _environment(placement: Placement, run_env: Mapping[str, str]) -> dict[str, Word]:
+    """Return what the node script exports; a later source overrides an earlier one.
+
+    Raises:
+        BadInput: a variable in ``env`` that only clusterkit may set.
+    """
+    job = placement.job
+    given = {**placement.cluster.env, **job.env}
+    if clash := sorted((OWNED | run_env.keys()) & given.keys()):
+        with about("job" if clash[0] in job.env else "cluster", "env", clash[0]):
+            raise BadInput(f"env.{clash[0]}: clusterkit sets it", f"take {clash[0]} out of env")
+    return {
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(placement.threads),
+        **_accelerate_environment(job, placement.device),
+        **placement.network_env,
+        **given,
+        **node_environment(placement.starter, placement.topology, placement.endpoint),
+        **run_env,
+    }
 
 
 def _run_environment(placement: Placement, sizes: Batch | None) -> dict[str, str]:
@@ -338,49 +320,87 @@ def _run_environment(placement: Placement, sizes: Batch | None) -> dict[str, str
             "CLUSTERKIT_CHECKPOINT_KEEP": str(job.checkpoint.keep),
             "CLUSTERKIT_CHECKPOINT_RESUME": job.checkpoint.resume,
         }
+    if job.deepspeed is not None:
+        env["CLUSTERKIT_DEEPSPEED_CONFIG"] = places.file("deepspeed.json")
+        if placement.device == "cpu":
+            env["DS_ACCELERATOR"] = "cpu"
     return env
 
 
 def _accelerate_environment(job: JobSpec, device: str) -> dict[str, str]:
-    """Makes one world of accelerate's ranks on CPUs, which without it are N worlds of one."""
+    """Return what makes accelerate's ranks on CPUs one world; by default each is its own."""
     words = (job.started_by, *job.args, *(job.command or ()))
-    # With it, transformers' Trainer leaves DeepSpeed out without a word (5.0, training_args.py).
+    # Not with DeepSpeed: transformers' Trainer would silently skip it (5.0, training_args.py).
     if device != "cpu" or job.deepspeed is not None or any("deepspeed" in w for w in words):
         return {}
     return {"ACCELERATE_USE_CPU": "true"}
 
 
-def _node_script(
-    placement: Placement,
-    env: Mapping[str, Word],
-    command: Sequence[Sequence[Word]],
-    options: Sequence[Word],
-) -> str:
-    topology, places, container = placement.topology, placement.places, placement.container
+def _agent_argv(placement: Placement) -> list[Word]:
+    """Return the node agent's command, up to the launcher's or the program's own."""
+    job, topology, places = placement.job, placement.topology, placement.places
     # mpirun starts the ranks of all nodes from the first.
-    nproc = topology.nproc_per_node if placement.starter != "mpirun" else topology.world_size
-    hang = placement.job.hang_seconds
-    agent: list[Word] = [
+    nproc = topology.world_size if placement.starter == "mpirun" else topology.nproc_per_node
+    nodes = placement.launchers - job.spares
+    argv: list[Word] = [
         places.python, "-I", places.file(ARCHIVE), "run", "--nproc", str(nproc),
-        "--nodes", str(placement.launchers - placement.job.spares), "--workdir", places.workdir,
+        "--nodes", str(nodes), "--workdir", places.workdir,
         "--grace", f"{placement.cluster.stop_grace:g}",
-        *(["--restarts", str(placement.restarts)] if placement.restarts else []),
-        *(["--hang-timeout", f"{hang:g}"] if hang is not None else []),
-        *(["--retry-on", ",".join(map(str, placement.job.retry_on))] if placement.restarts and
-          placement.job.retry_on else []),
-        *(["--echo", "--last-words", LAST_WORDS] if container else []),
-        *(["--time-limit", f"{placement.job.limit_seconds:.10g}"]
-          if placement.job.limit_seconds else []),
-        *options, "--",
     ]  # fmt: skip
-    lines = " \\\n    ".join(shell.join(words) for words in (agent, *command) if words)
+    if placement.restarts:
+        argv += ["--restarts", str(placement.restarts)]
+    if (hang := job.hang_seconds) is not None:
+        argv += ["--hang-timeout", f"{hang:g}"]
+    if placement.restarts and job.retry_on:
+        argv += ["--retry-on", ",".join(map(str, job.retry_on))]
+    if placement.container:
+        argv += ["--echo", "--last-words", TERMINATION_LOG]
+    if job.limit_seconds:
+        argv += ["--time-limit", f"{job.limit_seconds:.10g}"]
+    if placement.forked is not None:
+        argv += ["--fork", str(placement.forked)]
+        if placement.warm:
+            argv += ["--warm", f"{placement.warm:g}"]
+    elif placement.starter == "forkserver":
+        argv += ["--spawn"]
+    elif placement.starter == "mpirun":
+        argv += ["--tagged"]
+    return [*argv, *_coordinator_options(placement), "--"]
+
+
+def _coordinator_options(placement: Placement) -> list[Word]:
+    """Return the agent's options for watching other nodes; mpirun and torchrun watch their own."""
+    job, topology, coordinator = placement.job, placement.topology, placement.coordinator
+    if coordinator is None or placement.starter == "mpirun" or placement.torch_elastic:
+        return []
+    options: list[Word] = []
+    if placement.launchers > 1:
+        options += ["--coordinator", Joined((coordinator.address, f":{coordinator.port}"))]
+        options += ["--lost-after", f"{placement.cluster.lost_after:g}"]
+    changes: list[Word] = []
+    if job.shrinks and topology.elastic:
+        changes += ["--min-nodes", str(topology.min_nodes)]
+    if job.spares:
+        changes += ["--spares", str(job.spares)]
+    # By the end of that time a disconnected node has given node 0 up and ended its own ranks.
+    changed_after = placement.cluster.stop_grace + SHRINK_SECONDS
+    if rejoin := changed_after if changes else coordinator.rejoin:
+        options += ["--rejoin", f"{rejoin:g}"]
+    return [*options, *changes]
+
+
+def _node_script(
+    placement: Placement, env: Mapping[str, Word], commands: Sequence[Sequence[Word]]
+) -> str:
+    topology, places = placement.topology, placement.places
+    lines = " \\\n    ".join(shell.join(words) for words in commands if words)
     # A plan for GPUs hands CLUSTERKIT_GPUS to each node by its step.
     stale = RESET if placement.device == "cuda" else (*RESET, "CLUSTERKIT_GPUS")
     is_host = (
         f'{IS_HOST.name}=0; if [ "$NODE_RANK" = 0 ]; then {IS_HOST.name}=1; fi\n'
         f'{NODE_ADDRESS.name}="${{{NODE_ADDRESS.name}:-$MASTER_ADDR}}"\n'
     )
-    output = "" if container else f'>>"${NODE_DIR.name}/agent.log" '
+    output = "" if placement.container else f'>>"${NODE_DIR.name}/agent.log" '
     return (
         "#!/bin/sh\n"
         f"# one node of {topology}, started on each as: NODE_RANK=n sh node.sh\n"
@@ -400,27 +420,24 @@ def _node_script(
 def require_packages(
     job: JobSpec, host: HostFacts, where: str | None = None, hint: str | None = None
 ) -> None:
-    """Refuse a job whose launcher or config needs what the host's Python lacks.
+    """Check that the host has the packages and tools that the job's launcher and config need.
 
     Args:
-        where: what holds that Python; by default the host.
-        hint: the remedy; by default to install it there.
+        where: what contains that Python, such as an image; by default the host.
+        hint: the remedy; by default to install the package on the host.
 
     Raises:
-        BadInput: the job names another interpreter than the one that was looked at.
-        Unavailable: names the package or tool, the interpreter and the remedy.
+        BadInput: the job names another interpreter than the one that was probed.
+        Unavailable: a package or a tool is missing.
     """
-    needed = []
     if job.python not in (None, host.python, posixpath.basename(host.python)):
         raise BadInput(
             f"python: {job.python}, but the facts are of {host.python}",
             hint="leave --facts out: the hosts are probed with the job's interpreter then",
             job="python",
         )
-    if job.started_by == "torchrun":
-        needed.append(("torch", "launcher: torchrun"))
-    if job.started_by == "deepspeed":
-        needed.append(("deepspeed", "launcher: deepspeed"))
+    packages = {"torchrun": "torch", "deepspeed": "deepspeed"}
+    needed = [(packages[name], f"launcher: {name}") for name in packages if name == job.started_by]
     if job.deepspeed is not None:
         needed.append(("deepspeed", "the job's deepspeed section"))
     for package, why in needed:

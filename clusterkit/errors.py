@@ -19,19 +19,19 @@ EXIT_INTERRUPTED = 130
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``."""
+    """Return ``1 rank`` or ``2 ranks``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def listed(words: Iterable[str], most: int = 6) -> str:
-    """``a, b and 3 more``."""
+    """Join words as ``a, b and 3 more``, at most ``most`` of them by name."""
     words = list(words)
     more = f" and {len(words) - most} more" if len(words) > most else ""
     return ", ".join(words[:most]) + more
 
 
 def did_you_mean(word: object, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """``did you mean NAME?``, of the nearest name; empty if none is near."""
+    """Return ``did you mean NAME?`` with the most similar name, or "" if none is similar."""
     import difflib
 
     near = difflib.get_close_matches(str(word), list(names), 1, cutoff)
@@ -39,17 +39,17 @@ def did_you_mean(word: object, names: Iterable[str], cutoff: float = 0.6) -> str
 
 
 def choices(names: Iterable[str], word: object, heading: str = "allowed") -> str:
-    """``allowed: NAME, NAME; did you mean NAME?``: a hint where a word is none of the names."""
+    """Return a hint for a word that is none of ``names``: ``allowed: A, B; did you mean B?``."""
     names = list(names)
     return "; ".join(filter(None, [f"{heading}: {', '.join(names)}", did_you_mean(word, names)]))
 
 
 class ClusterkitError(Exception):
-    """Anything clusterkit can explain.
+    """Base class of all errors that clusterkit raises on purpose.
 
     Args:
-        message: what is wrong, naming the place and the value.
-        hint: what to do about it; shown on a line of its own.
+        message: what is wrong, with the place and the value.
+        hint: the remedy, shown on a line of its own; None: there is none to give.
     """
 
     exit_code = EXIT_FAILURE
@@ -67,10 +67,10 @@ class BadInput(ClusterkitError, ValueError):
     """A job file, cluster file, flag or value that cannot be used; nothing was started.
 
     Args:
-        message: as ever; where there is a key, it begins with it, as `dotted` writes it.
-        hint: as ever.
-        job: the key of the job that holds the value; a path of keys, or one.
-        cluster: likewise, of the cluster's entry.
+        message: what is wrong; with ``job`` or ``cluster`` it begins with the key (see `dotted`).
+        hint: the remedy.
+        job: key of the job that holds the value: one key, or a path of keys.
+        cluster: key of the cluster's entry that holds the value, likewise.
     """
 
     exit_code = EXIT_BAD_INPUT
@@ -86,26 +86,26 @@ class BadInput(ClusterkitError, ValueError):
         super().__init__(message, hint)
         key = job or cluster
         self.key: Place = (key,) if isinstance(key, str) else key
-        """Path of keys to the value; empty where it is no key's."""
+        """Path of keys to the value; empty if the error is about no key."""
         self.source: Source = "job" if job else "cluster"
-        """What has that key."""
+        """Whether `key` is a key of the job or of the cluster's entry."""
         self.where: str | None = None
-        """File and line, or flag, once that is known; the message begins with it then."""
+        """``file:line``, or the flag, once `locate` has set it."""
 
     def locate(self, where: str, message: str) -> None:
-        """Say where the value was given, in a message that begins with it."""
+        """Set where the value was given, and the message that begins with it."""
         self.where, self.message, self.args = where, message, (message,)
 
 
 def dotted(place: Place) -> str:
-    """``("args", 1)`` as ``args[1]``."""
+    """Return a path of keys as text: ``("args", 1)`` is ``args[1]``."""
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place]
     return "".join(parts).lstrip(".")
 
 
 @contextmanager
 def about(source: Source, *key: str | int) -> Iterator[None]:
-    """Within, an error that names no key is about this one."""
+    """Give every `BadInput` raised in the ``with`` block this key, unless it has one."""
     try:
         yield
     except BadInput as error:
@@ -115,11 +115,11 @@ def about(source: Source, *key: str | int) -> Iterator[None]:
 
 
 class CapabilityError(BadInput):
-    """A field that this backend cannot honour; the message names backends that can."""
+    """A field that this backend does not support; the message names backends that do."""
 
 
 class RunNotFound(BadInput, LookupError):
-    """No run has this id, or several do."""
+    """No run has this id, or several runs match it."""
 
 
 class Unavailable(ClusterkitError):
@@ -129,18 +129,17 @@ class Unavailable(ClusterkitError):
 
 
 class RunFolderError(ClusterkitError):
-    """The run folder could not be written or read: no space, no permission, pieces missing."""
+    """The run folder could not be written or read: no space, no permission, files missing."""
 
 
 class PortTaken(BadInput):
-    """The rendezvous port that was probed as free is in use by now."""
+    """The rendezvous port of the cluster entry is in use."""
 
     def __init__(self, port: int, address: str) -> None:
         super().__init__(
             f"port {port} on {address} is in use",
             hint="leave `port` out of the cluster entry to have a free one chosen",
         )
-        self.port = port
 
 
 class SubmitFailed(ClusterkitError):
@@ -148,7 +147,7 @@ class SubmitFailed(ClusterkitError):
 
 
 class RunFailed(ClusterkitError):
-    """A run whose result was waited for has failed; the message says who failed first and why."""
+    """A run that was waited for has failed; the message names the first failed rank and why."""
 
     def __init__(self, message: str, hint: str | None = None, exit_code: int = EXIT_FAILURE):
         super().__init__(message, hint)

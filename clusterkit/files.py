@@ -1,4 +1,4 @@
-"""Files: reading one that somebody named, which may be a device or a pipe; writing one whole."""
+"""Read files that a user named, which may be devices or pipes; write files atomically."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import IO
 
 from clusterkit.errors import BadInput, RunFolderError
 
-BIGGEST = 4 << 20
-"""Bytes of the largest file that a person writes."""
+MAX_BYTES = 4 << 20
+"""Size of the largest file that `read_file` accepts."""
 SOURCE_BYTES = 1 << 20
-"""Of a program's text that is read."""
+"""How much of a program's text is read."""
 
 
-def read_file(path: Path | str, most: int = BIGGEST, *, whole: bool = True) -> bytes:
-    """A regular file's contents.
+def read_file(path: Path | str, most: int = MAX_BYTES, *, whole: bool = True) -> bytes:
+    """Return the contents of a regular file.
 
     Args:
-        path: a pipe is not opened for reading, so that one without a writer holds nobody up.
-        most: of more bytes than these nothing is read.
-        whole: False for the first ``most`` bytes of a file of any size.
+        path: the file; opening a pipe that has no writer does not block.
+        most: limit in bytes; a larger file is an error.
+        whole: False: return the first ``most`` bytes of a file of any size instead.
 
     Raises:
-        OSError: with a `strerror` for people: missing, a folder, not a regular file, too large.
+        OSError: missing, a folder, not a regular file, too large; `strerror` is readable.
     """
     if "\0" in str(path):
         raise OSError(errno.EINVAL, "a path cannot hold NUL", str(path))
@@ -46,23 +46,23 @@ def read_file(path: Path | str, most: int = BIGGEST, *, whole: bool = True) -> b
 
 
 def source_of(path: Path) -> str:
-    """The beginning of a program's text; empty where it is no file."""
+    """Return the first `SOURCE_BYTES` of a program's text, or "" if it cannot be read."""
     with contextlib.suppress(OSError):
         return read_file(path, SOURCE_BYTES, whole=False).decode(errors="replace")
     return ""
 
 
-def why(error: OSError) -> str:
-    """What the system says, to stand behind a colon."""
-    said = error.strerror or "unreadable"
-    return said[0].lower() + said[1:]
+def reason(error: OSError) -> str:
+    """Return the operating system's message in lower case, to follow a colon."""
+    message = error.strerror or "unreadable"
+    return message[0].lower() + message[1:]
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Write a file under a temporary name and rename it.
 
     Raises:
-        RunFolderError: no space, no permission; nothing is left of the attempt.
+        RunFolderError: no space, no permission; the temporary file is removed.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
@@ -84,13 +84,13 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 
 def write_new(contents: Mapping[Path, bytes]) -> list[Path]:
-    """Write files that are not there yet; one that holds the same already is left as it is.
+    """Write files that do not exist yet; keep those that already have the same contents.
 
     Returns:
-        Those that were written.
+        The files that were written.
 
     Raises:
-        BadInput: one of them holds something else; nothing is written.
+        BadInput: one exists with other contents; nothing is written.
         RunFolderError: no space, no permission.
     """
     missing = []
@@ -98,14 +98,16 @@ def write_new(contents: Mapping[Path, bytes]) -> list[Path]:
         if not os.path.lexists(path):
             missing.append(path)
         elif not path.is_file() or path.read_bytes() != content:
-            raise BadInput(f"{path} is there already", hint="move it away, or go elsewhere")
+            raise BadInput(
+                f"{path} already exists", hint="move it away, or change to another folder"
+            )
     for path in missing:
         write_atomic(path, contents[path])
     return missing
 
 
 def size_of(path: Path) -> int:
-    """Its bytes; 0 where there is no such file."""
+    """Return a file's size in bytes; 0 if it does not exist."""
     try:
         return path.stat().st_size
     except OSError:
@@ -113,10 +115,10 @@ def size_of(path: Path) -> int:
 
 
 def locked(file: IO[bytes], *, shared: bool = False) -> bool:
-    """Lock an open file for as long as it is open here or in a process that inherited it.
+    """Lock an open file until it is closed, by this process and all that inherited it.
 
     Returns:
-        False: somebody else has locked it.
+        False if another process holds the lock.
     """
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)

@@ -1,8 +1,8 @@
-"""The only place where an argument list becomes a line of POSIX shell.
+"""Turn argument lists into lines of POSIX shell; no other module quotes for a shell.
 
-Everything else handles words: a ``str`` stands for itself, a `Var` for the value
-that a shell variable has on the node. Secrets are never words; a plan holds their
-names and the transport hands their values over in the environment.
+Everything else handles lists of words: a ``str`` is taken literally, a `Var` is the value of a
+shell variable on the node. Secrets are never words: a plan holds their names, and the transport
+passes their values in the environment.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from dataclasses import dataclass, field
 from clusterkit.errors import BadInput
 
 NAME = "[A-Za-z_][A-Za-z0-9_]*"
-"""What can name an environment variable, as a regular expression."""
-
-
+"""Regular expression of an environment variable's name."""
 _PLAIN = re.compile(rb"([\t -~]*\n)*")
-"""Text that a reader of any kind takes for the same lines."""
+"""ASCII lines, which a here-document keeps unchanged."""
 
 
 @dataclass(frozen=True)
 class Var:
-    """A shell variable, read on the node: ``Var("NODE_RANK")`` is rendered ``"$NODE_RANK"``."""
+    """A shell variable, expanded on the node: ``Var("NODE_RANK")`` is written ``"$NODE_RANK"``."""
 
     name: str
 
@@ -35,7 +33,7 @@ class Var:
 
 @dataclass(frozen=True)
 class Joined:
-    """One word made of several: ``Joined(("n=", Var("N")))`` is rendered ``n="$N"``."""
+    """Several words joined to one: ``Joined(("n=", Var("N")))`` is written ``n="$N"``."""
 
     parts: tuple[str | Var, ...]
 
@@ -45,7 +43,7 @@ Word = str | Var | Joined
 
 @dataclass(frozen=True)
 class Secret:
-    """A value that every printed form masks; only `reveal` gives it."""
+    """A secret value: `str` and `repr` mask it, `reveal` returns it."""
 
     name: str
     _value: str = field(repr=False)
@@ -58,12 +56,12 @@ class Secret:
 
 
 def is_name(text: str) -> bool:
-    """Whether ``text`` can name an environment variable in every POSIX shell."""
+    """Return whether ``text`` is a valid name of an environment variable in POSIX shells."""
     return re.fullmatch(NAME, text) is not None
 
 
 def quote(word: Word) -> str:
-    """One word, quoted so that ``sh`` reads back exactly its characters."""
+    """Quote one word so that ``sh`` reads back exactly its characters."""
     match word:
         case Var():
             return f'"${word.name}"'
@@ -74,15 +72,15 @@ def quote(word: Word) -> str:
 
 
 def join(argv: Iterable[Word]) -> str:
-    """An argument list as one line (or more, where a word holds a newline)."""
+    """Quote an argument list as one line (more, if a word contains a newline)."""
     return " ".join(map(quote, argv))
 
 
 def exports(env: Mapping[str, Word]) -> str:
-    """``export`` lines, in the order given.
+    """Return ``export`` lines for variables, in the order given.
 
     Raises:
-        ValueError: a name that no shell takes or a value with a NUL character.
+        ValueError: an invalid name, or a value with a NUL character.
     """
     lines = []
     for name, value in env.items():
@@ -93,7 +91,7 @@ def exports(env: Mapping[str, Word]) -> str:
 
 
 def here_document(path: str, content: bytes, mode: int) -> str:
-    """Lines that write a file, in a folder that is there; what is not plain text is packed."""
+    """Return lines that write a file into an existing folder; binary content is compressed."""
     import base64
     import gzip
     import hashlib
@@ -108,19 +106,19 @@ def here_document(path: str, content: bytes, mode: int) -> str:
 
 
 def assignments(env: Mapping[str, str], argv: Iterable[Word]) -> str:
-    """``NAME=value ... command``, as a person would type it."""
+    """Return ``NAME=value ... command``, as a person would type it."""
     words = [f"{name}={shlex.quote(value)}" for name, value in env.items()]
     return " ".join([*words, join(argv)])
 
 
 def check_text(key: str, text: str) -> None:
-    """Refuse what no program can be given: NUL characters, halves of characters.
+    """Check that text can be an argument or a variable of a process.
 
     Raises:
-        BadInput: the message begins with ``key``.
+        BadInput: a NUL character or a lone surrogate; the message begins with ``key``.
     """
     if "\0" in text:
-        raise BadInput(f"{key}: the value holds a NUL character")
+        raise BadInput(f"{key}: the value contains a NUL character")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -128,10 +126,10 @@ def check_text(key: str, text: str) -> None:
 
 
 def split(text: str) -> list[str]:
-    """The words of a line as ``sh`` would read them.
+    """Split a line into words as ``sh`` would.
 
     Raises:
-        BadInput: a quote that does not end.
+        BadInput: a quote is not closed.
     """
     try:
         return shlex.split(text)

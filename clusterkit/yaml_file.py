@@ -1,8 +1,8 @@
-"""YAML as people write it: a parsed file with the line of every key.
+"""Read YAML files, with the line of every key for error messages.
 
-YAML is read as people mean it, close to YAML 1.2's core schema: ``2:4`` is text and not
-124, ``1e-3`` is a number, ``on`` and ``no`` are text; in ``env``, ``args`` and ``command``
-every plain scalar is its own text (``FLAG: 010`` arrives as ``010``).
+Scalars follow YAML 1.2's core schema rather than 1.1: ``2:4`` is text and not 124, ``1e-3`` is
+a number, ``on`` and ``no`` are text. In ``env``, ``args`` and ``command`` every scalar is text
+exactly as written: ``FLAG: 010`` is ``"010"``.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any
 import yaml
 
 from clusterkit.errors import BadInput, Place, did_you_mean, dotted
-from clusterkit.files import read_file, why
+from clusterkit.files import read_file, reason
 
-MOST_VALUES = 100_000
-"""Values in one document, each use of an alias counted: a few aliases of aliases make millions."""
+MAX_VALUES = 100_000
+"""Limit of values in one document, aliases expanded: a few nested aliases can make millions."""
 VERBATIM = frozenset({"env", "args", "command"})
-"""Keys below which every scalar is text."""
+"""Keys below which every scalar is text, exactly as written."""
 
 
 class Document:
-    """A parsed YAML file: its data, and the line of every key."""
+    """A parsed YAML file: its data and the line of every key."""
 
     def __init__(self, name: str, data: Any, lines: Mapping[Place, int]) -> None:
         self.name = name
@@ -35,12 +35,12 @@ class Document:
         self._parts: dict[str | int, Document] = {}
 
     def error(self, place: Place, message: str, hint: str | None = None) -> BadInput:
-        """An error at one place of the file."""
+        """Return an error that begins with the file, the line and the key of a place."""
         key = dotted(place)
         return BadInput(f"{self.where(place)}: {key + ': ' if key else ''}{message}", hint)
 
     def where(self, place: Place) -> str:
-        """``file:line`` of a place, or of the nearest one above it that has a line."""
+        """Return ``file:line`` of a place, or of the nearest key above it that has a line."""
         if place and place[0] in self._parts:
             return self._parts[place[0]].where(place)
         while place and place not in self._lines:
@@ -49,7 +49,7 @@ class Document:
         return f"{self.name}:{line}" if line else self.name
 
     def include(self, key: str, folder: Path) -> None:
-        """Where a key names a file below ``folder``, put what that holds into its place.
+        """Replace a key's value, if it is a path relative to ``folder``, by that file's data.
 
         Raises:
             BadInput: as `read_yaml`.
@@ -63,7 +63,7 @@ class Document:
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2's idea of what a plain scalar is, and with the line of every key."""
+    """SafeLoader with the scalars of YAML 1.2 and the line of every key."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 (pyyaml's own form)
 
@@ -74,11 +74,11 @@ class _Loader(yaml.SafeLoader):
         self.lines: dict[Place, int] = {}
 
     def build(self, node: yaml.Node, place: Place) -> Any:
-        """The value of a node, which stands at ``place``, and of all below it."""
+        """Convert a node at ``place``, and all nodes below it, to Python values."""
         line = node.start_mark.line + 1
         self.lines.setdefault(place, line)
-        if len(self.lines) > MOST_VALUES:
-            raise BadInput(f"{self.file}: more than {MOST_VALUES:,} values, aliases unfolded")
+        if len(self.lines) > MAX_VALUES:
+            raise BadInput(f"{self.file}: more than {MAX_VALUES:,} values, aliases expanded")
         if isinstance(node, yaml.MappingNode):
             self._refuse_repeated_keys(node, place)
             self.flatten_mapping(node)
@@ -94,7 +94,7 @@ class _Loader(yaml.SafeLoader):
             return node.value
         plain = isinstance(node, yaml.ScalarNode) and node.style is None
         if plain and place[:1] == ("deepspeed",) and _COMMENT.search(node.value):
-            raise _no_comment(f"{self.file}:{line}")
+            raise _javascript_comment(f"{self.file}:{line}")
         try:
             return self.construct_object(node)
         except (ValueError, KeyError, AttributeError, TypeError):
@@ -110,7 +110,7 @@ class _Loader(yaml.SafeLoader):
                 raise BadInput(f"{self.file}:{line}: a key must be a word")
             if key in own and key != "<<":
                 where = f"{self.file}:{line}: {dotted((*place, key))}"
-                raise BadInput(f"{where}: is set in line {own[key]} already", "keep one of the two")
+                raise BadInput(f"{where}: is already set in line {own[key]}", "keep one of the two")
             own[key] = line
 
 
@@ -134,7 +134,7 @@ def _float(loader: _Loader, node: yaml.Node) -> float:
 
 def _int(loader: _Loader, node: yaml.Node) -> int:
     text = str(loader.construct_scalar(typing.cast(yaml.ScalarNode, node)))
-    # PyYAML's own would read 010 as 8.
+    # PyYAML's own constructor reads 010 as 8.
     return int(text, 16) if text.startswith("0x") else int(text, 10)
 
 
@@ -143,10 +143,10 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _int)
 
 
 def read_yaml(path: Path, *, depth: int = 0, base: Place = ()) -> Document:
-    """Read one YAML file, or JSON; ``depth`` and ``base`` as for `parse_yaml`.
+    """Read one YAML or JSON file; ``depth`` and ``base`` as for `parse_yaml`.
 
     Raises:
-        BadInput: no such file, a folder, not text, too large, not YAML, empty, a key twice.
+        BadInput: no such file, a folder, not text, too large, not YAML, empty, a repeated key.
     """
     name = str(path)
     try:
@@ -154,23 +154,25 @@ def read_yaml(path: Path, *, depth: int = 0, base: Place = ()) -> Document:
     except UnicodeDecodeError as error:
         raise BadInput(f"{name}: not a text file (byte {error.start} is not UTF-8)") from None
     except OSError as error:
-        beside = [str(path.parent / each) for each in names_in(path.parent)]
-        missing = isinstance(error, FileNotFoundError)
-        hint = did_you_mean(name, beside) if missing else ""
-        raise BadInput(f"{name}: {why(error)}", hint or None) from None
+        siblings = [str(path.parent / each) for each in names_in(path.parent)]
+        hint = did_you_mean(name, siblings) if isinstance(error, FileNotFoundError) else ""
+        raise BadInput(f"{name}: {reason(error)}", hint or None) from None
     if path.suffix == ".json":
-        text = text.replace("\t", " ")  # which JSON allows between values, and only there
+        text = text.replace("\t", " ")  # JSON allows tabs, and only between values
     return parse_yaml(text, name, depth=depth, base=base)
 
 
 def parse_yaml(text: str, name: str, *, depth: int = 0, base: Place = ()) -> Document:
-    """Parse YAML text. Raises as `read_yaml`.
+    """Parse YAML text.
 
     Args:
-        text: a whole document.
-        name: stands for the file in errors.
-        depth: where ``env`` and ``args`` are: at the top (0), or in the entries below it (1).
-        base: where in a job the document will stand.
+        text: one document.
+        name: the file's name, for errors.
+        depth: level of the keys in `VERBATIM`: 0 in a job file, 1 in a cluster file's entries.
+        base: keys of the job under which the document will be placed.
+
+    Raises:
+        BadInput: as `read_yaml`.
     """
     try:
         loader = _Loader(text, name, depth)
@@ -181,19 +183,19 @@ def parse_yaml(text: str, name: str, *, depth: int = 0, base: Place = ()) -> Doc
     except yaml.YAMLError as error:
         raise _syntax_error(error, text, name) from None
     except RecursionError:
-        raise BadInput(f"{name}: nested too deeply, or an alias that holds itself") from None
+        raise BadInput(f"{name}: nested too deeply, or an alias that contains itself") from None
 
 
 _COMMENT = re.compile(r"(^|\s)(//|/\*)")
-"""Of JavaScript, as people have it in JSON; to YAML it is the beginning of a word, or its end."""
+"""A JavaScript comment, which people write in JSON files; YAML takes it for part of a word."""
 
 
-def _no_comment(where: str) -> BadInput:
-    return BadInput(f"{where}: a comment of JavaScript (// or /*)", "remove it, or begin it with #")
+def _javascript_comment(where: str) -> BadInput:
+    return BadInput(f"{where}: a JavaScript comment (// or /*)", "remove it, or begin it with #")
 
 
 def is_text(place: Place, depth: int) -> bool:
-    """Whether a scalar here is text however it looks: ``env.X``, ``args[0]``."""
+    """Return whether a scalar at this place is text exactly as written: ``env.X``, ``args[0]``."""
     return len(place) > depth + 1 and place[depth] in VERBATIM
 
 
@@ -209,14 +211,14 @@ def _syntax_error(error: yaml.YAMLError, text: str, name: str) -> BadInput:
         return BadInput(f"{where}: a tab where YAML wants spaces", "indent with two spaces")
     for number in (mark.line, mark.line - 1):
         if _COMMENT.search("".join(lines[number : number + 1])):
-            return _no_comment(f"{name}:{number + 1}")
+            return _javascript_comment(f"{name}:{number + 1}")
     problem = problem.replace("'<stream end>'", "the end of the file")
     near = f"near {line.strip()[:60]!r}" if line.strip() else None
     return BadInput(f"{where}: not YAML: {problem}", near)
 
 
 def names_in(folder: Path) -> list[str]:
-    """What a folder holds; nothing if it cannot be read."""
+    """Return the names in a folder; none if it cannot be read."""
     try:
         return os.listdir(folder)
     except OSError:

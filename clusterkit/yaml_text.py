@@ -1,4 +1,4 @@
-"""YAML as clusterkit writes it: plain words, shared parts, text of several lines as such. Pure."""
+"""Write YAML: words without quotes, anchors for shared parts, blocks for text of several lines."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _PLAIN = re.compile(
     r"|--?[A-Za-z][A-Za-z0-9-]*(=[A-Za-z0-9$().-]+)?\Z"
     r"|[0-9]+[KMGTPE]i\Z"
 )
-"""Names and paths, options, amounts of memory: what no reader, of YAML 1.1 or 1.2, takes for
-something else. All other text is quoted."""
+"""Names, paths, options and amounts of memory: text to every reader of YAML 1.1 and 1.2. All
+other text is quoted."""
 _RESERVED = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none", "."})
 _FLOW_LENGTH = 80
-"""Characters that a list may have which stands in one line."""
+"""Length up to which a list is written in one line."""
 
 
 class Shared(dict[str, Any]):
-    """A mapping that is written once, with an anchor; `merged` refers to it."""
+    """A mapping that is written once, with an anchor to which `merged` refers."""
 
     def __init__(self, anchor: str, content: Mapping[str, Any]) -> None:
         super().__init__(content)
@@ -30,16 +30,16 @@ class Shared(dict[str, Any]):
 
 
 class _Merge:
-    """The key ``<<``."""
+    """The key ``<<``, which YAML calls a merge key."""
 
 
 def merged(shared: Shared, own: Mapping[str, Any]) -> dict[Any, Any]:
-    """``own`` with all keys of ``shared`` that it lacks, by reference."""
+    """Return ``own`` with a merge key that refers to ``shared``."""
     return {_Merge(): shared, **own}
 
 
 def documents(objects: Sequence[Mapping[str, Any]], head: str = "") -> str:
-    """Several documents as one text, in the order given, below ``head`` as a comment."""
+    """Write documents in the order given, below the comment ``head``."""
     return comment(head) + "---\n".join(
         yaml.dump(each, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
         for each in objects
@@ -47,12 +47,12 @@ def documents(objects: Sequence[Mapping[str, Any]], head: str = "") -> str:
 
 
 def comment(text: str) -> str:
-    """Lines of text as those of a comment, of YAML or of shell."""
+    """Turn text into comment lines of YAML or shell."""
     return "".join(f"# {line}".rstrip() + "\n" for line in text.splitlines())
 
 
 class _Dumper(yaml.SafeDumper):
-    """Indents lists, and refers by anchor to what is `Shared` alone."""
+    """SafeDumper that indents lists and writes anchors only for `Shared` mappings."""
 
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)

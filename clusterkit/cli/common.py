@@ -177,12 +177,12 @@ def prepare_options(facts_file: str | None, **options: Any) -> dict[str, Any]:
     """Options for `clusterkit.api.prepare` from those of `plan_options`."""
     if facts_file is not None:
         from clusterkit.cluster import Facts
-        from clusterkit.files import read_file, why
+        from clusterkit.files import read_file, reason
 
         try:
             options["facts"] = msgspec.json.decode(read_file(facts_file, 64 << 20), type=Facts)
         except OSError as error:
-            raise BadInput(f"--facts {facts_file}: {why(error)}") from None
+            raise BadInput(f"--facts {facts_file}: {reason(error)}") from None
         except msgspec.MsgspecError as error:
             raise BadInput(f"--facts {facts_file}: not a facts.json: {error}") from None
     return options

@@ -8,7 +8,7 @@ from typing import Any
 
 from clusterkit import yaml_text
 from clusterkit.errors import BadInput
-from clusterkit.files import read_file, why, write_atomic
+from clusterkit.files import read_file, reason, write_atomic
 from clusterkit.yaml_file import read_yaml
 
 _MOST_BYTES = 8 << 20
@@ -26,7 +26,7 @@ def text_of(path: str | Path) -> str:
     except UnicodeDecodeError as error:
         raise BadInput(f"{path}: not a text file (byte {error.start} is not UTF-8)") from None
     except OSError as error:
-        raise BadInput(f"{path}: {why(error)}") from None
+        raise BadInput(f"{path}: {reason(error)}") from None
 
 
 def named(path: str) -> str | None:

@@ -18,7 +18,7 @@ from msgspec import inspect
 from clusterkit import shell
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, LocalCluster
 from clusterkit.errors import BadInput, Place, choices, did_you_mean
-from clusterkit.files import read_file, why
+from clusterkit.files import read_file, reason
 from clusterkit.jobfile import command
 from clusterkit.spec import JobSpec, check_environment, check_job
 from clusterkit.yaml_file import Document, is_text, names_in, parse_yaml, read_yaml
@@ -328,7 +328,7 @@ def check_program(path: Path) -> None:
             f"program: {path} is a folder", "name the file, or use `module:`", job="program"
         ) from None
     except OSError as error:
-        raise BadInput(f"program: {path}: {why(error)}", job="program") from None
+        raise BadInput(f"program: {path}: {reason(error)}", job="program") from None
     shebang = head.split(b"\n", 1)[0] if head.startswith(b"#!") else b""
     if b"\0" in head or (path.suffix not in (".py", ".pyw") and b"python" not in shebang):
         raise BadInput(

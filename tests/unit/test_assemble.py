@@ -12,9 +12,9 @@ import pytest
 from clusterkit import agent
 from clusterkit.assemble import (
     OWNED,
+    Coordinator,
     Placement,
     Places,
-    Watching,
     assemble,
     require_packages,
 )
@@ -137,25 +137,27 @@ def test_the_agents_are_told_after_which_exit_codes_they_start_ranks_again():
 
 def test_nodes_that_go_on_without_others_say_how_few_they_may_be():
     spec = job(nodes="2:3", on_node_loss="shrink", restarts=1, command=("train",), program=None)
-    watching = Watching("10.0.0.1", 29502)
-    made = assembled(spec, Topology(2, 3, 4), watching=watching)
+    coordinator = Coordinator("10.0.0.1", 29502)
+    made = assembled(spec, Topology(2, 3, 4), coordinator=coordinator)
     node = file_of(made, "node.sh").text
     assert "--coordinator 10.0.0.1:29502 --lost-after 30 --rejoin 15 --min-nodes 2 --" in node
     assert "--restarts 1" in node
     assert "WORLD_SIZE=$((GROUP_WORLD_SIZE * 4))" in file_of(made, "rank.sh").text
     assert made.secrets == (agent.PEER_TOKEN,)
-    fixed = assembled(spec, Topology(2, 2, 4), watching=watching)
+    fixed = assembled(spec, Topology(2, 2, 4), coordinator=coordinator)
     assert "--min-nodes" not in file_of(fixed, "node.sh").text
 
 
 def test_spares_are_started_as_the_nodes_are():
     spec = job(nodes=2, spares=1, command=("train",), program=None)
-    watching = Watching("10.0.0.1", 29502)
-    made = assembled(spec, Topology(2, 2, 4), watching=watching)
+    coordinator = Coordinator("10.0.0.1", 29502)
+    made = assembled(spec, Topology(2, 2, 4), coordinator=coordinator)
     node = file_of(made, "node.sh").text
     assert "--nodes 2 " in node
     assert "--coordinator 10.0.0.1:29502 --lost-after 30 --rejoin 15 --spares 1 --" in node
-    made = assembled(msgspec.structs.replace(spec, nodes=1), Topology(1, 1, 4), watching=watching)
+    made = assembled(
+        msgspec.structs.replace(spec, nodes=1), Topology(1, 1, 4), coordinator=coordinator
+    )
     node = file_of(made, "node.sh").text
     assert "--nodes 1 " in node
     assert "--coordinator 10.0.0.1:29502 --lost-after 30 --rejoin 15 --spares 1 --" in node
@@ -437,7 +439,7 @@ def test_the_first_host_may_be_known_on_the_nodes_alone(launcher, topology, tmp_
         job=job(launcher=launcher), topology=topology, endpoint=Endpoint(head, 29501, "r1"),
         places=Places(str(run_dir), "/work", str(dump)), device="cpu", threads=1, where="there",
         hosts=("h",) * 2, names=("node-0", "node-1"), cluster=LocalCluster(), network_env={},
-        watching=Watching(head, 29502),
+        coordinator=Coordinator(head, 29502),
     )  # fmt: skip
     plan = placement.plan("some")
     assert plan.address == "$FIRST_HOST"

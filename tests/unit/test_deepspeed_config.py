@@ -400,13 +400,13 @@ def test_an_error_in_such_a_file_is_told_with_its_own_line(beside, refused):
     ("text", "said"),
     [
         ('{"a": 1', "not YAML"),
-        ('{"a": 1,\n"a": 2}', "ds_config.json:2: deepspeed.a: is set in line 1 already"),
+        ('{"a": 1,\n"a": 2}', "ds_config.json:2: deepspeed.a: is already set in line 1"),
         ("[1]", "is a list, not a mapping"),
         ("", "the file is empty"),
-        ('{\n// why\n"a": 1}', "ds_config.json:2: a comment of JavaScript (// or /*)"),
-        ('{"a": 1, // why\n"b": 2}', "ds_config.json:1: a comment of JavaScript (// or /*)"),
-        ('{\n"a": 1 // why\n}', "ds_config.json:2: a comment of JavaScript (// or /*)"),
-        ('{"a": 1, /* why */\n"b": 2}', "ds_config.json:1: a comment of JavaScript (// or /*)"),
+        ('{\n// why\n"a": 1}', "ds_config.json:2: a JavaScript comment (// or /*)"),
+        ('{"a": 1, // why\n"b": 2}', "ds_config.json:1: a JavaScript comment (// or /*)"),
+        ('{\n"a": 1 // why\n}', "ds_config.json:2: a JavaScript comment (// or /*)"),
+        ('{"a": 1, /* why */\n"b": 2}', "ds_config.json:1: a JavaScript comment (// or /*)"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused(text, said, beside, refused):
@@ -424,7 +424,10 @@ def test_a_file_that_is_not_there_is_refused_with_the_job_s_line(beside, refused
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('deepspeed: {\n  // why\n  "bf16": {"enabled": true}\n  }\n', "job.yaml:4: a comment of"),
+        (
+            'deepspeed: {\n  // why\n  "bf16": {"enabled": true}\n  }\n',
+            "job.yaml:4: a JavaScript comment",
+        ),
         ('deepspeed: {\n\t"bf16": {"enabled": true}\n  }\n', "job.yaml:4: a tab where YAML wants"),
     ],
 )

@@ -59,7 +59,7 @@ def test_a_file_that_is_there_with_other_contents_is_left_alone(cwd, refused, cl
     (cwd / "jobs" / "train").mkdir(parents=True)
     (cwd / "jobs" / "train" / "ddp.py").write_text("mine")
     said = refused("examples", "ddp-torchrun")
-    assert f"jobs{os.sep}train{os.sep}ddp.py is there already" in said
+    assert f"jobs{os.sep}train{os.sep}ddp.py already exists" in said
     assert not (cwd / "jobs" / "ddp-torchrun.yaml").exists()
     (cwd / "jobs" / "train" / "ddp.py").unlink()
     assert cli("examples", "ddp-torchrun").code == cli("examples", "ddp-torchrun").code == 0

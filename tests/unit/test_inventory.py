@@ -410,7 +410,7 @@ def test_an_empty_inventory(write, text):
         ("all:\n  hosts:\n    h0: 10.0.0.1\n", ":3: all.hosts.h0: a host holds variables"),
         ("all:\n  host:\n    h0:\n", ":2: all.host: unknown key of a group"),
         ("h0: 10.0.0.1\n", ":1: h0: a group holds hosts, children and vars"),
-        ("all: {hosts: {h0: , h0: }}", ":1: all.hosts.h0: is set in line 1 already"),
+        ("all: {hosts: {h0: , h0: }}", ":1: all.hosts.h0: is already set in line 1"),
         ("all: {vars: []}", ":1: all.vars: a mapping is wanted"),
         (b"all: {hosts: {h\xff: }}", ": not a text file (byte 15 is not UTF-8)"),
         ("all: {hosts: {h0: {x: &a [*a]}}}", ": nested too deeply"),
@@ -835,7 +835,7 @@ def test_open_mpi_s_most_slots_do_no_harm(write):
     ],
 )
 def test_a_user_that_no_host_has_is_refused(user):
-    with pytest.raises(BadInput, match=r"^hosts: host h0: user .* is not the name of a user"):
+    with pytest.raises(BadInput, match=r"^hosts: host h0: user .* is not a valid user name"):
         check_hosts((Host(name="h0", user=user),), "hosts")
 
 

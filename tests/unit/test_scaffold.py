@@ -137,7 +137,7 @@ def test_what_cannot_be_used_is_refused_and_nothing_is_written(cwd, refused, arg
 def test_nothing_is_overwritten(cwd, refused, cli):
     script(cwd)
     (cwd / "job.yaml").write_text("name: mine\n")
-    assert "job.yaml is there already" in refused("init", "train.py")
+    assert "job.yaml already exists" in refused("init", "train.py")
     assert not (cwd / "clusters.yaml").exists()
     (cwd / "job.yaml").unlink()
     (cwd / "clusters.yaml").write_text("here: {backend: local}\n")

@@ -149,7 +149,7 @@ def test_what_starts_a_job_s_ranks_and_why(fields, launcher):
         ({"spares": 1, "nodes": 2, "on_node_loss": "fail"}, "on_node_loss: fail ends the run"),
         ({"env": {"1A": "x"}}, "'1A' is not a valid name of an environment variable"),
         ({"secrets": ("A-B",)}, "'A-B' is not a valid name of an environment variable"),
-        ({"env": {"A": "a\0b"}}, r"env\.A: .* holds a NUL"),
+        ({"env": {"A": "a\0b"}}, r"env\.A: .* contains a NUL"),
         ({"env": {"A": "x"}, "secrets": ("A",)}, "secrets: A is set in env as well"),
     ],
 )

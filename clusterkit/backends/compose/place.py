@@ -10,7 +10,7 @@ from ipaddress import IPv4Network
 
 import msgspec
 
-from clusterkit.assemble import Assembly, Placement, Places, Watching, require_packages
+from clusterkit.assemble import Assembly, Coordinator, Placement, Places, require_packages
 from clusterkit.backends.base import OWN_IMAGE
 from clusterkit.backends.compose.compose_file import (
     OURS,
@@ -114,7 +114,7 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
             **(mpi_env(facts.interface) if job.started_by == "mpirun" else {}),
         },
         node_env=tuple({NODE_ADDRESS.name: name} if topology.elastic else {} for name in names),
-        watching=Watching(names[0], facts.watch_port or default_ports(facts.port)[1]),
+        coordinator=Coordinator(names[0], facts.watch_port or default_ports(facts.port)[1]),
         notes=(
             Note("device", device, device_origin),
             Note("nproc_per_node", str(nproc), nproc_origin),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 import clusterkit
-from clusterkit.assemble import Assembly, Placement, Places, Watching, require_packages
+from clusterkit.assemble import Assembly, Coordinator, Placement, Places, require_packages
 from clusterkit.backends.kubernetes.apply import KUSTOMIZATION
 from clusterkit.backends.kubernetes.flavors import FLAVORS, PROGRAM, choose, watcher
 from clusterkit.backends.kubernetes.pods import (
@@ -146,7 +146,7 @@ def place(
             **interface_env(facts.interface),
             **(mpirun_interface(facts.interface) if mpi else {}),
         },
-        watching=Watching(
+        coordinator=Coordinator(
             names[0],
             facts.watch_port or default_ports(facts.port)[1],
             REJOIN_SECONDS if rejoin else 0,

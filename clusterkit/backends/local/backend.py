@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from clusterkit import warm as warmth
-from clusterkit.assemble import Placement, Places, Watching, require_packages
+from clusterkit.assemble import Coordinator, Placement, Places, require_packages
 from clusterkit.backends.base import Backend, Observation, SupportsDoctor
 from clusterkit.backends.local.probe import ADDRESS, HOST
 from clusterkit.backends.node_status import (
@@ -121,7 +121,7 @@ class LocalBackend(Backend, SupportsDoctor):
                 gpu_share(host.gpus, device, n * nproc, nproc) for n in range(all_nodes)
             ),
             warm=warm,
-            watching=Watching(host.address, facts.watch_port) if facts.watch_port else None,
+            coordinator=Coordinator(host.address, facts.watch_port) if facts.watch_port else None,
             notes=(
                 Note("device", device, device_origin),
                 Note("nproc_per_node", str(nproc), nproc_origin),

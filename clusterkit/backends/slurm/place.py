@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from clusterkit.agent import PEER_TOKEN
 from clusterkit.agent.archive import ARCHIVE
-from clusterkit.assemble import Assembly, Placement, Places, Watching, require_packages
+from clusterkit.assemble import Assembly, Coordinator, Placement, Places, require_packages
 from clusterkit.backends.placing import (
     copies,
     device_of,
@@ -233,7 +233,7 @@ def place(job: JobSpec, cluster: SlurmCluster, facts: Facts, run_id: str) -> Slu
         names=tuple(f"node-{node}" for node in range(nodes)),
         cluster=cluster,
         network_env=interface_env(cluster.interface) | ({"PYTHONPATH": shipped} if own else {}),
-        watching=Watching(HEAD, watch_port),
+        coordinator=Coordinator(HEAD, watch_port),
         trees=trees,
         notes=(
             Note("device", device, device_origin),

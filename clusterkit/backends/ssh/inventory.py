@@ -26,7 +26,7 @@ from clusterkit.backends.ssh.filters import BRACKETED, chosen
 from clusterkit.backends.ssh.variables import absolute, host_of
 from clusterkit.cluster import Host
 from clusterkit.errors import BadInput, Unavailable, did_you_mean, listed
-from clusterkit.files import read_file, why
+from clusterkit.files import read_file, reason
 from clusterkit.yaml_file import Document, parse_yaml
 
 __all__ = ["absolute", "check_hosts", "chosen", "read_hosts"]
@@ -90,7 +90,7 @@ def _text(path: Path) -> str:
         program = os.access(path, os.X_OK)
         data = read_file(path, 64 << 20)
     except OSError as error:
-        raise BadInput(f"{path}: {why(error)}", hint=_FORMS) from None
+        raise BadInput(f"{path}: {reason(error)}", hint=_FORMS) from None
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Mapping, Sequence
 
-from clusterkit.assemble import Placement, Places, Watching, require_packages
+from clusterkit.assemble import Coordinator, Placement, Places, require_packages
 from clusterkit.backends.placing import copies, device_of, gpu_share, interface_env, threads_of
 from clusterkit.backends.ssh.probe import too_few
 from clusterkit.cluster import Facts, HostFacts, SshCluster
@@ -66,7 +66,7 @@ def place(job: JobSpec, cluster: SshCluster, facts: Facts, run_id: str) -> Place
             }
             for host in hosts
         ),
-        watching=Watching(head.address, facts.watch_port) if facts.watch_port else None,
+        coordinator=Coordinator(head.address, facts.watch_port) if facts.watch_port else None,
         trees=trees,
         notes=(
             Note("device", device, device_origin),
