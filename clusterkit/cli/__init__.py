@@ -1,8 +1,7 @@
 """The command line: one module per verb, imported when the verb is used.
 
-Results for machines go to stdout, words for people to stderr. Exit codes: 0 done,
-1 failed, 2 bad input, 3 a tool or service is missing, 130 interrupted or cancelled;
-`submit` exits with the run's own exit code.
+Results go to stdout, notes and progress to stderr. Exit codes: 0 done, 1 failed, 2 bad input, 3 a
+tool or service is missing, 130 interrupted or cancelled; `submit` exits with the run's own.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from clusterkit.errors import EXIT_FAILURE, EXIT_INTERRUPTED, ClusterkitError, d
 
 VERBS = {
     "init": "Write a first job file and cluster file for a script.",
-    "examples": "List the job files that come with clusterkit; copy one here.",
+    "examples": "List the job files that come with clusterkit, or copy one here.",
     "submit": "Start a job and follow it.",
     "plan": "Print exactly what submit would do.",
     "convert": "Write a job file from another tool's command or manifest.",
@@ -28,21 +27,21 @@ VERBS = {
     "ls": "List runs, newest first.",
     "status": "Show the state of a run and of its nodes, and why it failed.",
     "logs": "Show the log lines of all nodes and ranks, in order of time.",
-    "metrics": "Show loss, tokens/s and more, step by step.",
-    "attach": "Follow a run again; start its supervisor if that is gone.",
+    "metrics": "Show loss, tokens/s and other reported numbers, step by step.",
+    "attach": "Follow a run to its end; start its supervisor if that is gone.",
     "top": "Watch runs in the terminal: ranks, curves, rounds, logs.",
     "web": "Show runs live in a browser, or as one HTML file.",
     "cancel": "End a run and everything it started.",
-    "plot": "Draw loss and tokens/s of one or several runs.",
+    "plot": "Draw loss and tokens/s over the steps, of one or several runs.",
     "doctor": "Check hosts, GPUs, network and software before a run.",
     "bench": "Measure bandwidth and latency between nodes; find the slow link.",
-    "warm": "Keep what a run has imported in memory, for the next one.",
-    "notify": "Try out who is told when a run ends.",
+    "warm": "Keep imported modules in memory, to start the next run faster.",
+    "notify": "Send a test notification as a cluster's entry says.",
     "rm": "Remove the folders of runs that have ended.",
     "schema": "Print the JSON schema of job files, for editors.",
     "completion": "Print the completion script for a shell.",
 }
-"""Verb to one line of help; each lives in the module of its name, `-` as `_`."""
+"""Verb to a line of help. Each verb is `command` in the module of its name, `-` as `_`."""
 
 
 class _Verbs(click.Group):
@@ -61,8 +60,8 @@ class _Verbs(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in VERBS and not args[0].startswith("-"):
-            meant = did_you_mean(args[0], VERBS).capitalize()
-            ctx.fail(f"No such command {args[0]!r}. {meant}".rstrip())
+            suggestion = did_you_mean(args[0], VERBS).capitalize()
+            ctx.fail(f"No such command {args[0]!r}. {suggestion}".rstrip())
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -78,23 +77,23 @@ class _Verbs(click.Group):
 @click.version_option(clusterkit.__version__, prog_name="clusterkit")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def cli(debug: bool) -> None:
-    """One job file runs the same training job on one machine or on many."""
+    """Run PyTorch training jobs on one machine or on many, from one job file."""
 
 
-def _say_error(message: str, hint: str | None) -> None:
+def _print_error(message: str, hint: str | None = None) -> None:
     from clusterkit.ui.formatting import terminal_filter
 
-    shown = terminal_filter(sys.stderr)
-    # The context that knows of NO_COLOR has ended by now.
+    clean = terminal_filter(sys.stderr)
+    # click's own setting for NO_COLOR ended with its context.
     colour = False if os.environ.get("NO_COLOR") else None
     click.secho("error: ", fg="red", bold=True, nl=False, err=True, color=colour)
-    click.echo(shown(message), err=True)
+    click.echo(clean(message), err=True)
     if hint:
-        click.echo(f" hint: {shown(hint)}", err=True)
+        click.echo(f" hint: {clean(hint)}", err=True)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point of the ``clusterkit`` command; ends the process."""
+    """Run the ``clusterkit`` command and end the process with its exit code."""
     arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     extra: dict[str, Any] = {"color": False} if os.environ.get("NO_COLOR") else {}
     try:
@@ -102,22 +101,22 @@ def main(argv: list[str] | None = None) -> None:
     except ClusterkitError as error:
         if "--debug" in arguments[:1]:
             raise
-        _say_error(error.message, error.hint)
+        _print_error(error.message, error.hint)
         code = error.exit_code
     except click.UsageError as error:
         path = error.ctx.command_path if error.ctx else "clusterkit"
-        _say_error(error.format_message(), f"{path} --help")
+        _print_error(error.format_message(), f"{path} --help")
         code = error.exit_code
     except click.ClickException as error:
-        _say_error(error.format_message(), None)
+        _print_error(error.format_message())
         code = error.exit_code
     except (click.Abort, KeyboardInterrupt):
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of a pipe has had enough; nothing more can be said to it.
+        # The reader of a pipe has closed it, as `head` does: write nothing more, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except OSError as error:
-        _say_error(f"{error.strerror or error}: {error.filename or 'the output'}", None)
+        _print_error(f"{error.strerror or error}: {error.filename or 'the output'}")
         code = EXIT_FAILURE
     sys.exit(code if isinstance(code, int) else 0)

@@ -12,64 +12,70 @@ import click
 from clusterkit import api
 from clusterkit.bench import bandwidth
 from clusterkit.bench.slow_links import figure
-from clusterkit.cli.common import cluster_options, host_options, json_option, print_json, table
+from clusterkit.cli.common import (
+    cluster_options,
+    gpus_option,
+    host_options,
+    json_option,
+    print_json,
+    table,
+    verb,
+)
 from clusterkit.errors import EXIT_FAILURE, counted
 from clusterkit.run.status import RunStatus
 from clusterkit.ui.spinner import spinner
 
 PLAIN_LINES = 20
-"""How many progress lines there are where there is no terminal to redraw."""
+"""How many progress lines are printed if stderr is not a terminal."""
 
 
-@click.command(
+@verb(
     "bench",
-    epilog="Examples: clusterkit bench --nodes 2 --sizes 1K:1M -o bus.png;  "
+    "clusterkit bench --nodes 2 --sizes 1K:1M -o bus.png",
     "clusterkit bench --cluster lab --pairwise",
 )
-@cluster_options("Entry of the cluster file.", "local")
+@cluster_options("Where to run: an entry of the cluster file.", "local")
 @click.option("-n", "--nodes", type=int, metavar="N",
-              help="How many nodes; by default every host of the cluster.")  # fmt: skip
-@click.option("-g", "--gpus", type=int, metavar="N", help="Ranks per node.")
+              help="Number of nodes. Default: every host of the cluster.")  # fmt: skip
+@gpus_option
 @host_options
 @click.option("--collectives", metavar="A,B,...",
-              help=f"Some of {', '.join(bandwidth.FACTORS)}; by default all.")  # fmt: skip
+              help=f"Which of {', '.join(bandwidth.FACTORS)}. Default: all.")  # fmt: skip
 @click.option("--sizes", metavar="SIZES",
-              help="Bytes: 1K,1M or a range 1K:64M or 1K:64M:x2 (K, M, G of 1024; factor 4 unless "
-              f"given). Default: {bandwidth.SIZES}; with --pairwise {bandwidth.PAIR_SIZES}.",
-              )  # fmt: skip
+              help="Message sizes in bytes: a list 1K,1M or a range 1K:64M:x2, which doubles (K, "
+              "M, G are powers of 1024; without :x2 a size is 4 times the one before). "
+              f"Default: {bandwidth.SIZES}; with --pairwise {bandwidth.PAIR_SIZES}.")  # fmt: skip
 @click.option("--pairwise", is_flag=True,
-              help="Every pair of nodes, both ways, and which link or host is slow.")  # fmt: skip
+              help="Measure every pair of nodes; find slow links and hosts.")  # fmt: skip
 @click.option("--sequential", is_flag=True,
               help="With --pairwise: one pair at a time, not disjoint pairs at once.")  # fmt: skip
 @click.option("--iterations", type=int, metavar="N",
-              help="Timed operations per measurement; by default 20, fewer of slow ones."
-              )  # fmt: skip
+              help="Timed operations per measurement. Default: 20, fewer if slow.")  # fmt: skip
 @click.option("--warmup", type=int, metavar="N",
-              help="Operations before them, 2 at least; by default 5, fewer of slow ones."
-              )  # fmt: skip
+              help="Untimed operations first, at least 2. Default: 5, fewer if slow.")  # fmt: skip
 @click.option("--dtype", default="float32", show_default=True, metavar="TYPE",
-              help="Type of the elements, by torch's name.")  # fmt: skip
+              help="Element type, as torch names it.")  # fmt: skip
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE",
-              help="Draw bus bandwidth over size, or the pairs; .png, .svg or .pdf.")  # fmt: skip
+              help="Draw bandwidth over size, or the pairs: .png, .svg or .pdf.")  # fmt: skip
 @json_option
 def command(output: Path | None, as_json: bool, **options: Any) -> int:
-    """Measure bandwidth and latency between nodes, and name the slow link or host.
+    """Measure bandwidth and latency between nodes, and find the slow link or host.
 
-    Starts a run of its own, on any cluster: NCCL between GPUs, gloo between CPUs. Prints time,
-    algorithm and bus bandwidth, as nccl-tests define them, for every collective and size, and
-    how many elements came out wrong. With --pairwise it prints bandwidth and latency between all
-    nodes instead, and a judgement of them. Exits with 1 if an element came out wrong, and with
-    the run's own exit code if that failed.
+    Starts a run that uses NCCL between GPUs, gloo between CPUs. Prints time, algorithm bandwidth
+    and bus bandwidth (as nccl-tests defines them) for every collective and size, and how many
+    elements of the results were wrong. With --pairwise it prints bandwidth and latency between all
+    pairs of nodes instead, and which links and hosts are slow. The exit code is 1 if a result was
+    wrong, and the run's own if the run failed.
     """
     if output is not None:
         from clusterkit.ui import plots
 
         plots.check_output(output)
-    with contextlib.ExitStack() as until:
-        until.enter_context(spinner(f"looking at cluster {options['cluster']}"))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(spinner(f"looking at cluster {options['cluster']}"))
 
         def watch(run: api.Run) -> RunStatus:
-            until.close()
+            stack.close()
             return _watch(run)
 
         report = api.bench(watch=watch, **options)
@@ -93,7 +99,7 @@ def command(output: Path | None, as_json: bool, **options: Any) -> int:
 
 
 def _watch(run: api.Run) -> RunStatus:
-    """Say on stderr what is being measured until the run has ended."""
+    """Show on stderr what is being measured, until the run ends."""
     from clusterkit.ui import follow
     from clusterkit.ui.formatting import source
 
@@ -103,14 +109,14 @@ def _watch(run: api.Run) -> RunStatus:
             click.echo(f"note: {note}", err=True)
     view = follow.View()
     try:
-        with _progress() as say:
+        with _progress() as show:
             for line in run.logs(follow=True):
-                # What rank 0 says beside the marked lines, warnings of NCCL for one.
+                # Rank 0's other output, such as warnings of NCCL.
                 for shown in view.feed(line):
                     click.echo(f"{source(shown)} {shown.text}", err=True)
                 event = line.event
                 if event is not None and event["event"] == "bench_doing":
-                    say(event["number"], event["of"], bandwidth.doing_text(event))
+                    show(event["number"], event["of"], bandwidth.doing_text(event))
         return run.wait()
     except KeyboardInterrupt:
         click.echo(f"cancelling {run.id}", err=True)
@@ -119,19 +125,13 @@ def _watch(run: api.Run) -> RunStatus:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, int, str], None]]:
-    """A function of number, total and words: a bar in a terminal, otherwise some of the lines."""
+    """Give a function of number, total and text: a bar in a terminal, otherwise a few lines."""
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        SpinnerColumn,
-        TextColumn,
-        TimeElapsedColumn,
-    )
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
-        yield _say_line
+        yield _print_some
         return
     columns = (
         SpinnerColumn(),
@@ -142,15 +142,15 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
     )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)
-        yield lambda number, of, words: bar.update(
-            task, completed=number, total=of, description=words
+        yield lambda number, of, text: bar.update(
+            task, completed=number, total=of, description=text
         )
 
 
-def _say_line(number: int, of: int, words: str) -> None:
+def _print_some(number: int, of: int, text: str) -> None:
     every = max(1, of // PLAIN_LINES)
     if number % every == 0 or number in (1, of):
-        click.echo(f"{number}/{of} {words}", err=True)
+        click.echo(f"{number}/{of} {text}", err=True)
 
 
 # ---------------------------------------------------------------- results
@@ -166,13 +166,13 @@ def _print_rows(report: bandwidth.Report) -> None:
         for row in report.rows
     ]  # fmt: skip
     click.echo(table(rows, header, numbers=True))
-    _say_setup(report)
+    _print_setup(report)
     smallest = {row.collective: row.size for row in reversed(report.rows)}
-    words = [
+    latencies = [
         f"{name} {figure(us)} us at {bandwidth.size_text(smallest[name])}"
         for name, us in report.latency_us.items()
     ]
-    click.echo(f"latency: {', '.join(words)}", err=True)
+    click.echo(f"latency: {', '.join(latencies)}", err=True)
 
 
 def _print_pairs(report: bandwidth.Report, pairs: bandwidth.Pairs) -> None:
@@ -187,10 +187,10 @@ def _print_pairs(report: bandwidth.Report, pairs: bandwidth.Pairs) -> None:
         click.echo(f"{title}; from the row's host to the column's")
         click.echo(table(rows, ("", *pairs.hosts), numbers=True) + "\n")
     click.echo(pairs.judgement)
-    _say_setup(report)
+    _print_setup(report)
 
 
-def _say_setup(report: bandwidth.Report) -> None:
+def _print_setup(report: bandwidth.Report) -> None:
     click.echo(
         f"{counted(report.world_size, 'rank')} on {counted(len(report.nodes), 'node')}: "
         f"{report.backend} on {report.device}, {report.dtype}, torch {report.torch}",

@@ -5,20 +5,21 @@ from __future__ import annotations
 import click
 
 from clusterkit import api
-from clusterkit.cli.common import json_option, print_json, run_argument
+from clusterkit.cli.common import json_option, print_json, run_argument, verb
 from clusterkit.errors import EXIT_UNAVAILABLE
 from clusterkit.ui.spinner import spinner
 
 
-@click.command("cancel", epilog="Example: clusterkit cancel last")
+@verb("cancel", "clusterkit cancel last")
 @run_argument
 @json_option
 def command(run: str, as_json: bool) -> int:
     """End a run and everything it started: SIGTERM, then SIGKILL.
 
-    RUN is a run's id, the beginning of one, or `last`. Fine to repeat; a run that has ended
-    stays as it is. The grace between the two signals is the cluster's stop_grace. A host that
-    does not answer is named; once it does, cancel the run again to end what is left there.
+    RUN is a run's id, the beginning of one, or `last`. The time between the two signals is the
+    cluster's stop_grace. It is safe to cancel a run twice, or one that has ended. A host that does
+    not answer is named, and the exit code is 3; when it answers again, cancel the run again to end
+    its processes there.
     """
     with spinner("cancelling"):
         status = api.cancel(run)

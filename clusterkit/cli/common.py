@@ -1,4 +1,4 @@
-"""What several verbs share: the options that shape a plan, run names, JSON on stdout."""
+"""What several verbs share: their click class, options, run names, JSON and tables on stdout."""
 
 from __future__ import annotations
 
@@ -21,72 +21,87 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-COMMAND = "clusterkit.command"
-"""Key in ``ctx.meta`` for the words after ``--``."""
+TRAILING = "clusterkit.trailing"
+"""Key in ``ctx.meta`` for the words after ``--``; missing without ``--``."""
 
 
-class WordsCommand(click.Command):
-    """A command that takes words after ``--`` as they are, whatever options they have."""
+class Verb(click.Command):
+    """A command whose help ends with its examples, a line each."""
 
-    words = "COMMAND..."
-    """What they are, for ``--help``."""
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write(f"\n{self.epilog}\n")
+
+
+def verb(
+    name: str, *examples: str, cls: type[Verb] = Verb
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Make a function the command ``clusterkit NAME``; its docstring is the help."""
+    title = "Example" if len(examples) == 1 else "Examples"
+    epilog = "\n".join([f"{title}:", *(f"  {example}" for example in examples)])
+    return click.command(name, cls=cls, epilog=epilog)
+
+
+class TrailingVerb(Verb):
+    """A command that keeps the words after ``--``, options or not, in ``ctx.meta[TRAILING]``."""
+
+    trailing = "COMMAND..."
+    """What these words are, for the usage line."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if "--" in args:
             split = args.index("--")
-            args, ctx.meta[COMMAND] = args[:split], args[split + 1 :]
+            args, ctx.meta[TRAILING] = args[:split], args[split + 1 :]
         return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        return [*super().collect_usage_pieces(ctx), f"[-- {self.words}]"]
+        return [*super().collect_usage_pieces(ctx), f"[-- {self.trailing}]"]
 
 
-class PlanCommand(WordsCommand):
-    """A command that takes a job file, and words after ``--``: see `job_of`."""
+class JobVerb(TrailingVerb):
+    """A command that takes a job file, and words after ``--``: see `job_arguments`."""
 
-    words = "ARGS...|COMMAND..."
+    trailing = "ARGS...|COMMAND..."
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         from clusterkit import shell
         from clusterkit.jobfile.command import instead_of_a_job
 
         split = args.index("--") if "--" in args else len(args)
-        after = args[split + 1 :]
-        own, others = self._divided(ctx, args[:split])
-        if others and (words := instead_of_a_job([*others, *after])) is not None:
+        options, others = self._split(ctx, args[:split])
+        if others and (command := instead_of_a_job([*others, *args[split + 1 :]])) is not None:
             raise BadInput(
                 f"{others[0]} is not a job file: a command stands after --",
-                hint=shell.join(["clusterkit", str(ctx.info_name), *own, "--", *words]),
+                hint=shell.join(["clusterkit", str(ctx.info_name), *options, "--", *command]),
             )
         return super().parse_args(ctx, args)
 
-    def _divided(self, ctx: click.Context, args: Sequence[str]) -> tuple[list[str], list[str]]:
-        """This command's options with their values, and all other words.
+    def _split(self, ctx: click.Context, args: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Split words into this command's options with their values, and all others.
 
         Click's own parser would read `-epochs`, which is the program's, as `-e -p -o chs`.
         """
-        takes = {
+        takes_value = {
             name: isinstance(param, click.Option) and not (param.is_flag or param.count)
             for param in self.get_params(ctx)
             for name in (*param.opts, *param.secondary_opts)
         }
-        own, others = [], []
+        options, others = [], []
         rest = list(args)
         while rest:
             word = rest.pop(0)
             name, equals, _ = word.partition("=")
-            short = word[:2] if word[:2] in takes and not word.startswith("--") else ""
-            if not word.startswith("-") or not (name in takes or short):
+            short = word[:2] if word[:2] in takes_value and not word.startswith("--") else ""
+            if not word.startswith("-") or not (name in takes_value or short):
                 others.append(word)
                 continue
-            own.append(word)
-            if rest and takes.get(word, False) and not equals:
-                own.append(rest.pop(0))
-        return own, others
+            options.append(word)
+            if rest and takes_value.get(word, False) and not equals:
+                options.append(rest.pop(0))
+        return options, others
 
 
 def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Run ids that begin so."""
+    """Return the run ids that begin with what was typed."""
     from clusterkit.run import folder as run_folder
 
     names = [folder.run_id for folder in run_folder.all_runs()]
@@ -94,24 +109,24 @@ def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) ->
 
 
 def complete_cluster(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Cluster names that begin so."""
+    """Return the cluster names that begin with what was typed."""
     from clusterkit.jobfile import loader
 
     return [name for name in loader.cluster_names() if name.startswith(incomplete)]
 
 
 run_argument = click.argument("run", metavar="RUN", shell_complete=complete_run)
-"""A run's id, the beginning of one, or ``last``."""
-
 runs_argument = click.argument(
     "runs", metavar="RUN...", nargs=-1, required=True, shell_complete=complete_run
 )
 
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON document on stdout."
+)
 
 
 def options(*each: Callable[[Any], Any]) -> Callable[[Function], Function]:
-    """Several options as one decorator, in the order in which ``--help`` shows them."""
+    """Combine options to one decorator; ``--help`` shows them in this order."""
 
     def apply(function: Function) -> Function:
         for option in reversed(each):
@@ -121,60 +136,66 @@ def options(*each: Callable[[Any], Any]) -> Callable[[Function], Function]:
     return apply
 
 
-def cluster_options(meaning: str, default: str | None = None) -> Callable[[Function], Function]:
-    """``--cluster``, which means ``meaning``, and ``--clusters``."""
-    name = click.option("-c", "--cluster", default=default, show_default=True, metavar="NAME",
-                        help=meaning, shell_complete=complete_cluster)  # fmt: skip
-    file = click.option("--clusters", "clusters_file", metavar="FILE", type=click.Path(),
-                        help="Cluster file; by default clusters.yaml here or above.")  # fmt: skip
-    return options(name, file)
+def cluster_options(help: str, default: str | None = None) -> Callable[[Function], Function]:
+    """Return a decorator that adds ``--cluster``, with this help, and ``--clusters``."""
+    return options(
+        click.option("-c", "--cluster", default=default, show_default=True, metavar="NAME",
+                     help=help, shell_complete=complete_cluster),
+        click.option("--clusters", "clusters_file", metavar="FILE", type=click.Path(),
+                     help="Cluster file. Default: the nearest clusters.yaml, here or in a folder "
+                     "above."),
+    )  # fmt: skip
 
 
 set_option = click.option("--set", "settings", multiple=True, metavar="KEY=VALUE",
-                          help="Change a key of the job file, e.g. batch.micro=4.")  # fmt: skip
+                          help="Override a key of the job file, e.g. batch.micro=4.")  # fmt: skip
+gpus_option = click.option("-g", "--gpus", type=int, metavar="N", help="Ranks per node.")
 facts_option = click.option("--facts", "facts_file", metavar="FILE", type=click.Path(),
-                            help="Facts of an earlier run (facts.json) instead of probing."
-                            )  # fmt: skip
-
-
+                            help="Facts of an earlier run (its facts.json), instead of probing "
+                            "the cluster.")  # fmt: skip
 host_options = options(
-    click.option("--include", metavar="HOSTS", help="Only these hosts (and GPUs): h1@h2:0,1."),
-    click.option("--exclude", metavar="HOSTS", help="All hosts (and GPUs) but these."),
-)
+    click.option("--include", metavar="HOSTS",
+                 help="Use only these hosts and GPUs: h1@h2:0,1 is h1, and GPUs 0 and 1 of h2."),
+    click.option("--exclude", metavar="HOSTS", help="Do not use these hosts or GPUs."),
+)  # fmt: skip
 plan_options = options(
     click.argument("job", required=False, type=click.Path()),
-    cluster_options("Entry of the cluster file.", "local"),
-    click.option("-n", "--nodes", metavar="N|MIN:MAX", help="How many nodes."),
-    click.option("-g", "--gpus", type=int, metavar="N", help="Ranks per node."),
+    cluster_options("Where to run: an entry of the cluster file.", "local"),
+    click.option("-n", "--nodes", metavar="N|MIN:MAX", help="Number of nodes, or a range."),
+    gpus_option,
     set_option,
     host_options,
     facts_option,
-    click.option("--run-id", metavar="ID", help="Instead of a new id."),
+    click.option("--run-id", metavar="ID", help="Id of the run. Default: a new one."),
     click.option("--no-doctor", "doctor", is_flag=True, flag_value=False, default=True,
-                 help="Do not check first whether the hosts are fit."),
+                 help="Do not check the hosts first."),
 )  # fmt: skip
-"""What `submit` and `plan` have in common."""
+"""The options that `submit` and `plan` share."""
 
 
-def job_of(ctx: click.Context, job: str | None) -> dict[str, Any]:
-    """``job`` and ``more_args`` for `clusterkit.api.prepare`.
+def job_arguments(ctx: click.Context, job: str | None) -> dict[str, Any]:
+    """Return ``job`` and ``more_args`` for `clusterkit.api.prepare`.
 
-    What stands after ``--`` is more arguments for a job file's program, or without a job file
-    the command itself.
+    The words after ``--`` are more arguments for a job file's program, or without a job file the
+    command itself.
 
     Raises:
-        click.UsageError: neither is there.
+        click.UsageError: there is neither a job file nor a command.
     """
-    words: list[str] | None = ctx.meta.get(COMMAND)
+    trailing: list[str] | None = ctx.meta.get(TRAILING)
     if job is not None:
-        return {"job": job, "more_args": words or ()}
-    if words is None:
+        return {"job": job, "more_args": trailing or ()}
+    if trailing is None:
         raise click.UsageError("Give a job file, or a command after --.", ctx)
-    return {"job": words}
+    return {"job": trailing}
 
 
 def prepare_options(facts_file: str | None, **options: Any) -> dict[str, Any]:
-    """Options for `clusterkit.api.prepare` from those of `plan_options`."""
+    """Convert the values of `plan_options` to options of `clusterkit.api.prepare`.
+
+    Raises:
+        BadInput: the file of facts cannot be read.
+    """
     if facts_file is not None:
         from clusterkit.cluster import Facts
         from clusterkit.files import read_file, reason
@@ -189,7 +210,7 @@ def prepare_options(facts_file: str | None, **options: Any) -> dict[str, Any]:
 
 
 def print_json(document: Any) -> None:
-    """A struct, or a list of them, as indented JSON on stdout."""
+    """Print a struct, or a list of them, as indented JSON on stdout."""
     click.echo(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
 
 
@@ -206,13 +227,17 @@ def table(
     indent: int = 0,
     numbers: bool = False,
 ) -> str:
-    """Columns two spaces apart, wrapped to the terminal less ``indent``, aligned to the left, or of
-    ``numbers`` all but the first to the right. None is shown as ``-``."""
+    """Format a table, wrapped to the width of the terminal less ``indent``.
+
+    Args:
+        rows: the cells; None is shown as ``-``.
+        numbers: align all columns but the first to the right.
+    """
     from clusterkit.ui.formatting import terminal_filter
 
-    shown = terminal_filter(sys.stdout, colours=False)
-    everything = [tuple(header), *(tuple(shown(_cell(each)) for each in row) for row in rows)]
-    gap, widths = _layout(everything, _room() - indent)
+    clean = terminal_filter(sys.stdout, colours=False)
+    everything = [tuple(header), *(tuple(clean(_cell(each)) for each in row) for row in rows)]
+    gap, widths = _layout(everything, _terminal_width() - indent)
     lines = []
     for row in everything:
         cells = [
@@ -235,7 +260,7 @@ def _cell(value: object) -> str:
 
 
 def catalogue_table(jobs: Sequence[CatalogueEntry]) -> str:
-    """Job files, and what each needs."""
+    """Format a table of job files and what each needs."""
     rows = [
         (job.name, job.nodes, job.ranks, job.device, ", ".join(job.packages), job.description)
         for job in jobs
@@ -243,18 +268,18 @@ def catalogue_table(jobs: Sequence[CatalogueEntry]) -> str:
     return table(rows, ("JOB", "NODES", "RANKS", "DEVICE", "PACKAGES", "WHAT IT DOES"))
 
 
-def _room() -> float:
-    """How wide a table may be: a file or pipe has no width, unless COLUMNS gives it one."""
+def _terminal_width() -> float:
+    """Return how wide a table may be; infinity for a file or pipe, unless COLUMNS is set."""
     if sys.stdout.isatty() or "COLUMNS" in os.environ:
         return shutil.get_terminal_size().columns
     return math.inf
 
 
 def _layout(rows: Sequence[Sequence[str]], room: float) -> tuple[int, list[int]]:
-    """The space between columns, and the widths with which they fit.
+    """Return the space between columns, and their widths, so that a table fits into ``room``.
 
-    The widest give way first, down to their longest words. Only if nothing else helps are words
-    broken, down to 4 characters: with less nothing is readable, and the table does not fit.
+    The widest columns shrink first, down to their longest words. Only if that does not suffice
+    are words broken, down to 4 characters: a table that needs less does not fit.
     """
     columns = list(zip(*rows, strict=True))
     natural = [max(map(len, column)) for column in columns]
@@ -269,10 +294,10 @@ def _layout(rows: Sequence[Sequence[str]], room: float) -> tuple[int, list[int]]
         (1, natural, [4] * len(words)),
     ):
         while sum(widths) + gap * (len(widths) - 1) > room:
-            able = [number for number, width in enumerate(widths) if width > least[number]]
-            if not able:
+            shrinkable = [number for number, width in enumerate(widths) if width > least[number]]
+            if not shrinkable:
                 break
-            widths[max(able, key=size.__getitem__)] -= 1
+            widths[max(shrinkable, key=size.__getitem__)] -= 1
         else:
             break
     return gap, widths

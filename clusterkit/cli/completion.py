@@ -5,17 +5,19 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
+from clusterkit.cli.common import verb
 
-@click.command("completion", epilog='Example: eval "$(clusterkit completion bash)"')
+
+@verb("completion", 'eval "$(clusterkit completion bash)"')
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def command(ctx: click.Context, shell: str) -> None:
     """Print the completion script for a shell.
 
-    Verbs, options, run ids and cluster names complete.
+    It completes verbs, options, run ids and cluster names.
     """
     kind = get_completion_class(shell)
     assert kind is not None
-    # BashComplete.source() would start bash to ask its version; the text alone is wanted.
+    # Not source(), for which bash would be started to ask its version.
     completer = kind(ctx.find_root().command, {}, "clusterkit", "_CLUSTERKIT_COMPLETE")
     click.echo(completer.source_template % completer.source_vars())

@@ -8,26 +8,27 @@ from pathlib import Path
 import click
 
 from clusterkit import api, convert, shell
-from clusterkit.cli.common import COMMAND, WordsCommand, json_option, print_json
+from clusterkit.cli.common import TRAILING, TrailingVerb, json_option, print_json, verb
 from clusterkit.convert.files import add_cluster
 from clusterkit.errors import BadInput
 from clusterkit.files import write_atomic
 from clusterkit.ui.formatting import terminal_filter
 
 
-@click.command(
+@verb(
     "convert",
-    cls=WordsCommand,
-    epilog="Examples: clusterkit convert train.sbatch -o job.yaml;  "
+    "clusterkit convert train.sbatch -o job.yaml",
     "clusterkit convert -- torchrun --nproc-per-node 8 train.py --lr 1",
+    cls=TrailingVerb,
 )
 @click.argument("file", required=False, type=click.Path())
 @click.option("--from", "kind", type=click.Choice(list(convert.KINDS)),
-              help="What FILE is, where it does not say so.")  # fmt: skip
-@click.option("-o", "--out", metavar="FILE", type=click.Path(), help="Write the job file there.")
+              metavar="KIND",
+              help=f"Kind of FILE, if not recognized: {', '.join(convert.KINDS)}.")  # fmt: skip
+@click.option("-o", "--out", metavar="FILE", type=click.Path(), help="Write the job file to FILE.")
 @click.option("--clusters-out", metavar="FILE", type=click.Path(),
-              help="Write the cluster's entry there, or add it to that file.")  # fmt: skip
-@click.option("--force", is_flag=True, help="Replace a job file that exists.")
+              help="Write the entry of the cluster file to FILE, or add it there.")  # fmt: skip
+@click.option("--force", is_flag=True, help="Replace an existing job file.")
 @json_option
 @click.pass_context
 def command(
@@ -40,21 +41,22 @@ def command(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Write a job file that does what a command line, script or manifest of another tool does.
+    """Write a job file that does what a command, script or manifest of another tool does.
 
-    What became of every option is said on stderr; one that has no equivalent is an error that
-    names its line, and nothing is written. An entry for the cluster file, where there is one,
-    follows the job as a comment, unless --clusters-out says where it goes.
+    FILE is a batch script, a manifest or a config; a command goes after --. Prints on stderr how
+    every option was converted. An option without an equivalent is an error that names its line,
+    and nothing is written. If the cluster file needs an entry, too, it is added to the job file as
+    a comment, unless --clusters-out is given.
     """
-    words = ctx.meta.get(COMMAND, ())
-    if file is None and not words:
+    command = ctx.meta.get(TRAILING, ())
+    if file is None and not command:
         raise click.UsageError("Give a file, or a command after --.", ctx)
-    found = api.convert(file, words, kind=kind)
-    shown = terminal_filter(sys.stderr)
+    found = api.convert(file, command, kind=kind)
+    clean = terminal_filter(sys.stderr)
     for note in found.notes:
-        click.echo(shown(str(note)), err=True)
-    what = shell.join(["clusterkit", "convert", *([file] if file else ["--", *words])])
-    text = found.job_text(f"Written by: {what}") if found.job is not None else ""
+        click.echo(clean(str(note)), err=True)
+    call = shell.join(["clusterkit", "convert", *([file] if file else ["--", *command])])
+    text = found.job_text(f"Written by: {call}") if found.job is not None else ""
     if found.cluster is not None and not text:
         text = found.cluster_text()
     elif found.cluster is not None and clusters_out is None:
@@ -72,5 +74,5 @@ def command(
     if out is not None:
         write_atomic(Path(out), text.encode())
         cluster = ["--cluster", next(iter(found.cluster))] if found.cluster else []
-        following = shell.join(["clusterkit", "plan", out, *cluster])
-        click.echo(f"job written to {out}; next: {following}", err=True)
+        next_step = shell.join(["clusterkit", "plan", out, *cluster])
+        click.echo(f"job written to {out}; next: {next_step}", err=True)

@@ -13,11 +13,13 @@ import click
 from clusterkit import api
 from clusterkit.cli.common import (
     cluster_options,
+    gpus_option,
     host_options,
     json_option,
     print_json,
     set_option,
     table,
+    verb,
 )
 from clusterkit.doctor import Progress, every_check
 from clusterkit.doctor.base import Level
@@ -39,33 +41,34 @@ def _complete_check(ctx: click.Context, param: click.Parameter, incomplete: str)
     return [f"{done}{comma}{name}" for name in names if name.startswith(last)]
 
 
-@click.command(
+@verb(
     "doctor",
-    epilog="Examples: clusterkit doctor --cluster lab;  "
+    "clusterkit doctor --cluster lab",
     "clusterkit doctor jobs/zero3.yaml --cluster lab --only names,head-port",
 )
 @click.argument("job", required=False, type=click.Path())
-@cluster_options("Entry of the cluster file.", "local")
-@click.option("-n", "--nodes", metavar="N|MIN:MAX", help="Only as many hosts as this many nodes.")
-@click.option("-g", "--gpus", type=int, metavar="N", help="Ranks per node.")
+@cluster_options("Cluster to check: an entry of the cluster file.", "local")
+@click.option(
+    "-n", "--nodes", metavar="N|MIN:MAX", help="Check only as many hosts as this many nodes need."
+)
+@gpus_option
 @set_option
 @host_options
-@click.option("--quick", is_flag=True, help="Only the checks that submit makes as well.")
+@click.option("--quick", is_flag=True, help="Only the checks that submit makes, too.")
 @click.option("--only", metavar="CHECK,...", shell_complete=_complete_check,
               help="Only these checks.")  # fmt: skip
-@click.option(
-    "--list", "list_checks", is_flag=True, help="Print what is checked, and check nothing."
-)
+@click.option("--list", "list_checks", is_flag=True, help="List the checks, and make none.")
 @json_option
 def command(
     job: str | None, only: str | None, list_checks: bool, as_json: bool, **options: Any
 ) -> int:
-    """Check every host before it costs you a night.
+    """Check every host of a cluster before it costs you a night.
 
-    All hosts are looked at at once; nothing is changed there. Of a Kubernetes cluster its API
-    server is asked, about the cluster and its nodes. Prints a table of checks and hosts, and for
-    every fault its cause and the command that mends it. With JOB, a job file, they are held
-    against what that job needs. Exits with 1 if a check fails; a warning is no failure.
+    Connects to all hosts at once and changes nothing on them; for a Kubernetes cluster it asks the
+    API server about the cluster and its nodes. Prints a table of checks and hosts, and for every
+    fault the cause and the command that mends it. With JOB, a job file, the hosts are compared
+    with what that job needs, otherwise with what most jobs need. The exit code is 1 if a check
+    fails; a warning is not a failure.
     """
     if list_checks:
         _list(as_json)
@@ -94,8 +97,8 @@ def _list(as_json: bool) -> None:
         click.echo(table(rows, ("CHECK", "OF", "", "WHAT IT LOOKS AT")))
 
 
-def _doing(phase: int, waiting: Sequence[str], visited: Sequence[str]) -> str:
-    """What is being done, on which hosts, and who has not answered yet."""
+def _phase_text(phase: int, waiting: Sequence[str], visited: Sequence[str]) -> str:
+    """Describe a phase: on which hosts, and which of them have not answered yet."""
     if not waiting:
         return "evaluating"
     verb = {1: "looking at", 2: "connecting"}.get(phase, "cleaning up on")
@@ -105,12 +108,12 @@ def _doing(phase: int, waiting: Sequence[str], visited: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Progress]:
-    """Tell on stderr whom is waited for, when it takes longer than a second."""
+    """Show on stderr which hosts have not answered, if it takes longer than a second."""
     visited: dict[int, Sequence[str]] = {}
     with spinner("looking", plain=True) as shown:
 
         def progress(phase: int, waiting: Sequence[str]) -> None:
-            # A phase begins with all its hosts.
-            shown.update(_doing(phase, waiting, visited.setdefault(phase, waiting)))
+            # The first call of a phase names all its hosts.
+            shown.update(_phase_text(phase, waiting, visited.setdefault(phase, waiting)))
 
         yield progress

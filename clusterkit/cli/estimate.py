@@ -12,8 +12,8 @@ import click
 
 from clusterkit import api
 from clusterkit.cli.common import (
-    COMMAND,
-    PlanCommand,
+    TRAILING,
+    JobVerb,
     cluster_options,
     facts_option,
     json_option,
@@ -22,6 +22,7 @@ from clusterkit.cli.common import (
     print_json,
     set_option,
     table,
+    verb,
 )
 from clusterkit.estimate import Estimate, published
 from clusterkit.estimate.advice import Row
@@ -36,69 +37,74 @@ _HEADER = (
 )  # fmt: skip
 
 
-@click.command(
+@verb(
     "estimate",
-    cls=PlanCommand,
-    epilog="Examples: clusterkit estimate jobs/ddp.yaml --gpus 8 --gpu-memory 80GB;  "
-    "clusterkit estimate --parameters 7B --layers 32 --hidden 4096 --gpus 8 --gpu-memory 80GB",
+    "clusterkit estimate jobs/ddp.yaml --gpus 8 --gpu-memory 80GB",
+    "clusterkit estimate llama-3-8b --nodes 2 --gpus 8 --gpu-memory 80GB",
+    "clusterkit estimate 7B --layers 32 --hidden 4096 --gpus 8 --gpu-memory 80GB",
+    cls=JobVerb,
 )
 @options(
     click.argument("job", required=False, type=click.Path(), metavar="[JOB|MODEL|COUNT]"),
-    click.option("--gpu-memory", metavar="SIZE", help="Of one GPU: 80GB, 80GiB, 40960MiB."),
-    click.option("-n", "--nodes", type=int, metavar="N", help="How many nodes."),
+    click.option("--gpu-memory", metavar="SIZE", help="Memory of one GPU: 80GB, 80GiB, 40960MiB."),
+    click.option("-n", "--nodes", type=int, metavar="N", help="Number of nodes."),
     click.option("-g", "--gpus", type=int, metavar="N", help="GPUs per node."),
     click.option("--model", metavar="NAME",
-                 help="Instead of the job's: llama-3-8b, qwen2-1.5b, mistral-7b, gpt2-xl ..., "
-                 "tiny ... 1.5b of jobs/train/gpt, or a Hugging Face name or folder."),
-    click.option("--parameters", metavar="COUNT", help="Any transformer of so many: 7B."),
-    click.option("--layers", type=int, metavar="N", help="Of --parameters."),
-    click.option("--hidden", type=int, metavar="N", help="Of --parameters: width of a layer."),
-    click.option("--heads", type=int, metavar="N", help="Of --parameters: attention heads."),
+                 help="Model, instead of the job's: llama-3-8b, qwen2-1.5b, mistral-7b, gpt2-xl "
+                 "and others, tiny to 1.5b of jobs/train/gpt, or a Hugging Face name or folder."),
+    click.option("--parameters", metavar="COUNT",
+                 help="Any transformer with so many parameters: 7B."),
+    click.option("--layers", type=int, metavar="N", help="With --parameters: layers."),
+    click.option("--hidden", type=int, metavar="N",
+                 help="With --parameters: hidden size, the width of a layer."),
+    click.option("--heads", type=int, metavar="N", help="With --parameters: attention heads."),
     click.option("--kv-heads", type=int, metavar="N",
-                 help="Of --parameters: heads of keys and values, if fewer."),
+                 help="With --parameters: key and value heads, if fewer than --heads."),
     click.option("--intermediate", type=int, metavar="N",
-                 help="Of --parameters: width of the perceptron (intermediate_size)."),
+                 help="With --parameters: width of the MLP (intermediate_size)."),
     click.option("--gated/--no-gated", default=None,
-                 help="Of --parameters: whether the perceptron has a gate (SwiGLU) as Llama's "
-                 "has, or none as GPT-2's; gated, which takes more, if not said."),
-    click.option("--vocabulary", type=int, metavar="N", help="Of --parameters: tokens."),
-    click.option("--context", type=int, metavar="N", help="Tokens in a sample."),
+                 help="With --parameters: whether the MLP has a gate (SwiGLU, as in Llama) or none "
+                 "(as in GPT-2). Default: gated, which needs more memory."),
+    click.option("--vocabulary", type=int, metavar="N",
+                 help="With --parameters: tokens in the vocabulary."),
+    click.option("--context", type=int, metavar="N", help="Sequence length in tokens."),
     click.option("--micro-batch", type=int, metavar="N",
-                 help="Samples in one forward pass of one rank."),
-    click.option("--dtype", metavar="TYPE", help="fp32, bf16 or fp16."),
+                 help="Samples per forward pass of one rank."),
+    click.option("--dtype", metavar="TYPE", help="Precision: fp32, bf16 or fp16."),
     click.option("--optimizer", metavar="NAME", default="adamw", show_default=True,
                  help="adamw, adafactor, momentum or sgd."),
     click.option("--attention", metavar="KIND", default="fused", show_default=True,
-                 help="fused (flash, memory-efficient), or eager, which keeps the scores."),
+                 help="fused (flash, memory-efficient), or eager, which stores the scores."),
     click.option("--activation-checkpointing", is_flag=True,
-                 help="Keep a layer's input alone and compute the rest again."),
+                 help="Store only each layer's input, and compute the rest again."),
     click.option("--overhead", metavar="SIZE",
-                 help="What a GPU holds besides tensors (assumed: 1.5GiB)."),
-    cluster_options("Whose GPUs, unless --gpu-memory is given.", "local"),
+                 help="Memory that a GPU needs besides tensors. Default: 1.5GiB."),
+    cluster_options("Cluster to probe for its GPUs, unless --gpu-memory is given.", "local"),
     facts_option,
     set_option,
     json_option,
 )  # fmt: skip
 @click.pass_context
 def command(ctx: click.Context, /, job: str | None, as_json: bool, **asked: Any) -> None:
-    """The memory a job takes on a GPU, for every way to divide it, and which to choose.
+    """Estimate the memory per GPU for every way to divide a model, and recommend one.
 
-    Reads what JOB says of model, batch, precision and strategy, and adds up parameters,
-    gradients, optimizer states, activations and buckets at every moment of a step; TOTAL is the
-    largest moment. Without --gpu-memory the cluster is probed for its GPUs. No weights are
-    needed, and nothing is written or started. What follows -- are further arguments of the
-    program. Instead of a job file, MODEL stands for --model MODEL and a COUNT such as 7B for
-    --parameters 7B.
+    JOB is a job file, from which model, batch, precision and strategy are read; MODEL is short
+    for --model MODEL, and a COUNT such as 7B for --parameters 7B. The words after -- are further
+    arguments of the job's program.
+
+    Adds up parameters, gradients, optimizer states, activations and buckets at every point of a
+    training step; TOTAL is the peak. Without --gpu-memory the cluster is probed for its GPUs. No
+    weights are needed, and nothing is written or started.
     """
-    words: list[str] | None = ctx.meta.get(COMMAND)
-    if job is not None and (name := _instead_of_a_job(job)) and asked[name] is None:
+    trailing: list[str] | None = ctx.meta.get(TRAILING)
+    if job is not None and (name := _option_for(job)) and asked[name] is None:
         job, asked[name] = None, job
-    what: Any = job
-    if job is None and words:
-        what, words = words, None
-    if what is None and asked["model"] is None and asked["parameters"] is None:
+    subject: Any = job
+    if job is None and trailing:
+        subject, trailing = trailing, None
+    if subject is None and asked["model"] is None and asked["parameters"] is None:
         raise click.UsageError("Give a job file, --model or --parameters.", ctx)
-    found = api.estimate(what, more_args=words or (), **prepare_options(**asked))
+    found = api.estimate(subject, more_args=trailing or (), **prepare_options(**asked))
     if as_json:
         print_json(found)
         return
@@ -107,8 +113,8 @@ def command(ctx: click.Context, /, job: str | None, as_json: bool, **asked: Any)
         click.echo(f"note: {note}", err=True)
 
 
-def _instead_of_a_job(word: str) -> str | None:
-    """Which option is meant where a model stands in the place of the job file; None: a file is."""
+def _option_for(word: str) -> str | None:
+    """Return the option that a word in place of a job file is short for; None if it is a file."""
     if os.path.exists(word):
         return None
     if _COUNT.match(word):
@@ -117,7 +123,7 @@ def _instead_of_a_job(word: str) -> str | None:
 
 
 def _text(found: Estimate) -> Iterator[str]:
-    """The answer for people, at most 100 columns wide."""
+    """Yield the lines to print, at most 100 columns wide."""
     model = found.model
     kept = ", activation checkpointing" if found.activation_checkpointing else ""
     memory = "unknown" if found.gpu_memory is None else f"{gib(found.gpu_memory)} GiB"
@@ -138,14 +144,14 @@ def _text(found: Estimate) -> Iterator[str]:
         f"{memory} ({found.gpu_origin})"
     )
     yield ""
-    own = "; * the job as it stands" if first.own else ""
-    yield f"GiB per GPU; TOTAL is the largest moment of a step, not the sum{own}"
+    own = "; * the job as it is written" if first.own else ""
+    yield f"GiB per GPU; TOTAL is the peak of a step, not the sum{own}"
     yield ""
     yield table([_cells(row) for row in found.rows], _HEADER)
     if found.advice is not None:
         yield ""
-        said = f"choose  {found.advice.reason}" if found.advice.strategy else found.advice.reason
-        yield textwrap.fill(said, _COLUMNS, subsequent_indent=_INDENT)
+        choose = "choose  " if found.advice.strategy else ""
+        yield textwrap.fill(f"{choose}{found.advice.reason}", _COLUMNS, subsequent_indent=_INDENT)
 
 
 def _cells(row: Row) -> tuple[str | int | None, ...]:

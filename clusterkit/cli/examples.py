@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from clusterkit import api, shell
-from clusterkit.cli.common import catalogue_table, json_option, print_json
+from clusterkit.cli.common import catalogue_table, json_option, print_json, verb
 
 
 def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -14,18 +14,18 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
     return [name for name in examples.names() if name.startswith(incomplete)]
 
 
-@click.command(
+@verb(
     "examples",
-    epilog="Examples: clusterkit examples;  clusterkit examples ddp && clusterkit submit "
-    "jobs/ddp.yaml --gpus 2",
+    "clusterkit examples",
+    "clusterkit examples ddp && clusterkit submit jobs/ddp.yaml --gpus 2",
 )
 @click.argument("name", required=False, shell_complete=_complete)
 @json_option
 def command(name: str | None, as_json: bool) -> None:
-    """List the job files that come with clusterkit, or copy one here.
+    """List the job files that come with clusterkit, or copy one into this folder.
 
-    With NAME its job file is copied to jobs/NAME.yaml, with its program and what that imports.
-    A file that is there already with other contents is not overwritten. Prints the paths.
+    NAME copies a job file to jobs/NAME.yaml, with its program and the modules that it imports, and
+    prints their paths. An existing file with other contents is not overwritten.
     """
     if name is None:
         found = api.examples()

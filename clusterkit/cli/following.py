@@ -1,4 +1,4 @@
-"""Following a run from a terminal, and what Ctrl-C means meanwhile."""
+"""Follow a run from a terminal, and handle Ctrl-C meanwhile."""
 
 from __future__ import annotations
 
@@ -18,52 +18,59 @@ from clusterkit.ui.formatting import failure_text, pending_reason, start_text
 from clusterkit.ui.spinner import spinner
 
 QUEUE_SECONDS = 3.0
-"""How long nodes wait before it is said that they do."""
+"""How long nodes may be pending for a known reason before `submit --detach` returns."""
 
 
 def follow(run: api.Run, as_json: bool, *, detach: bool = False) -> int:
-    """Show a run until it ends, or with ``detach`` wait until it has started; its exit code."""
+    """Show a run until it ends, or with ``detach`` wait until it has started.
+
+    Returns:
+        The run's exit code.
+    """
     try:
-        from clusterkit.ui import follow  # a moment in which Ctrl-C may come, too
+        from clusterkit.ui import follow  # here, as Ctrl-C may come during this import, too
 
         if detach:
             with spinner(start_text()) as shown:
-                status = run.wait(until=_Started(shown.update))
+                status = run.wait(until=_started(shown.update))
         else:
             status = follow.follow(run)
     except KeyboardInterrupt:
-        status = interrupted(run)
+        status = handle_interrupt(run)
     if as_json:
         print_json(status)
     if detach and not status.state.final:
         reason = pending_reason(status)
-        how = "has started" if reason is None else f"waits ({reason})"
-        click.echo(f"{run.id} {how}; clusterkit logs -f {run.id} follows it", err=True)
+        progress = "has started" if reason is None else f"waits ({reason})"
+        click.echo(f"{run.id} {progress}; clusterkit logs -f {run.id} follows it", err=True)
     if status.state is State.UNKNOWN:
         click.echo(status.remark, err=True)
         return EXIT_FAILURE
     return status.exit_code or 0
 
 
-class _Started:
-    """Whether every node of a run runs, or it is known for some seconds why not."""
+def _started(show: Callable[[str], None]) -> Callable[[RunStatus], bool]:
+    """Return a function that tells whether every node runs, or why not is known for some time."""
+    since: float | None = None
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._since: float | None = None
-        self._say = say
-
-    def __call__(self, status: RunStatus) -> bool:
+    def started(status: RunStatus) -> bool:
+        nonlocal since
         reason = pending_reason(status)
-        self._say(start_text(reason))
+        show(start_text(reason))
         if reason is None:
-            self._since = None
+            since = None
             return bool(status.nodes) and all(n.state is not State.PENDING for n in status.nodes)
-        self._since = self._since or time.monotonic()
-        return time.monotonic() > self._since + QUEUE_SECONDS
+        since = since or time.monotonic()
+        return time.monotonic() > since + QUEUE_SECONDS
+
+    return started
 
 
-def interrupted(run: api.Run) -> RunStatus:
-    """Ctrl-C: ask, where somebody can answer; otherwise, or when it comes again, cancel."""
+def handle_interrupt(run: api.Run) -> RunStatus:
+    """Ask on Ctrl-C whether to detach; without a terminal, or on a second Ctrl-C, cancel the run.
+
+    Returns only if the user detaches.
+    """
     if sys.stdin and sys.stdin.isatty() and sys.stderr.isatty():
         try:
             answer = click.prompt(
@@ -82,11 +89,11 @@ def interrupted(run: api.Run) -> RunStatus:
 
 
 def check_terminal() -> None:
-    """Whether there is what a live view needs.
+    """Check that `clusterkit top` can be shown.
 
     Raises:
         Unavailable: Textual is not installed.
-        BadInput: this is no terminal.
+        BadInput: stdin or stderr is not a terminal.
     """
     if importlib.util.find_spec("textual") is None:
         raise Unavailable("top needs Textual", "pip install 'clusterkit[top]'")
@@ -94,8 +101,8 @@ def check_terminal() -> None:
         raise BadInput("top needs a terminal", hint="clusterkit logs -f RUN follows a run without")
 
 
-def show(run: str | None) -> None:
-    """`clusterkit top`, until somebody leaves it; ``run`` None: of all runs."""
+def show_top(run: str | None) -> None:
+    """Show `clusterkit top` until the user quits; ``run`` None: the list of all runs."""
     from clusterkit.run import folder as run_folder
     from clusterkit.ui.top.board import RunBoard, RunsBoard
     from clusterkit.ui.top.paint import ansi
@@ -103,7 +110,7 @@ def show(run: str | None) -> None:
     first = RunsBoard() if run is None else RunBoard(run_folder.find(run))
     first.poll()
     size = os.get_terminal_size(sys.stderr.fileno())
-    # Textual takes longer to import than all the rest: meanwhile there is something to look at.
+    # Painted at once, as the import of Textual takes longer than all the rest.
     print("\x1b[?1049h", ansi(first.lines(*size)), sep="", end="", file=sys.stderr, flush=True)
     try:
         from clusterkit.ui.top.app import Top
@@ -113,14 +120,18 @@ def show(run: str | None) -> None:
         print("\x1b[?1049l", end="", file=sys.stderr, flush=True)
 
 
-def watch(run: api.Run, as_json: bool) -> int:
-    """Show a new run so, and say how it stands when its user leaves; its exit code."""
-    show(run.id)
+def follow_in_top(run: api.Run, as_json: bool) -> int:
+    """Show a new run in `clusterkit top`, and its state when the user quits.
+
+    Returns:
+        The run's exit code, 0 if it still runs.
+    """
+    show_top(run.id)
     status = run.status()
     if as_json:
         print_json(status)
-    goes_on = "" if status.state.final else f"; clusterkit logs -f {run.id} follows it"
-    click.echo(f"{run.id} {status.state}{goes_on}", err=True)
+    hint = "" if status.state.final else f"; clusterkit logs -f {run.id} follows it"
+    click.echo(f"{run.id} {status.state}{hint}", err=True)
     if status.failure is not None:
         click.echo(failure_text(status), err=True)
     return status.exit_code or 0

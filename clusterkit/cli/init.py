@@ -8,30 +8,30 @@ from collections.abc import Sequence
 import click
 
 from clusterkit import backends, shell
-from clusterkit.cli.common import complete_cluster, json_option, print_json
+from clusterkit.cli.common import complete_cluster, json_option, print_json, verb
 from clusterkit.jobfile import loader, scaffold
 
 
 def _complete_where(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
-    """Names of entries, and kinds of cluster."""
     kinds = [name for name in backends.NAMES if name.startswith(incomplete)]
     return list(dict.fromkeys([*complete_cluster(ctx, param, incomplete), *kinds]))
 
 
-@click.command(
+@verb(
     "init",
-    epilog="Examples: clusterkit init;  clusterkit init train.py --nodes 2 -- --epochs 3;  "
+    "clusterkit init",
+    "clusterkit init train.py --nodes 2 -- --epochs 3",
     "clusterkit init train.py --cluster ssh --hosts gpu1,gpu2",
 )
 @click.argument("script", required=False, type=click.Path())
 @click.argument("args", nargs=-1)
 @click.option("-c", "--cluster", "where", metavar="WHERE", shell_complete=_complete_where,
-              help="local, ssh, compose, kubernetes, slurm, or an entry of clusters.yaml."
-              )  # fmt: skip
-@click.option("-n", "--nodes", metavar="N|MIN:MAX", help="How many nodes.")
+              help="Where to run: local, ssh, compose, kubernetes, slurm, or an entry of "
+              "clusters.yaml.")  # fmt: skip
+@click.option("-n", "--nodes", metavar="N|MIN:MAX", help="Number of nodes, or a range.")
 @click.option("--hosts", metavar="HOSTS", default="",
-              help="For ssh: [user@]host[:port],... or an inventory file.")  # fmt: skip
-@click.option("-y", "--yes", is_flag=True, help="Ask nothing: take what was found.")
+              help="For ssh: [user@]host[:port],... or an Ansible inventory file.")  # fmt: skip
+@click.option("-y", "--yes", is_flag=True, help="Ask nothing, use what was found.")
 @json_option
 def command(
     script: str | None,
@@ -42,13 +42,13 @@ def command(
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Write a first job.yaml and clusters.yaml here.
+    """Write a first job.yaml and clusters.yaml in this folder.
 
-    Looks at the program's text (which library its ranks work together with, which arguments it
-    needs) and at this machine (GPUs, a Python with torch, docker, kubectl, sbatch). Asks which
-    program, where, and how many nodes or which hosts; what a flag says is not asked, and without
-    a terminal nothing is. Prints the command that starts the job. A file that is there already is
-    not overwritten. What follows -- are arguments of the program.
+    Reads the program's source (which distributed library it uses, which arguments it needs) and
+    looks at this machine (GPUs, a Python with torch, docker, kubectl, sbatch). Then asks which
+    program to start, where, and on how many nodes or which hosts, unless an option answers that;
+    without a terminal it asks nothing. Prints the command that starts the job. Existing files are
+    not overwritten. The words after -- are arguments of the program.
     """
     asks = not yes and not as_json and sys.stdin.isatty() and sys.stderr.isatty()
     program = scaffold.look(script) if script else _program(asks)

@@ -8,24 +8,26 @@ from typing import Any
 import click
 
 from clusterkit import api
-from clusterkit.cli.common import STATE_COLOURS, cluster_options, json_option, print_json, table
+from clusterkit.cli.common import (
+    STATE_COLOURS,
+    cluster_options,
+    json_option,
+    print_json,
+    table,
+    verb,
+)
 from clusterkit.ui.spinner import spinner
 
 
-@click.command(
-    "ls",
-    epilog="Examples: clusterkit ls --json | jq '.[0].state';  clusterkit ls --cluster k8s",
-)
-@cluster_options(
-    "Runs of this cluster alone, those of other submitters included where it knows of them."
-)
+@verb("ls", "clusterkit ls --json | jq '.[0].state'", "clusterkit ls --cluster k8s")
+@cluster_options("Only runs of this cluster, including those of other people.")
 @json_option
 def command(cluster: str | None, clusters_file: str | None, as_json: bool) -> None:
     """List runs, newest first.
 
-    With --cluster, also those that other people or machines have submitted there: a Kubernetes
-    cluster knows of its runs. OF says whose they are; `clusterkit attach RUN --cluster NAME` takes
-    one up.
+    With --cluster, list also the runs that were submitted to it by other people or from other
+    machines, if the cluster keeps a record of them, as Kubernetes and Slurm do. The column OF shows
+    who submitted a run; `clusterkit attach RUN --cluster NAME` takes one over.
     """
     if cluster is None:
         found: list[Any] = list(api.runs())

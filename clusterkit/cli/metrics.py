@@ -5,22 +5,22 @@ from __future__ import annotations
 import click
 
 from clusterkit import api
-from clusterkit.cli.common import json_option, print_json, run_argument, table
+from clusterkit.cli.common import json_option, print_json, run_argument, table, verb
 
 _COLUMNS = ("step", "loss", "eval_loss", "tokens_per_second", "step_seconds", "learning_rate",
             "mfu", "peak_memory")  # fmt: skip
 
 
-@click.command("metrics", epilog="Example: clusterkit metrics last --json | jq '.[-1].loss'")
+@verb("metrics", "clusterkit metrics last --json | jq '.[-1].loss'")
 @run_argument
 @json_option
 @click.option("--prometheus", is_flag=True,
-              help="State and newest values, for node-exporter's textfile collector.")  # fmt: skip
+              help="Print state and newest values in the text format of Prometheus.")  # fmt: skip
 def command(run: str, as_json: bool, prometheus: bool) -> None:
-    """Show loss, tokens/s and more, step by step.
+    """Show loss, tokens/s and other reported numbers, step by step.
 
-    RUN is a run's id, the beginning of one, or `last`. A program reports
-    by printing marked lines: docs/programs.md.
+    RUN is a run's id, the beginning of one, or `last`. A program reports numbers by printing lines
+    that begin with @clusterkit; see docs/programs.md.
     """
     if prometheus:
         if as_json:

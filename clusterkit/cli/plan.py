@@ -9,22 +9,35 @@ from typing import Any
 import click
 
 from clusterkit import api, backends
-from clusterkit.cli.common import PlanCommand, job_of, json_option, plan_options, prepare_options
+from clusterkit.cli.common import (
+    JobVerb,
+    job_arguments,
+    json_option,
+    plan_options,
+    prepare_options,
+    verb,
+)
 from clusterkit.files import write_atomic
 from clusterkit.ui.spinner import spinner
 
 
-@click.command(
+@verb(
     "plan",
-    cls=PlanCommand,
-    epilog="Examples: clusterkit plan jobs/zero3.yaml --nodes 2;  "
+    "clusterkit plan jobs/zero3.yaml --nodes 2",
     "clusterkit plan jobs/ddp.yaml --nodes 2 --gpus 8 --as sbatch > ddp.sh",
+    cls=JobVerb,
 )
 @plan_options
-@click.option("-o", "--out", metavar="DIR", type=click.Path(), help="Write the files there.")
+@click.option(
+    "-o",
+    "--out",
+    metavar="DIR",
+    type=click.Path(),
+    help="Write the plan and its files to a folder.",
+)
 @click.option("--as", "form", metavar="FORM", type=click.Choice([*backends.FORMS]),
-              help="As one file to hand in: sbatch, pytorchjob, mpijob, trainjob, jobset, job, "
-              "compose or ssh.")  # fmt: skip
+              help="Print the job as one file for another tool: sbatch, pytorchjob, mpijob, "
+              "trainjob, jobset, job, compose or ssh.")  # fmt: skip
 @json_option
 @click.pass_context
 def command(
@@ -38,15 +51,15 @@ def command(
 ) -> None:
     """Print exactly what submit would do, without doing it.
 
-    Takes what submit takes: a job file, and after -- further arguments or a command.
-    The cluster is probed (for GPUs, a free port), nothing is written or started. With
-    --run-id and --facts of a run that exists, this prints that run's plan again.
+    Takes the same arguments as submit: a job file, and after -- more arguments of its program; or
+    a command after --. The cluster is probed (for GPUs, a free port), but nothing is written or
+    started. With --run-id and --facts of an existing run, that run's plan is printed again.
 
-    With --as it prints the same job as one file for those who must hand one in: a batch script,
-    a manifest, a compose file, a script that uses ssh. Without --cluster nothing is probed then;
-    what is assumed stands in comments.
+    --as prints the job as one file for other tools: a batch script, a manifest, a compose file, or
+    a script that uses ssh. It probes nothing unless --cluster is given; comments in the file say
+    what is assumed instead.
     """
-    looking = spinner(f"looking at cluster {options['cluster']}")
+    probing = spinner(f"looking at cluster {options['cluster']}")
     if form is not None:
         if out is not None or as_json:
             raise click.UsageError("--as prints one file: it goes without --out and --json.", ctx)
@@ -54,16 +67,16 @@ def command(
         if not given:
             options["cluster"] = None
         del options["doctor"]
-        with looking:
-            text = api.plan_as(form=form, **job_of(ctx, job), **prepare_options(**options))
+        with probing:
+            text = api.plan_as(form=form, **job_arguments(ctx, job), **prepare_options(**options))
         click.echo(text, nl=False)
         return
-    with looking:
-        plan = api.plan(**job_of(ctx, job), **prepare_options(**options))
+    with probing:
+        plan = api.plan(**job_arguments(ctx, job), **prepare_options(**options))
     if out is not None:
         for file in plan.files:
-            below = os.path.relpath(file.path, plan.run_dir)
-            write_atomic(Path(out, below), file.content(), file.mode)
+            relative = os.path.relpath(file.path, plan.run_dir)
+            write_atomic(Path(out, relative), file.content(), file.mode)
         write_atomic(Path(out, "plan.json"), plan.to_json())
         write_atomic(Path(out, "plan.txt"), plan.to_text().encode())
         click.echo(f"{len(plan.files) + 2} files written to {out}", err=True)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import click
 
 from clusterkit import api
-from clusterkit.cli.common import runs_argument
+from clusterkit.cli.common import runs_argument, verb
 from clusterkit.ui.spinner import spinner
 
 
-@click.command("plot", epilog="Example: clusterkit plot ddp-1121 zero3-1121 -o loss.png")
+@verb("plot", "clusterkit plot ddp-1121 zero3-1121 -o loss.png")
 @runs_argument
 @click.option("-o", "--output", default="loss.png", show_default=True, type=click.Path(),
-              help="The picture; its suffix (.png .svg .pdf) says which kind.")  # fmt: skip
+              help="File to write: .png, .svg or .pdf.")  # fmt: skip
 def command(runs: tuple[str, ...], output: str) -> None:
-    """Draw loss and tokens/s of one or several runs.
+    """Draw loss and tokens/s over the steps, of one or several runs.
 
     RUN is a run's id, the beginning of one, or `last`.
     """

@@ -5,19 +5,19 @@ from __future__ import annotations
 import click
 
 from clusterkit import api
-from clusterkit.cli.common import runs_argument
+from clusterkit.cli.common import runs_argument, verb
 from clusterkit.ui.spinner import spinner
 
 
-@click.command("rm", epilog="Example: clusterkit rm last")
+@verb("rm", "clusterkit rm last")
 @runs_argument
-@click.option("--force", is_flag=True, help="Also where a host does not answer.")
+@click.option("--force", is_flag=True, help="Remove it here even if a host does not answer.")
 def command(runs: tuple[str, ...], force: bool) -> None:
-    """Remove the folders of runs that have ended: logs, metrics and checkpoints in them, here
-    and on the run's hosts.
+    """Remove the folders of runs that have ended, here and on their hosts: logs, metrics,
+    checkpoints.
 
-    RUN is a run's id, the beginning of one, or `last`. Where a host does not answer, the run
-    stays, so that it can be removed there later; --force removes it here all the same.
+    RUN is a run's id, the beginning of one, or `last`. If a host does not answer, the folder here
+    is kept, so that `rm` can be repeated later; --force removes it all the same.
     """
     chosen = [api.get(name) for name in runs]
     for run in chosen:

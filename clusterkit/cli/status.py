@@ -9,11 +9,11 @@ import time
 import click
 
 from clusterkit import api
-from clusterkit.cli.common import STATE_COLOURS, json_option, print_json, run_argument, table
+from clusterkit.cli.common import STATE_COLOURS, json_option, print_json, run_argument, table, verb
 from clusterkit.ui.formatting import failure_text, goodput_text, remark_lines, terminal_filter
 
 
-@click.command("status", epilog="Example: clusterkit status last")
+@verb("status", "clusterkit status last")
 @run_argument
 @json_option
 def command(run: str, as_json: bool) -> None:
@@ -26,7 +26,7 @@ def command(run: str, as_json: bool) -> None:
     if as_json:
         print_json(status)
         return
-    shown = terminal_filter(sys.stdout)
+    clean = terminal_filter(sys.stdout)
     click.echo(f"{status.run}  ", nl=False)
     click.secho(status.state, fg=STATE_COLOURS[status.state], bold=True)
     if status.started_at is not None:
@@ -45,27 +45,27 @@ def command(run: str, as_json: bool) -> None:
         click.echo(textwrap.indent(table(rows, header, indent=2), "  "))
     if status.attempts:
         header = ("ATTEMPT", "ENDED", "LAST STEP", "STEPS LOST", "WHY")
-        earlier = [
+        attempts = [
             (
-                one.attempt,
-                time.strftime("%H:%M:%S", time.localtime(one.finished_at)),
-                one.last_step,
-                one.steps_lost,
-                f"{one.failure.who}: {one.failure.summary}" if one.failure else "",
+                earlier.attempt,
+                time.strftime("%H:%M:%S", time.localtime(earlier.finished_at)),
+                earlier.last_step,
+                earlier.steps_lost,
+                f"{earlier.failure.who}: {earlier.failure.summary}" if earlier.failure else "",
             )
-            for one in status.attempts
+            for earlier in status.attempts
         ]
-        click.echo(textwrap.indent(shown(table(earlier, header, indent=2)), "  "))
+        click.echo(textwrap.indent(clean(table(attempts, header, indent=2)), "  "))
     if status.goodput is not None:
         click.echo(f"  {goodput_text(status.goodput)}")
     for line in remark_lines(status):
-        click.echo(f"  {shown(line)}")
+        click.echo(f"  {clean(line)}")
     for event in found.events():
-        click.echo(f"  {time.strftime('%H:%M:%S', time.localtime(event.at))} {shown(event.text)}")
+        click.echo(f"  {time.strftime('%H:%M:%S', time.localtime(event.at))} {clean(event.text)}")
     if status.remark:
-        click.echo(f"  {shown(status.remark)}")
+        click.echo(f"  {clean(status.remark)}")
     if status.failure is not None:
-        click.echo(shown(failure_text(status)))
+        click.echo(clean(failure_text(status)))
 
 
 def _until(moment: float | None) -> str:

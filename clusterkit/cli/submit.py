@@ -8,21 +8,28 @@ from typing import Any
 import click
 
 from clusterkit import api
-from clusterkit.cli.common import PlanCommand, job_of, json_option, plan_options, prepare_options
-from clusterkit.cli.following import check_terminal, follow, interrupted, watch
+from clusterkit.cli.common import (
+    JobVerb,
+    job_arguments,
+    json_option,
+    plan_options,
+    prepare_options,
+    verb,
+)
+from clusterkit.cli.following import check_terminal, follow, follow_in_top, handle_interrupt
 from clusterkit.ui.spinner import spinner
 
 
-@click.command(
+@verb(
     "submit",
-    cls=PlanCommand,
-    epilog="Examples: clusterkit submit jobs/zero3.yaml --nodes 2;  "
-    "clusterkit submit jobs/ddp.yaml -- --steps 20;  "
+    "clusterkit submit jobs/zero3.yaml --nodes 2",
+    "clusterkit submit jobs/ddp.yaml -- --steps 20",
     "clusterkit submit --gpus 2 -- python train.py --steps 100",
+    cls=JobVerb,
 )
 @plan_options
-@click.option("-d", "--detach", is_flag=True, help="Return when the run has started.")
-@click.option("--top", is_flag=True, help="Follow it as `clusterkit top` shows it.")
+@click.option("-d", "--detach", is_flag=True, help="Return once the run has started.")
+@click.option("--top", is_flag=True, help="Follow the run in `clusterkit top`.")
 @json_option
 @click.pass_context
 def command(
@@ -30,17 +37,17 @@ def command(
 ) -> int:
     """Start a job and follow it to its end.
 
-    JOB is a job file; what follows -- are further arguments of its program. Without JOB it is
-    a command of its own, which every rank runs. The run's id is printed on stdout at once;
-    everything else goes to stderr. Exits with the run's own exit code. With --json, prints the
-    run's status as JSON instead of the id: when it has started (--detach), or when it has ended.
+    JOB is a job file; the words after -- are more arguments of its program. Without JOB, they are
+    the command that every rank runs. Prints the run's id on stdout at once, everything else on
+    stderr. The exit code is the run's own. With --json, prints the run's status instead of its id:
+    when it has ended, or with --detach when it has started.
     """
     if top:
         if detach:
             raise click.UsageError("--top follows the run, --detach does not.", ctx)
         check_terminal()
     with spinner(f"looking at cluster {options['cluster']}"):
-        ready = api.prepare(**job_of(ctx, job), **prepare_options(**options))
+        ready = api.prepare(**job_arguments(ctx, job), **prepare_options(**options))
     for note in ready.plan.notes:
         if not note.name:
             click.echo(f"note: {note}", err=True)
@@ -55,6 +62,6 @@ def command(
     except KeyboardInterrupt:
         if run is None:
             raise
-        interrupted(run)
+        handle_interrupt(run)
         return 0
-    return watch(run, as_json) if top else follow(run, as_json, detach=detach)
+    return follow_in_top(run, as_json) if top else follow(run, as_json, detach=detach)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import click
 
-from clusterkit.cli.common import complete_run
-from clusterkit.cli.following import check_terminal, show
+from clusterkit.cli.common import complete_run, verb
+from clusterkit.cli.following import check_terminal, show_top
 
 
-@click.command("top", epilog="Examples: clusterkit top;  clusterkit top last")
+@verb("top", "clusterkit top", "clusterkit top last")
 @click.argument("run", metavar="[RUN]", required=False, shell_complete=complete_run)
 def command(run: str | None) -> None:
     """Watch runs in the terminal: ranks, curves, rounds, logs.
 
-    RUN is a run's id, the beginning of one, or `last`; without it, a list of all runs to choose
-    from. Keys stand at the bottom; q leaves, and the run goes on. All that is shown comes from the
-    run's folder here: nodes open no port for it.
+    RUN is a run's id, the beginning of one, or `last`; without it, all runs are listed to choose
+    from. The bottom line shows the keys; q quits, and the run continues. Everything is read from
+    the run's folder on this machine: nodes open no port for it.
     """
     check_terminal()
-    show(run)
+    show_top(run)

@@ -8,21 +8,22 @@ from typing import Literal
 import click
 
 from clusterkit import api
-from clusterkit.cli.common import json_option, print_json, table
+from clusterkit.cli.common import json_option, print_json, table, verb
 
 
-@click.command("warm", epilog="Example: clusterkit warm on --idle 30m")
+@verb("warm", "clusterkit warm on --idle 30m")
 @click.argument("action", type=click.Choice(["on", "off", "status"]), default="status")
 @click.option("--idle", default="10m", show_default=True, metavar="TIME",
-              help="With `on`: how long it waits for another run.")  # fmt: skip
+              help="With `on`: how long the process waits for the next run.")  # fmt: skip
 @json_option
 def command(action: Literal["on", "off", "status"], idle: str, as_json: bool) -> None:
-    """Keep what a run has imported in memory, for the next run on this machine.
+    """Keep imported modules in memory, so that the next run on this machine starts faster.
 
-    From `on` until `off` the fork server of a local run stays when the run has ended. The next run
-    of the same program, interpreter and environment starts from it without an import, unless
-    anything that it has imported has changed on disk. It ends by itself when it has been idle for
-    --idle, and holds no GPU. `off` ends it at once.
+    After `on`, the fork server of a local run (the process that has imported torch and the
+    program's other modules, and from which the ranks are forked) stays when the run ends. The next
+    run of the same program, interpreter and environment is forked from it without importing again,
+    unless an imported file has changed on disk. It uses no GPU and ends after --idle without a run;
+    `off` ends it at once. `status`, the default, lists the processes that wait.
     """
     found = api.warm(action, idle)
     if as_json:
@@ -31,8 +32,8 @@ def command(action: Literal["on", "off", "status"], idle: str, as_json: bool) ->
     click.echo(f"on, for {found.idle_seconds:g} s after a run" if found.idle_seconds else "off")
     if found.servers:
         rows = [
-            [each.pid, each.program, each.python, f"{each.memory_mib} MiB",
-             f"{time.time() - each.used_at:.0f} s ago"]
-            for each in found.servers
+            [server.pid, server.program, server.python, f"{server.memory_mib} MiB",
+             f"{time.time() - server.used_at:.0f} s ago"]
+            for server in found.servers
         ]  # fmt: skip
         click.echo(table(rows, ["PID", "PROGRAM", "PYTHON", "MEMORY", "USED"]))

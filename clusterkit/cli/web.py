@@ -8,24 +8,24 @@ from pathlib import Path
 import click
 
 from clusterkit import api
-from clusterkit.cli.common import complete_run
+from clusterkit.cli.common import complete_run, verb
 from clusterkit.ui.spinner import spinner
 
 
-@click.command("web", epilog="Example: clusterkit web last; clusterkit web last -o report.html")
+@verb("web", "clusterkit web last", "clusterkit web last -o report.html")
 @click.argument("runs", metavar="[RUN]...", nargs=-1, shell_complete=complete_run)
 @click.option("--host", default="127.0.0.1", show_default=True, metavar="ADDRESS",
-              help="Where to listen; by default on this machine alone.")  # fmt: skip
+              help="Address to listen on; by default, from this machine only.")  # fmt: skip
 @click.option("--port", default=0, show_default=True, type=click.IntRange(0, 65535), metavar="N",
-              help="0: one that is free.")  # fmt: skip
+              help="Port to listen on; 0: any free one.")  # fmt: skip
 @click.option("-o", "--output", type=click.Path(), metavar="FILE",
-              help="Write one HTML file that works offline, instead of serving.")  # fmt: skip
+              help="Write one HTML file that works offline, and start no server.")  # fmt: skip
 def command(runs: tuple[str, ...], host: str, port: int, output: str | None) -> None:
     """Show runs live in a browser, or write them into one HTML file.
 
-    RUN is a run's id, the beginning of one, or `last`; several are drawn on one chart. The
-    address that is printed holds a token: whoever has it may read logs and cancel runs. From a
-    laptop, `ssh -L 8000:127.0.0.1:PORT HOST` brings a server of another machine here.
+    RUN is a run's id, the beginning of one, or `last`; several runs are drawn on one chart. Prints
+    the page's address; the token in it allows to read logs and cancel runs. To open the page of
+    another machine on a laptop, forward its port: `ssh -L 8000:127.0.0.1:PORT HOST`.
     """
     if output is not None:
         with spinner(f"writing {output}"):
@@ -33,10 +33,12 @@ def command(runs: tuple[str, ...], host: str, port: int, output: str | None) -> 
         click.echo(written)
         return
     if not _is_loopback(host):
-        click.echo(f"note: whoever reaches {host} may ask, and nothing is encrypted", err=True)
+        click.echo(
+            f"note: {host} can be reached from other machines, and nothing is encrypted", err=True
+        )
     with api.web(runs, host=host, port=port) as server:
         click.echo(server.url)
-        click.echo("Ctrl-C ends it; the runs go on.", err=True)
+        click.echo("Ctrl-C stops the server; the runs continue.", err=True)
         server.serve_forever()
 
 

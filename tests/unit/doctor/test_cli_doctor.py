@@ -171,9 +171,9 @@ def test_what_is_waited_for_is_told_after_a_second(cli, monkeypatch):
     ],
 )
 def test_progress_names_all_hosts_and_those_that_are_waited_for(phase, waiting, words):
-    from clusterkit.cli.doctor import _doing
+    from clusterkit.cli.doctor import _phase_text
 
-    assert _doing(phase, waiting, ["h0", "h1", "h2", "h3"]) == words
+    assert _phase_text(phase, waiting, ["h0", "h1", "h2", "h3"]) == words
 
 
 def test_no_color_is_honoured(cli, examined, monkeypatch):
