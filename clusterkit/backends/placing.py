@@ -1,4 +1,4 @@
-"""What backends share that decide where a job's nodes run: device, ranks, threads, ports. Pure."""
+"""Decisions of `place` that backends share: device, ranks, threads, project copies. Pure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from clusterkit.spec import JobSpec
 from clusterkit.sync import snapshot
 
 GPU_IMAGE, CPU_IMAGE = "clusterkit:gpu", "clusterkit:cpu"
-"""What `make image` makes, in a checkout of clusterkit."""
+"""The images that `make image` builds, in a checkout of clusterkit."""
 
 
 def device_of(job: JobSpec, hosts: Sequence[HostFacts]) -> tuple[str, str]:
-    """``cuda`` or ``cpu``, and where that comes from.
+    """Return ``cuda`` or ``cpu``, and where the choice comes from.
 
     Raises:
         BadInput: the job wants CUDA and a host has no GPU.
@@ -43,93 +43,94 @@ def device_of(job: JobSpec, hosts: Sequence[HostFacts]) -> tuple[str, str]:
     return "cpu", "no GPU found"
 
 
-def gpu_share(gpus: Sequence[Gpu], device: str, first: int, nproc: int) -> dict[str, str]:
-    """The environment that gives one node ``nproc`` of a host's GPUs, from the ``first`` on."""
+def gpu_env(gpus: Sequence[Gpu], device: str, first: int, nproc: int) -> dict[str, str]:
+    """Return the environment that restricts a node to ``nproc`` GPUs, from number ``first`` on."""
     if device != "cuda":
         return {}
     share = ",".join(gpu.index for gpu in gpus[first : first + nproc])
     return {"CUDA_VISIBLE_DEVICES": share, "CLUSTERKIT_GPUS": share}
 
 
-def divided_gpus(
+def split_gpus(
     job: JobSpec, host: HostFacts, nodes: int, device: str, *, place: str, flag: str
 ) -> tuple[int, str]:
-    """Ranks of each of several nodes on one host, and where the number comes from.
+    """Return the ranks of each of several nodes that share one host, and where that comes from.
 
     Args:
-        place: the host in words.
-        flag: what asks for fewer GPUs; ``{0}`` stands for how many.
+        place: the host's name in messages.
+        flag: the option for fewer GPUs, for hints; ``{0}`` stands for their number.
 
     Raises:
         BadInput: the host has too few GPUs.
     """
-    there = len(host.gpus)
+    available = len(host.gpus)
     if job.gpus_per_node != "auto":
         wanted = job.gpus_per_node * nodes
-        if device == "cuda" and wanted > there:
-            fit = there // nodes
-            fewer = f"{flag.format(fit)}, or " if fit else ""
+        if device == "cuda" and wanted > available:
+            possible = available // nodes
+            fewer = f"{flag.format(possible)}, or " if possible else ""
             raise BadInput(
                 f"gpus_per_node: {counted(nodes, 'node')} x {job.gpus_per_node} = "
-                f"{counted(wanted, 'GPU')}, but {place} has {there}",
+                f"{counted(wanted, 'GPU')}, but {place} has {available}",
                 hint=f"{fewer}--set device=cpu to run on CPU threads",
                 job="gpus_per_node",
             )
         return job.gpus_per_node, "job: gpus_per_node"
     if device == "cpu":
         return 1, "without GPUs one rank per node"
-    if there < nodes:
+    if available < nodes:
         raise BadInput(
-            f"nodes: {nodes} nodes cannot share {counted(there, 'GPU')} of {place}",
-            hint=f"--nodes {there}, or --set device=cpu to run on CPU threads",
+            f"nodes: {nodes} nodes cannot share {counted(available, 'GPU')} of {place}",
+            hint=f"--nodes {available}, or --set device=cpu to run on CPU threads",
             job="nodes",
         )
-    return there // nodes, f"{counted(there, 'GPU')} / {counted(nodes, 'node')}"
+    return available // nodes, f"{counted(available, 'GPU')} / {counted(nodes, 'node')}"
 
 
 def threads_of(job: JobSpec, cpus: int, ranks: int) -> tuple[int, str]:
-    """CPU threads per rank, and where the number comes from."""
+    """Return the CPU threads of each rank, and where the number comes from."""
     if job.threads_per_rank != "auto":
         return job.threads_per_rank, "job: threads_per_rank"
     return max(1, cpus // ranks), f"{counted(cpus, 'core')} / {counted(ranks, 'rank')}"
 
 
 def interface_env(interface: str | None) -> dict[str, str]:
-    """The environment that keeps gloo and NCCL to one network interface; None: to none."""
+    """Return the environment that makes gloo and NCCL use this network interface; None: any."""
     if not interface:
         return {}
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
 
 
-def copies(job: JobSpec, facts: Facts, run_dir: str) -> tuple[JobSpec, str, tuple[Tree, ...], str]:
-    """What is copied to hosts that do not see the submitter's disk.
+def project_copies(
+    job: JobSpec, facts: Facts, run_dir: str
+) -> tuple[JobSpec, str, tuple[Tree, ...], str]:
+    """Decide what is copied to hosts that do not see the submitter's disk.
 
     Returns:
-        The job with its program's path there, the ranks' folder, the trees, and the folder that
-        PYTHONPATH needs for clusterkit itself, if one is.
+        The job with its program's path on the hosts, the ranks' working directory, the trees to
+        copy, and the copy of clusterkit itself for PYTHONPATH; empty: none is copied.
     """
     workdir, program = job.workdir or run_dir, job.program
-    tree, shipped = tree_of(facts, facts.project), tree_of(facts, facts.shipped, "clusterkit")
+    tree = project_tree(facts, facts.project)
+    shipped = project_tree(facts, facts.shipped, "clusterkit")
     if tree is not None:
         workdir = posixpath.normpath(_copied(tree, workdir))
         if program is not None and posixpath.isabs(program):
             program = _copied(tree, program)
     trees = tuple(each for each in (tree, shipped) if each is not None)
-    return (
-        msgspec.structs.replace(job, program=program), workdir, trees,
-        shipped.path if shipped else "",
-    )  # fmt: skip
+    job = msgspec.structs.replace(job, program=program)
+    return job, workdir, trees, shipped.path if shipped else ""
 
 
-def tree_of(facts: Facts, found: Project | None, name: str | None = None) -> Tree | None:
-    """Where a copy of a project lies on the hosts."""
-    if found is None:
+def project_tree(facts: Facts, source: Project | None, name: str | None = None) -> Tree | None:
+    """Return a project and the place of its copy on the hosts; None: there is no project."""
+    if source is None:
         return None
-    name = name or re.sub(r"[^A-Za-z0-9_.-]+", "-", posixpath.basename(found.root)) or "project"
-    path = posixpath.join(facts.home, "projects", name, found.digest[:16])
-    return Tree(found.root, path, found.digest, f"{snapshot.summary(found)}; {found.how}")
+    name = name or re.sub(r"[^A-Za-z0-9_.-]+", "-", posixpath.basename(source.root)) or "project"
+    path = posixpath.join(facts.home, "projects", name, source.digest[:16])
+    return Tree(source.root, path, source.digest, f"{snapshot.summary(source)}; {source.how}")
 
 
 def _copied(tree: Tree, path: str) -> str:
-    """A path of the submitter's in the copy."""
+    """Return the path of one of the submitter's files in the copy."""
     return posixpath.join(tree.path, posixpath.relpath(path, tree.source))

@@ -1,4 +1,4 @@
-"""What a Python and its host have, found by `clusterkit.host_probe` for every backend."""
+"""Probing an interpreter and its host with `clusterkit.host_probe`, the same for every backend."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from clusterkit import host_probe
 from clusterkit.cluster import Gpu, HostFacts
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.spec import JobSpec
-from clusterkit.transport import Completed, Transport
+from clusterkit.transport import Completed, LocalTransport, Transport
 
 PACKAGES = ("torch", "deepspeed", "transformers", "clusterkit")
-"""Packages whose versions facts hold."""
+"""Packages whose versions are recorded in the facts."""
 TOOLS = ("mpirun", "ninja", "c++")
 """Commands that a launcher may need."""
-UNSEEN = "not looked at"
-"""A version, or a path, of what nobody could look at; a launcher may need it."""
+NOT_PROBED = "not looked at"
+"""Version or path of a package or command that could not be probed, and may be there."""
 OLDEST_PYTHON = (3, 11)
-"""Of the ranks' interpreter."""
+"""Least version of the ranks' interpreter."""
 GPU_QUERY = (
     "nvidia-smi",
     "--query-gpu=index,uuid,name,memory.total",
@@ -43,10 +43,10 @@ class Interface(Struct, frozen=True):
 
 
 class HostReport(Struct, frozen=True, kw_only=True):
-    """What a Python and its host have: the document of `clusterkit.host_probe`."""
+    """What `clusterkit.host_probe` prints of an interpreter and its host."""
 
     workdir: str
-    """The folder that was asked for, as an absolute path."""
+    """Absolute path of the folder in the request."""
     writable: bool
     python: str
     python_version: tuple[int, ...]
@@ -54,11 +54,11 @@ class HostReport(Struct, frozen=True, kw_only=True):
     memory_mib: int
     interfaces: tuple[Interface, ...]
     reached_at: str
-    """Which of its addresses SSH reached it at; empty without SSH."""
+    """The host's address on which SSH reached it; empty without SSH."""
     versions: dict[str, str]
     tools: dict[str, str]
     gpus: str
-    """nvidia-smi's list."""
+    """Output of nvidia-smi."""
     visible: str | None
     """CUDA_VISIBLE_DEVICES."""
 
@@ -66,51 +66,56 @@ class HostReport(Struct, frozen=True, kw_only=True):
         return parse_gpus(self.gpus, self.visible)
 
     def facts(self, host: str, address: str, **more: Any) -> HostFacts:
-        """Those of a host; ``more`` says what is decided and not found."""
-        return HostFacts(
-            host=host, address=address, versions=self.versions, tools=self.tools,
-            **{"cpus": self.cpus, "memory_mib": self.memory_mib, **more},
-        )  # fmt: skip
+        """Return the host's facts; ``more``: fields that are not in the report, or replace it."""
+        common: dict[str, Any] = {
+            "cpus": self.cpus,
+            "memory_mib": self.memory_mib,
+            "versions": self.versions,
+            "tools": self.tools,
+        }
+        return HostFacts(host=host, address=address, **(common | more))
 
 
-def unseen(host: str, address: str, cpus: int, gpus: tuple[Gpu, ...],
-           python: tuple[str, str]) -> HostFacts:  # fmt: skip
-    """Facts of what nobody could look at; ``python``: the interpreter, and where it comes from."""
+def assumed_host(
+    host: str, address: str, cpus: int, gpus: tuple[Gpu, ...], python: tuple[str, str]
+) -> HostFacts:
+    """Return facts of a host that cannot be probed.
+
+    Args:
+        python: the interpreter, and where it comes from.
+    """
     return HostFacts(
-        host=host, address=address, cpus=cpus, memory_mib=0, gpus=gpus, python=python[0],
-        python_origin=python[1], versions=dict.fromkeys(PACKAGES, UNSEEN),
-        tools=dict.fromkeys(TOOLS, UNSEEN),
-    )  # fmt: skip
+        host=host,
+        address=address,
+        cpus=cpus,
+        memory_mib=0,
+        gpus=gpus,
+        python=python[0],
+        python_origin=python[1],
+        versions=dict.fromkeys(PACKAGES, NOT_PROBED),
+        tools=dict.fromkeys(TOOLS, NOT_PROBED),
+    )
 
 
-def questions(workdir: str) -> dict[str, object]:
-    """What `clusterkit.host_probe` is asked."""
+def probe_request(workdir: str) -> dict[str, object]:
+    """Return the argument of `clusterkit.host_probe`."""
     return {"workdir": workdir, "packages": PACKAGES, "tools": TOOLS, "gpu_query": GPU_QUERY}
 
 
-def on_this_machine(python: str) -> str:
-    """The path of an interpreter that this machine has.
+def executable_path(python: str) -> str:
+    """Return the absolute path of an interpreter of this machine.
 
     Raises:
-        Unavailable: it has none.
+        Unavailable: this machine does not have it.
     """
-    if (found := shutil.which(python)) is None:
+    if (path := shutil.which(python)) is None:
         raise Unavailable(
             f"python: {python} does not exist, or cannot be executed", hint=NAMES_PYTHON
         )
-    return os.path.abspath(found)
+    return os.path.abspath(path)
 
 
-def looked_at(
-    transport: Transport, host: str, python: str, *, own: bool, where: str, workdir: str
-) -> HostReport:
-    """The report of a Python; ``own``: of this machine, where it may be this very one."""
-    if own and python == sys.executable:
-        return msgspec.convert(host_probe.document(questions(workdir)), HostReport)
-    return ask(transport, host, [python], python=python, where=where, workdir=workdir)
-
-
-def ask(
+def probe_python(
     transport: Transport,
     host: str,
     start: Sequence[str],
@@ -123,23 +128,26 @@ def ask(
     hint: str = NAMES_PYTHON,
     refusal: Callable[[Completed], ClusterkitError] | None = None,
 ) -> HostReport:
-    """The report of another Python; it runs `clusterkit.host_probe`, from its standard input.
+    """Return the report of `clusterkit.host_probe`, run by an interpreter from its standard input.
 
     Args:
-        start: the command that starts it.
-        python: what it is called.
-        where: which host or image it is of, for messages.
-        workdir: folder to look at.
-        refusal: the error where it prints no report; by default that it does not work.
+        start: the command that starts the interpreter.
+        python: the interpreter's name in messages.
+        where: its host or image in messages.
+        workdir: the folder to report on.
+        refusal: makes the error for an interpreter that prints no report; None: it does not work.
 
     Raises:
-        Unavailable: it does not work, or is too old for the node agent.
+        Unavailable: the interpreter does not work, or is too old for the agent.
     """
+    # The interpreter that runs clusterkit need not be started.
+    if isinstance(transport, LocalTransport) and [*start] == [sys.executable] and env is None:
+        return msgspec.convert(host_probe.document(probe_request(workdir)), HostReport)
     program = (resources.files("clusterkit") / "host_probe.py").read_bytes()
-    question = msgspec.json.encode(questions(workdir)).decode()
+    argv = [*start, "-", msgspec.json.encode(probe_request(workdir)).decode()]
     failure = f"{where}: python: {python} is not a working Python interpreter"
     try:
-        done = transport.run(host, [*start, "-", question], env=env, stdin=program, timeout=seconds)
+        done = transport.run(host, argv, env=env, stdin=program, timeout=seconds)
     except SubmitFailed as error:
         raise Unavailable(f"{failure}: {error.message}", hint) from None
     try:
@@ -147,8 +155,8 @@ def ask(
     except msgspec.MsgspecError:
         if refusal is not None:
             raise refusal(done) from None
-        said = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.exit_code}"
-        raise Unavailable(f"{failure}: {said}", hint) from None
+        last = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.exit_code}"
+        raise Unavailable(f"{failure}: {last}", hint) from None
     if report.python_version < OLDEST_PYTHON:
         raise Unavailable(
             f"{where}: python: {python} is Python {'.'.join(map(str, report.python_version))}",
@@ -158,23 +166,25 @@ def ask(
 
 
 def interpreter(job: JobSpec | None, *entries: tuple[str | None, str]) -> tuple[str, str]:
-    """The ranks' Python and where it comes from: the job's, or the first that is there.
+    """Return the ranks' interpreter and where it comes from: the job's, or the first of the others.
 
     Args:
-        entries: interpreters, None for none, and where each comes from; the last is there.
+        entries: interpreters and where each comes from; None: no interpreter. The last is not None.
     """
-    own = None if job is None else job.python
-    found = next((python, origin) for python, origin in ((own, "job: python"), *entries) if python)
-    return found
+    wanted = (None if job is None else job.python, "job: python")
+    return next((python, origin) for python, origin in (wanted, *entries) if python)
 
 
-def own_interpreter(job: JobSpec | None, entry: str | None) -> tuple[str, str]:
-    """`interpreter` where the ranks can have this machine's: the active environment's, or ours."""
+def local_interpreter(job: JobSpec | None, entry: str | None) -> tuple[str, str]:
+    """Return `interpreter` for ranks on this machine.
+
+    The last resorts are the active environment's interpreter, and the one that runs clusterkit.
+    """
     active = []
     for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         folder = os.environ.get(variable, "")
         python = sys.executable if folder == sys.prefix else os.path.join(folder, "bin/python")
-        # A shell may outlive the environment that was active in it.
+        # A shell may still name an environment that has been removed.
         if folder and os.access(python, os.X_OK):
             active.append((python, f"the active environment, {variable}"))
     return interpreter(
@@ -183,11 +193,11 @@ def own_interpreter(job: JobSpec | None, entry: str | None) -> tuple[str, str]:
 
 
 def parse_gpus(csv: str, visible: str | None = None) -> tuple[Gpu, ...]:
-    """GPUs from nvidia-smi's ``index, uuid, name, memory`` lines.
+    """Return the GPUs in nvidia-smi's ``index, uuid, name, memory`` lines.
 
     Args:
-        csv: the output; lines of another form (a driver's complaint) are passed over.
-        visible: CUDA_VISIBLE_DEVICES, by index or UUID: which GPUs and in which order.
+        csv: the output; other lines, such as a driver's warnings, are ignored.
+        visible: CUDA_VISIBLE_DEVICES: which GPUs and in which order, by index or UUID.
     """
     listed: dict[str, Gpu] = {}
     for line in csv.splitlines():
@@ -199,7 +209,7 @@ def parse_gpus(csv: str, visible: str | None = None) -> tuple[Gpu, ...]:
         return tuple(dict.fromkeys(listed.values()))
     found = []
     for name in (name.strip() for name in visible.split(",")):
-        # As CUDA does: a UUID may be cut short, and what follows an unknown name is not seen.
+        # As in CUDA: a UUID may be abbreviated, and an unknown name hides all that follow it.
         matching = [
             key for key in listed if key == name or (name[:4] == "GPU-" and key.startswith(name))
         ]
@@ -210,17 +220,17 @@ def parse_gpus(csv: str, visible: str | None = None) -> tuple[Gpu, ...]:
 
 
 def assumed_gpus(wanted: int | Literal["auto"], job: JobSpec, nodes: int = 1) -> tuple[Gpu, ...]:
-    """Those of nodes that cannot be looked at: what the entry says, or one for each rank."""
+    """Return the GPUs of nodes that cannot be probed: as many as the entry says, or one a rank."""
     if wanted == "auto":
         wanted = 0 if job.gpus_per_node == "auto" else nodes * job.gpus_per_node
     return tuple(Gpu(str(index), "GPU", 0) for index in range(wanted if job.device != "cpu" else 0))
 
 
-def limited(gpus: tuple[Gpu, ...], wanted: int | Literal["auto"]) -> tuple[Gpu, ...]:
-    """The first of this machine's GPUs, as many as a cluster entry wants.
+def limit_gpus(gpus: tuple[Gpu, ...], wanted: int | Literal["auto"]) -> tuple[Gpu, ...]:
+    """Return the first GPUs of this machine, as many as its cluster entry says.
 
     Raises:
-        BadInput: there are fewer.
+        BadInput: this machine has fewer.
     """
     if wanted == "auto":
         return gpus

@@ -154,13 +154,13 @@ def test_a_python_path_of_one_s_own_is_kept(where):
     ],
 )
 def test_a_tree_lies_in_a_folder_of_the_project_s_name(root, name):
-    path = placing.tree_of(facts(), msgspec.structs.replace(PROJECT, root=root)).path
+    path = placing.project_tree(facts(), msgspec.structs.replace(PROJECT, root=root)).path
     assert path == f"/home/u/cluster kit/projects/{name}/{'d' * 16}"
 
 
 def test_two_projects_never_share_a_tree():
     other = msgspec.structs.replace(PROJECT, digest="e" * 32)
-    assert placing.tree_of(facts(), PROJECT).path != placing.tree_of(facts(), other).path
+    assert placing.project_tree(facts(), PROJECT).path != placing.project_tree(facts(), other).path
 
 
 def test_checkpoints_lie_on_the_shared_folder_where_there_is_one():

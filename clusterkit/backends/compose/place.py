@@ -27,8 +27,8 @@ from clusterkit.backends.compose.compose_file import (
 from clusterkit.backends.compose.engine import HOST
 from clusterkit.backends.placing import (
     device_of,
-    divided_gpus,
     interface_env,
+    split_gpus,
     threads_of,
 )
 from clusterkit.backends.ports import default_ports
@@ -82,7 +82,7 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
     least, most = job.node_range
     containers = most + job.spares
     device, device_origin = device_of(job, [host])
-    nproc, nproc_origin = divided_gpus(
+    nproc, nproc_origin = split_gpus(
         job, host, containers, device, place="this machine", flag="--gpus {0}"
     )
     _check_room(cluster, containers)

@@ -31,13 +31,13 @@ from clusterkit.backends.probing import (
     GPU_QUERY,
     NAMES_PYTHON,
     HostReport,
-    ask,
     assumed_gpus,
+    assumed_host,
     interpreter,
-    limited,
+    limit_gpus,
     parse_gpus,
-    questions,
-    unseen,
+    probe_python,
+    probe_request,
 )
 from clusterkit.cluster import ComposeCluster, Engine, Facts, Gpu, HostFacts
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
@@ -98,7 +98,7 @@ def assumed(cluster: ComposeCluster, job: JobSpec) -> Facts:
     gpus = assumed_gpus(cluster.gpus, job, job.node_range[1])
     python = interpreter(job, (cluster.python, "cluster: python"))
     image = cluster.image or (GPU_IMAGE if gpus else CPU_IMAGE)
-    host = unseen(HOST, "node-0", os.cpu_count() or 1, gpus, python)
+    host = assumed_host(HOST, "node-0", os.cpu_count() or 1, gpus, python)
     engine = Engine(
         socket="", version="", image=image, image_id=image, workdir="/opt/clusterkit",
         user=f"{os.getuid()}:{os.getgid()}", package=str(Path(clusterkit.__file__).parent),
@@ -179,7 +179,7 @@ def _gpus(cluster: ComposeCluster, job: JobSpec | None, info: Mapping[str, Any])
     if cluster.gpus == 0 or (job is not None and job.device == "cpu"):
         return ()
     there = parse_gpus(host_probe.gpus(GPU_QUERY), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    gpus = limited(there, cluster.gpus)
+    gpus = limit_gpus(there, cluster.gpus)
     if gpus and "nvidia" not in (info.get("Runtimes") or {}):
         raise Unavailable(
             f"this machine has {counted(len(gpus), 'GPU')}, but the docker engine lacks NVIDIA's "
@@ -229,7 +229,7 @@ def _inside(
     quoted = str(place).replace('"', '""')
     options += ["--mount", f'type=bind,"source={quoted}","target={quoted}"']
     key = [image["Id"], info.get("ID"), info.get("ServerVersion"), python, *options]
-    asked = json.dumps([key, questions(str(place))])
+    asked = json.dumps([key, probe_request(str(place))])
     digest = hashlib.sha256(asked.encode()).hexdigest()[:32]
     saved = place / "cache" / "images" / f"{digest}.json"
     with contextlib.suppress(OSError, msgspec.MsgspecError):
@@ -240,7 +240,7 @@ def _inside(
         *docker.tool, "run", "--rm", "--interactive", "--pull", "never", *options,
         "--entrypoint", python, str(image["Id"]),
     ]  # fmt: skip
-    report = ask(
+    report = probe_python(
         docker.transport,
         HOST,
         container,

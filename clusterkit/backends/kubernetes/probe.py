@@ -21,7 +21,7 @@ from clusterkit.backends.kubernetes.nodes import best_node, gpus_of, selected, u
 from clusterkit.backends.kubernetes.rights import ROLE_HINT, TO_MAKE_WATCHER, Right
 from clusterkit.backends.kubernetes.server import AT_ONCE, Server
 from clusterkit.backends.ports import default_ports
-from clusterkit.backends.probing import interpreter, unseen
+from clusterkit.backends.probing import assumed_host, interpreter
 from clusterkit.cluster import Facts, Gpu, KubernetesCluster, KubernetesFacts, Project
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.run.folder import home
@@ -123,7 +123,9 @@ def facts_of(
     python = interpreter(job, (cluster.python, "cluster: python"))
     return Facts(
         home=str(home()),
-        hosts=(unseen("pods", "node-0", max(1, math.floor(cluster.cpus or 1)), gpus, python),),
+        hosts=(
+            assumed_host("pods", "node-0", max(1, math.floor(cluster.cpus or 1)), gpus, python),
+        ),
         port=port,
         port_origin="every pod has its own" if cluster.port == "auto" else "cluster: port",
         interface=cluster.interface,

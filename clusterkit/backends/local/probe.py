@@ -1,9 +1,9 @@
-"""Looking at this machine before a submit."""
+"""Probing this machine."""
 
 from __future__ import annotations
 
 from clusterkit.backends.ports import free_ports
-from clusterkit.backends.probing import limited, looked_at, on_this_machine, own_interpreter
+from clusterkit.backends.probing import executable_path, limit_gpus, local_interpreter, probe_python
 from clusterkit.cluster import Facts, LocalCluster
 from clusterkit.run.folder import home
 from clusterkit.spec import JobSpec
@@ -15,11 +15,11 @@ ADDRESS = "127.0.0.1"
 
 def probe(cluster: LocalCluster, transport: Transport, job: JobSpec | None) -> Facts:
     """As `clusterkit.backends.base.Backend.probe`."""
-    name, origin = own_interpreter(job, cluster.python)
-    python = on_this_machine(name)
+    name, origin = local_interpreter(job, cluster.python)
+    python = executable_path(name)
     port, watch_port = free_ports(cluster, HOST, transport, shown_as=ADDRESS)
-    report = looked_at(transport, HOST, python, own=True, where=HOST, workdir=str(home()))
-    gpus = limited(report.visible_gpus(), cluster.gpus)
+    report = probe_python(transport, HOST, [python], python=python, where=HOST, workdir=str(home()))
+    gpus = limit_gpus(report.visible_gpus(), cluster.gpus)
     host = report.facts(HOST, ADDRESS, gpus=gpus, python=python, python_origin=origin)
     return Facts(
         home=str(home()),

@@ -11,10 +11,10 @@ from clusterkit.agent import PEER_TOKEN
 from clusterkit.agent.archive import ARCHIVE
 from clusterkit.assemble import Assembly, Coordinator, Placement, Places, require_packages
 from clusterkit.backends.placing import (
-    copies,
     device_of,
-    divided_gpus,
     interface_env,
+    project_copies,
+    split_gpus,
     threads_of,
 )
 from clusterkit.backends.ports import default_ports
@@ -187,7 +187,7 @@ def place(job: JobSpec, cluster: SlurmCluster, facts: Facts, run_id: str) -> Slu
     least, most = job.node_range
     nodes = most + job.spares
     device, device_origin = device_of(job, [host])
-    nproc, nproc_origin = divided_gpus(
+    nproc, nproc_origin = split_gpus(
         job, host, 1, device, place=f"a node of partition {found.partition}", flag="--gpus {0}"
     )
     _check_room(job, found)
@@ -219,7 +219,7 @@ def place(job: JobSpec, cluster: SlurmCluster, facts: Facts, run_id: str) -> Slu
     }  # fmt: skip
     address = f"of {cluster.interface}" if cluster.interface else "as Slurm knows it"
     watch_port = facts.watch_port or default_ports(facts.port)[1]
-    copied, workdir, trees, shipped = copies(job, facts, run_dir)
+    copied, workdir, trees, shipped = project_copies(job, facts, run_dir)
     own = shipped and not {"PYTHONPATH"} & {*job.env, *cluster.env}
     return SlurmPlacement(
         job=copied,

@@ -12,11 +12,11 @@ from clusterkit.backends.ports import default_ports, watch_port
 from clusterkit.backends.probing import (
     HostReport,
     assumed_gpus,
+    assumed_host,
+    executable_path,
     interpreter,
-    looked_at,
-    on_this_machine,
-    own_interpreter,
-    unseen,
+    local_interpreter,
+    probe_python,
 )
 from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON
 from clusterkit.backends.slurm.queue import ask as ask_slurm
@@ -64,12 +64,13 @@ def probe(cluster: SlurmCluster, transport: Transport, job: JobSpec | None) -> F
     host = host_of(cluster)
     python, origin = python_of(job, cluster)
     if cluster.ssh is None and cluster.container is None:
-        python = on_this_machine(python)
+        python = executable_path(python)
     there = python if cluster.container is None else LOGIN_PYTHON
 
     def look() -> HostReport:
-        own, workdir = host == HERE, folder(cluster)
-        return looked_at(transport, host, there, own=own, where="login node", workdir=workdir)
+        return probe_python(
+            transport, host, [there], python=there, where="login node", workdir=folder(cluster)
+        )
 
     def ports() -> tuple[int, int]:
         port = transport.free_port(host) if cluster.port == "auto" else cluster.port
@@ -121,7 +122,7 @@ def assumed(cluster: SlurmCluster, job: JobSpec) -> Facts:
     gpus = assumed_gpus(cluster.gpus, job)
     cpus = cluster.cpus if cluster.cpus != "auto" else max(1, len(gpus))
     port, watch_port = default_ports(cluster.port)
-    host = unseen(host_of(cluster), "", cpus, gpus, python_of(job, cluster))
+    host = assumed_host(host_of(cluster), "", cpus, gpus, python_of(job, cluster))
     return Facts(
         home=folder(cluster), hosts=(host,), port=port, port_origin="not asked whether it is free",
         interface=cluster.interface or "", watch_port=watch_port,
@@ -145,7 +146,7 @@ def folder(cluster: SlurmCluster) -> str:
 def python_of(job: JobSpec | None, cluster: SlurmCluster) -> tuple[str, str]:
     """The ranks' Python, and where it comes from."""
     if cluster.ssh is None and cluster.container is None:
-        return own_interpreter(job, cluster.python)
+        return local_interpreter(job, cluster.python)
     whose = "the login node's" if cluster.container is None else "the image's"
     return interpreter(job, (cluster.python, "cluster: python"), (LOGIN_PYTHON, whose))
 

@@ -6,7 +6,13 @@ import posixpath
 from collections.abc import Mapping, Sequence
 
 from clusterkit.assemble import Coordinator, Placement, Places, require_packages
-from clusterkit.backends.placing import copies, device_of, gpu_share, interface_env, threads_of
+from clusterkit.backends.placing import (
+    device_of,
+    gpu_env,
+    interface_env,
+    project_copies,
+    threads_of,
+)
 from clusterkit.backends.ssh.probe import too_few
 from clusterkit.cluster import Facts, HostFacts, SshCluster
 from clusterkit.errors import BadInput, counted, listed
@@ -36,7 +42,7 @@ def place(job: JobSpec, cluster: SshCluster, facts: Facts, run_id: str) -> Place
                 cluster="python",
             )
     run_dir = posixpath.join(facts.home, "runs", run_id)
-    copied, workdir, trees, shipped = copies(job, facts, run_dir)
+    copied, workdir, trees, shipped = project_copies(job, facts, run_dir)
     if job.started_by == "mpirun":
         _check_devices(hosts[1:], device, nproc)
     network_env = interface_env(facts.interface)
@@ -62,7 +68,7 @@ def place(job: JobSpec, cluster: SshCluster, facts: Facts, run_id: str) -> Place
             {
                 **({NODE_ADDRESS.name: host.address} if topology.elastic else {}),
                 **({} if network_env else _own(interface_env(host.interface), job, cluster)),
-                **gpu_share(host.gpus, device, 0, nproc),
+                **gpu_env(host.gpus, device, 0, nproc),
             }
             for host in hosts
         ),

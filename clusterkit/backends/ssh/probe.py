@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from clusterkit.backends.ports import free_ports
-from clusterkit.backends.probing import HostReport, ask, interpreter
+from clusterkit.backends.probing import HostReport, interpreter, probe_python
 from clusterkit.backends.ssh import inventory
 from clusterkit.cluster import Facts, Host, HostFacts, SshCluster
 from clusterkit.errors import BadInput, about, counted, listed
@@ -129,7 +129,7 @@ def ranks_python(cluster: SshCluster, host: Host, job: JobSpec | None) -> tuple[
 def _ask(cluster: SshCluster, name: str, transport: Transport, job: JobSpec | None) -> HostReport:
     host = next(host for host in cluster.hosts if host.name == name)
     python, _ = ranks_python(cluster, host, job)
-    return ask(
+    return probe_python(
         transport,
         name,
         [python],
