@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterkit import api, execute
-from clusterkit.backends.kubernetes.client import Context, KubeTransport
+from clusterkit.backends.kubernetes.api_server import Context, KubeTransport
 from clusterkit.cli.common import table
 from clusterkit.errors import ClusterkitError, RunNotFound
 from clusterkit.output.logs import parse_mark

@@ -19,7 +19,7 @@ import yaml
 
 from clusterkit import backends
 from clusterkit.backends.base import Backend
-from clusterkit.backends.kubernetes.client import Context, InternalError, KubeTransport
+from clusterkit.backends.kubernetes.api_server import Context, InternalError, KubeTransport
 from clusterkit.cluster import (
     CLUSTER_TYPES,
     ClusterSpec,

@@ -75,7 +75,7 @@ backends backends.node_status backends.ports backends.placing backends.probing
 backends.local backends.ssh backends.compose backends.kubernetes backends.slurm
 backends.ssh.config backends.ssh.filters backends.ssh.variables backends.compose.compose_file
 backends.compose.engine backends.slurm.queue backends.slurm.tail
-backends.kubernetes.text backends.kubernetes.lost_pods
+backends.kubernetes.objects backends.kubernetes.lost_pods
 backends.kubernetes.nodes backends.slurm.login
 backends.ssh.inventory backends.ssh.known_hosts
 backends.ssh.connection
@@ -83,10 +83,9 @@ backends.ssh.transport
 backends.*.probe backends.ssh.observe backends.slurm.observe
 backends.*.place backends.ssh.script
 backends.compose.containers backends.kubernetes.pods
-backends.kubernetes.flavors backends.kubernetes.judge
-backends.kubernetes.rights
-backends.kubernetes.client
-backends.kubernetes.entry backends.kubernetes.server
+backends.kubernetes.flavors backends.kubernetes.pod_status
+backends.kubernetes.api_server
+backends.kubernetes.rbac backends.kubernetes.validation
 backends.kubernetes.remote_runs
 backends.kubernetes.probe
 doctor.kubernetes.base

@@ -1,10 +1,9 @@
-"""Making what a run has in the cluster, as `kubectl apply --kustomize` would, and ending it all."""
+"""Create a run's objects as `kubectl apply --kustomize` would, and remove them all."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
-import json
 import math
 import time
 from collections.abc import Mapping
@@ -17,52 +16,58 @@ from urllib.parse import quote
 import msgspec
 import yaml
 
-from clusterkit.backends.kubernetes.client import (
-    Away,
+from clusterkit.backends.kubernetes.api_server import (
+    PARALLEL_REQUESTS,
     Forbidden,
     InternalError,
     NotFound,
     Refusal,
+    RunObjects,
+    Unreachable,
 )
 from clusterkit.backends.kubernetes.flavors import FLAVORS
-from clusterkit.backends.kubernetes.judge import read_pod
 from clusterkit.backends.kubernetes.lost_pods import MERGE_PATCH
+from clusterkit.backends.kubernetes.objects import ATTEMPT, USER, Object, new_object
 from clusterkit.backends.kubernetes.observe import (
     Removed,
-    keep,
-    pods_of,
-    put_removed,
-    removed,
-    snapshot,
-    with_seen,
+    known_after,
+    list_pods,
+    read_known,
+    removed_pods,
+    write_known,
+    write_removed,
 )
-from clusterkit.backends.kubernetes.pods import ATTEMPT, STOP_EXTRA, USER, code_of
-from clusterkit.backends.kubernetes.server import AT_ONCE, RunObjects, objects_of
-from clusterkit.backends.kubernetes.text import Object, made
+from clusterkit.backends.kubernetes.pod_status import read_pod
+from clusterkit.backends.kubernetes.pods import STOP_EXTRA, code_of
 from clusterkit.backends.node_status import folder_exists
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.plan import Plan
 from clusterkit.run.folder import MADE, RunHandle
 from clusterkit.transport import Transport
 
-AWAY_SECONDS = 40.0
-"""How long the API server may be away while a run is being made."""
-RUNTIME_SECONDS = 10.0
-"""How long an operator may take to be ready for a job."""
-_UNHEARD = "must be created before"
-"""The trainer, of a runtime that it has not heard of: "Forbidden", as of any other refusal."""
-KUSTOMIZATION = "kustomization.yaml"
+UNREACHABLE_SECONDS = 40.0
+"""How long to retry while the API server does not answer."""
+OPERATOR_SECONDS = 10.0
+"""How long to retry while an operator is not ready for a job."""
+_RUNTIME_UNKNOWN = "must be created before"
+"""In the trainer's refusal of a job whose runtime it has not seen yet; its reason is Forbidden."""
+KUSTOMIZATION, MANIFESTS = "kustomization.yaml", "manifests.yaml"
 _OWNERS = tuple(flavor.kind for flavor in FLAVORS.values())
 
 
-def apply(to: RunObjects, folder: Path, env: Mapping[str, str]) -> None:
-    """Make the objects of a kustomization.
+def objects_of(plan: Plan) -> list[Object]:
+    """Return a plan's objects other than config maps of files; the job is the last."""
+    text = next(file.text for file in plan.files if file.path.endswith(f"/{MANIFESTS}"))
+    return list(yaml.safe_load_all(text or ""))
 
-    Whatever is in ``env`` besides the attempt's number becomes the run's Secret; no word and no
-    file holds it.
+
+def apply(to: RunObjects, folder: Path, env: Mapping[str, str]) -> None:
+    """Create the objects of a kustomization.
+
+    Variables in ``env`` besides the attempt's number become the run's Secret; they are in no file.
 
     Raises:
-        Refusal, Away: by the API server.
+        Refusal, Unreachable: by the API server.
         SubmitFailed: a file is gone.
         BadInput: the namespace has another run of this id.
     """
@@ -71,39 +76,39 @@ def apply(to: RunObjects, folder: Path, env: Mapping[str, str]) -> None:
     objects = kustomized(folder)
     if secrets:
         # Named and labelled as the run's config map.
-        meta = json.loads(json.dumps(objects[0]["metadata"]))
-        objects.insert(0, made("v1", "Secret", meta, stringData=secrets))
+        secret = new_object("v1", "Secret", objects[0]["metadata"], stringData=secrets)
+        objects.insert(0, secret)
     if attempt != "1":
         _renumber(objects, attempt)
-    # The job last: with it the run begins, and it owns all the rest.
-    *rest, job = objects
-    # Whether we may bind a role is looked up in the role.
-    late = [each for each in rest if each["kind"] == "RoleBinding"]
+    # The job last: with it the run begins, and it owns all the others.
+    *others, job = objects
+    # The server checks in the role whether we may bind it.
+    bindings = [each for each in others if each["kind"] == "RoleBinding"]
 
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
         made_before = folder.parent / MADE
         if not made_before.exists():
-            # Before anything is sent: whatever has one of the names is not of this run. (The role
-            # need not allow to read the others.)
+            # Nothing was created yet, so that what has one of the names is of another run. (The
+            # submitter's role does not allow to read other kinds.)
             named = [each for each in objects if each["kind"] in (*_OWNERS, "ConfigMap")]
-            taken = pool.map(lambda each: to.find(_path(to, each), (NotFound, Forbidden)), named)
-            for each, there in zip(named, taken, strict=True):
-                if there is not None:
-                    raise _another_run(each, there, to.namespace)
+            found = pool.map(lambda each: to.find(_path(to, each), (NotFound, Forbidden)), named)
+            for each, existing in zip(named, found, strict=True):
+                if existing is not None:
+                    raise _another_run(each, existing, to.namespace)
             made_before.touch()
-        list(pool.map(partial(_make, to), (each for each in rest if each not in late)))
-        list(pool.map(partial(_make, to), late))
-        owner = _make(to, job)
+        list(pool.map(partial(_create, to), (each for each in others if each not in bindings)))
+        list(pool.map(partial(_create, to), bindings))
+        owner = _create(to, job)
         reference = {key: owner[key] for key in ("apiVersion", "kind")}
         reference |= {key: owner["metadata"][key] for key in ("name", "uid")}
-        # With it goes all that belongs to it, whoever deletes it.
+        # Whoever deletes the job deletes all that it owns.
         body = {"metadata": {"ownerReferences": [reference]}}
-        paths = [_path(to, each) for each in rest]
+        paths = [_path(to, each) for each in others]
         list(pool.map(lambda path: to.request("PATCH", path, body, MERGE_PATCH), paths))
 
 
-def _another_run(each: Object, there: Object, namespace: str) -> BadInput:
-    meta = there["metadata"]
+def _another_run(each: Object, existing: Object, namespace: str) -> BadInput:
+    meta = existing["metadata"]
     user = (meta.get("labels") or {}).get(USER)
     return BadInput(
         f"another run has this id: {each['kind']} {each['metadata']['name']} in namespace "
@@ -112,24 +117,23 @@ def _another_run(each: Object, there: Object, namespace: str) -> BadInput:
     )
 
 
-def _make(to: RunObjects, each: Object) -> Object:
-    """The object as the server has it now."""
+def _create(to: RunObjects, each: Object) -> Object:
+    """Apply an object, with retries, and return it as the server has it."""
     start = time.monotonic()
     while True:
         try:
             return to.apply(_path(to, each), each)
-        except Away:
-            # What is applied twice is applied once.
-            if time.monotonic() > start + AWAY_SECONDS:
+        except Unreachable:
+            if time.monotonic() > start + UNREACHABLE_SECONDS:
                 raise
             time.sleep(1)
         except Refusal as error:
-            # The trainer hears of a runtime a moment after it was made; an operator whose pod
-            # is being replaced is not there to be asked.
-            soon = isinstance(error, InternalError) or _UNHEARD in error.said
-            if not soon or time.monotonic() > start + RUNTIME_SECONDS:
+            # The trainer sees a runtime a moment after it was created; the webhook of an operator
+            # whose pod is being replaced does not answer.
+            not_ready = isinstance(error, InternalError) or _RUNTIME_UNKNOWN in error.detail
+            if not not_ready or time.monotonic() > start + OPERATOR_SECONDS:
                 raise
-            time.sleep(RUNTIME_SECONDS / 50)
+            time.sleep(OPERATOR_SECONDS / 50)
 
 
 def _path(to: RunObjects, each: Mapping[str, Any]) -> str:
@@ -137,7 +141,7 @@ def _path(to: RunObjects, each: Mapping[str, Any]) -> str:
 
 
 def kustomized(folder: Path) -> list[Object]:
-    """The objects of a kustomization: config maps of files, then the resources.
+    """Return the objects of a kustomization: config maps of files, then the resources.
 
     Raises:
         SubmitFailed: a file of it is gone.
@@ -146,7 +150,7 @@ def kustomized(folder: Path) -> list[Object]:
         main = yaml.safe_load((folder / KUSTOMIZATION).read_bytes())
         labels = main.get("generatorOptions", {}).get("labels", {})
         objects: list[Object] = [
-            made(
+            new_object(
                 "v1", "ConfigMap", {"name": each["name"], "labels": dict(labels)},
                 **_data({name: (folder / name).read_bytes() for name in each["files"]}),
             )
@@ -162,7 +166,7 @@ def kustomized(folder: Path) -> list[Object]:
 
 
 def _data(files: Mapping[str, bytes]) -> Object:
-    """Files as a config map holds them: text, and what is none."""
+    """Return the keys of a config map with these files: text, and base64 of all else."""
     text, binary = {}, {}
     for name, content in files.items():
         try:
@@ -173,7 +177,7 @@ def _data(files: Mapping[str, bytes]) -> Object:
 
 
 def _renumber(value: Any, attempt: str) -> None:
-    """Give every label that numbers the attempt this number."""
+    """Set every label ATTEMPT to this number."""
     if isinstance(value, dict):
         if isinstance(value.get(ATTEMPT), str):
             value[ATTEMPT] = attempt
@@ -186,44 +190,45 @@ def _renumber(value: Any, attempt: str) -> None:
 
 # ---------------------------------------------------------------- removing
 
-LOOK_SECONDS = 0.25
-GONE_SECONDS = 20.0
-"""How long no pod may go, beyond the time that they have to end."""
-AGAIN_SECONDS = 2.0
-"""Pause before pods are asked to end once more: an operator may have been making some."""
-NAMED = 3
+POLL_SECONDS = 0.25
+STUCK_SECONDS = 20.0
+"""How long no further pod may end after the grace period before the removal fails."""
+DELETE_SECONDS = 2.0
+"""Pause before pods are deleted again: an operator may have created some meanwhile."""
+MAX_NAMED = 3
 """How many pods an error names."""
 
 
 def remove(handle: RunHandle, transport: Transport) -> None:
-    """End and remove everything of the run; how its pods were is kept. What this run did not make
-    stays: another one of the same id may be there, which somebody submitted elsewhere.
+    """End the run's pods, recording them, and remove its objects.
+
+    Objects that this run did not create stay: somebody may have submitted another run of this id.
 
     Raises:
-        Unavailable: the API server does not answer, will not, or a node does not.
+        Unavailable: the API server does not answer or refuses, or pods do not end.
     """
     plan, objects = handle.plan, RunObjects(handle.plan, transport)
     if folder_exists(handle) and not handle.folder.file(MADE).exists():
         return
-    job, *others = _made_by(plan, objects)
+    job, *others = _paths(plan, objects)
     try:
         if folder_exists(handle):
-            pods = pods_of(handle, transport)
-            keep(handle, with_seen(snapshot(handle), pods, plan))
-            if removed(handle) is None:
-                ended = frozenset(pod.name for pod in pods.values() if pod.ran)
-                put_removed(handle, Removed(ended))
-        # Before the pods: without it nobody makes new ones.
+            pods = list_pods(handle, transport)
+            write_known(handle, known_after(read_known(handle), pods, plan))
+            if removed_pods(handle) is None:
+                ended = frozenset(pod.name for pod in pods.values() if pod.running)
+                write_removed(handle, Removed(ended))
+        # Before the pods, so that nothing creates new ones.
         objects.delete(job)
         _delete_pods(objects)
         for path in others:
             objects.delete(path)
         lost = _await_gone(plan, objects)
         if folder_exists(handle):
-            by_us = removed(handle) or Removed()
-            after = msgspec.structs.replace(by_us, lost=by_us.lost | lost, complete=True)
-            if after != by_us:
-                put_removed(handle, after)
+            before = removed_pods(handle) or Removed()
+            after = msgspec.structs.replace(before, lost=before.lost | lost, complete=True)
+            if after != before:
+                write_removed(handle, after)
     except ClusterkitError as error:
         raise Unavailable(
             f"could not end run {plan.run_id}: {error.message}",
@@ -231,8 +236,8 @@ def remove(handle: RunHandle, transport: Transport) -> None:
         ) from error
 
 
-def _made_by(plan: Plan, objects: RunObjects) -> list[str]:
-    """Where the API server has what the run's plan made there; the job is the first."""
+def _paths(plan: Plan, objects: RunObjects) -> list[str]:
+    """Return the paths of the plan's objects; the job's is the first."""
     named = [(each["apiVersion"], each["kind"], each["metadata"]["name"])
              for each in reversed(objects_of(plan))]  # fmt: skip
     files = [("v1", kind, objects.name) for kind in ("ConfigMap", "Secret")]
@@ -241,10 +246,10 @@ def _made_by(plan: Plan, objects: RunObjects) -> list[str]:
 
 
 def _delete_pods(objects: RunObjects) -> None:
-    """Ask all of them to end, in one request; and the services that an operator made, one a pod.
+    """Delete the run's pods in one request, and the services that an operator made for them.
 
-    The cluster's own garbage collection asks for one after the other: 200 take it 15 s. It does
-    get there, so that it is no error if we may not.
+    Without the right to do so this is left to the cluster's garbage collection, which deletes them
+    one by one: 200 take it 15 s.
     """
     collections = [objects.pods_path()]
     if objects.flavor.kind == "PyTorchJob":
@@ -256,40 +261,43 @@ def _delete_pods(objects: RunObjects) -> None:
 
 
 def _await_gone(plan: Plan, objects: RunObjects) -> frozenset[str]:
-    """Wait for the end of all pods; gives those whose nodes of the cluster do not answer."""
+    """Wait until all pods are gone; returns the names of those on nodes that do not answer.
+
+    Raises:
+        Unavailable: some do not end.
+    """
     lost: set[str] = set()
-    started = again = time.monotonic()
-    late_at = started + plan.stop_grace + STOP_EXTRA
-    deadline, fewest = late_at + GONE_SECONDS, math.inf
+    started = deleted_at = time.monotonic()
+    grace_ends = started + plan.stop_grace + STOP_EXTRA
+    deadline, fewest = grace_ends + STUCK_SECONDS, math.inf
     while True:
         now = time.monotonic()
-        late = now > late_at
-        # One pod tells as well as all of them that not all are gone.
+        late = now > grace_ends
+        # Until then it only matters whether there are any.
         items = objects.get(objects.pods_path(**({} if late else {"limit": "1"})))["items"]
         if not items:
             return frozenset(lost)
-        if now > again + AGAIN_SECONDS:
-            again = now
+        if now > deleted_at + DELETE_SECONDS:
+            deleted_at = now
             _delete_pods(objects)
         if late:
             if len(items) < fewest:
-                fewest, deadline = len(items), max(deadline, now + GONE_SECONDS)
-            lost |= _end_lost(objects, items)
+                fewest, deadline = len(items), max(deadline, now + STUCK_SECONDS)
+            lost |= _remove_lost(objects, items)
         if now > deadline:
             names = sorted(each["metadata"]["name"] for each in items)
-            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-            raise Unavailable(f"pods that do not end: {', '.join(names[:NAMED])}{more}")
-        time.sleep(LOOK_SECONDS)
+            more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+            raise Unavailable(f"pods that do not end: {', '.join(names[:MAX_NAMED])}{more}")
+        time.sleep(POLL_SECONDS)
 
 
-def _end_lost(objects: RunObjects, items: list[Object]) -> set[str]:
-    """Remove by force the pods on nodes that do not answer: nobody there will say that they have
-    ended."""
+def _remove_lost(objects: RunObjects, items: list[Object]) -> set[str]:
+    """Remove by force the pods on nodes that do not answer, which cannot report their end."""
     ready = cache(objects.node_ready)
     lost: set[str] = set()
     for pod in (read_pod(each, None) for each in items):
-        gone = pod.host and ready(pod.host) is False
-        if pod.leaving and (gone or pod.silent_since is not None):
+        not_ready = pod.host and ready(pod.host) is False
+        if pod.terminating and (not_ready or pod.unreachable_since is not None):
             lost.add(pod.name)
             objects.force(pod)
     return lost

@@ -1,4 +1,4 @@
-"""Pods of a Kubernetes cluster, one per node, kept by a job of one of several kinds (`flavors`)."""
+"""The backend that runs nodes as pods, owned by a job of one of several kinds (`flavors`)."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from clusterkit.backends.base import (
     SupportsRemoteRuns,
     SupportsSync,
 )
-from clusterkit.backends.kubernetes.apply import apply, kustomized, remove
-from clusterkit.backends.kubernetes.client import KubeTransport
-from clusterkit.backends.kubernetes.entry import check_entry
+from clusterkit.backends.kubernetes.api_server import KubeTransport, RunObjects, Server
+from clusterkit.backends.kubernetes.apply import apply, kustomized, objects_of, remove
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.monitor import PodMonitor
+from clusterkit.backends.kubernetes.objects import Object
 from clusterkit.backends.kubernetes.observe import (
     all_nodes_had_pods,
     ended_elsewhere,
+    known_after,
+    list_pods,
     observation,
-    pods_of,
-    snapshot,
+    read_known,
     why_no_pods,
 )
-from clusterkit.backends.kubernetes.pod_log import collect
+from clusterkit.backends.kubernetes.pod_log import fetch_logs
 from clusterkit.backends.kubernetes.probe import context_of, facts_of, places
-from clusterkit.backends.kubernetes.remote_runs import kept, listing, reached
-from clusterkit.backends.kubernetes.server import RunObjects, Server, objects_of
-from clusterkit.backends.kubernetes.text import Object
+from clusterkit.backends.kubernetes.remote_runs import for_machine, listing, recover
+from clusterkit.backends.kubernetes.validation import check_entry
 from clusterkit.backends.node_status import folder_exists
 from clusterkit.backends.probing import assumed_gpus
 from clusterkit.cluster import Facts, KubernetesCluster, KubernetesFacts
@@ -139,33 +139,32 @@ class KubernetesBackend(
         assert isinstance(transport, KubeTransport)
         *_, command = plan.steps
         folder = next(Path(file.path).parent for file in plan.files)
-        transport.carried_out[command.argv] = partial(apply, RunObjects(plan, transport), folder)
+        transport.handlers[command.argv] = partial(apply, RunObjects(plan, transport), folder)
         super().submit(plan, transport, **more)
 
     def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
         if not folder_exists(handle):
             return None
+        before = read_known(handle)
         try:
-            pods = pods_of(handle, transport)
+            listed = list_pods(handle, transport)
         except ClusterkitError as error:
-            return observation(handle, {}, transport, silent=error.message)
-        objects = RunObjects(handle.plan, transport)
-        if not pods and (unknown := ended_elsewhere(handle, objects)) is not None:
+            return observation(handle, before, transport, unreachable=error.message)
+        pods, objects = known_after(before, listed, handle.plan), RunObjects(handle.plan, transport)
+        if not listed and (unknown := ended_elsewhere(handle, pods, objects)) is not None:
             return unknown
         if handle.plan.restarts:
-            # Which attempt goes on in the pods, only their logs tell, each node's the same.
+            # Which attempt runs in the pods is in their logs alone, in each node's the same.
             with contextlib.suppress(ClusterkitError):
-                collect(handle, transport, [pod for pod in pods.values() if pod.node == 0])
-        before = snapshot(handle)
-        whole = all_nodes_had_pods(handle.plan, pods, before)
-        waits = None if whole else why_no_pods(objects)
-        return observation(handle, pods, transport, before=before, waits=waits)
+                fetch_logs(handle, transport, [pod for pod in listed.values() if pod.node == 0])
+        waits_for = None if all_nodes_had_pods(handle.plan, pods) else why_no_pods(objects)
+        return observation(handle, pods, transport, waits_for=waits_for)
 
     def watch(self, handle: RunHandle, transport: Transport) -> Monitor:
         return PodMonitor(handle, transport)
 
     def sync(self, handle: RunHandle, transport: Transport) -> None:
-        collect(handle, transport, pods_of(handle, transport).values())
+        fetch_logs(handle, transport, list_pods(handle, transport).values())
 
     def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
         remove(handle, transport)
@@ -182,8 +181,9 @@ class KubernetesBackend(
         context, namespace = context_of(cluster)
         server = Server.of(cluster, transport)
         ids = [each.run for each in listing(server, namespace)]
-        return reached(
-            kept(server, namespace, resolve(run, ids, f"in namespace {namespace}")), cluster,
+        found = recover(server, namespace, resolve(run, ids, f"in namespace {namespace}"))
+        return for_machine(
+            found, cluster,
             home=str(home()), context=context, namespace=namespace,
             kubeconfig=cluster.kubeconfig or os.environ.get("KUBECONFIG"),
         )  # fmt: skip

@@ -1,55 +1,62 @@
-"""The kinds of jobs that can keep a run's pods: their manifests, and which one is taken; and what
-watches over those pods. Pure."""
+"""The flavors: kinds of jobs that own a run's pods, their manifests, the choice of one; and the
+manifests of the run's watcher. Pure."""
 
 from __future__ import annotations
 
-import math
 import posixpath
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from clusterkit.agent import LEFT
-from clusterkit.backends.kubernetes.pods import (
+from clusterkit.backends.kubernetes.objects import (
     ATTEMPT,
     ROLE,
     RUN,
+    Object,
+    literal,
+    new_object,
+    plural,
+)
+from clusterkit.backends.kubernetes.pods import (
     Shape,
     container_security,
     metadata,
     placement,
     pod_security,
-    silent_for,
     template,
+    unreachable_for,
 )
-from clusterkit.backends.kubernetes.text import Object, literal, made, plural
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.errors import BadInput, CapabilityError, Unavailable
 from clusterkit.spec import JobSpec
 
 SSH_PORT = 2222
 SSH_KEYS = "/etc/clusterkit/ssh"
-"""Where sshd and ssh of the image look for keys, whatever HOME is, and only root may put some."""
+"""Where sshd and ssh of the image look for keys, whatever HOME is; only root may write there."""
 
 
 class Flavor(ABC):
-    """A kind of job."""
+    """A kind of job.
+
+    Attributes:
+        api: API group and version.
+        index: label that holds a pod's node rank; None: there is only node 0.
+        host: format of the name by which the other pods reach a node's.
+        operator: the controller that creates its pods; empty: Kubernetes itself.
+        besides: further kinds of its API of which a run has an object.
+    """
 
     kind: ClassVar[str]
     api: ClassVar[str]
-    """Its API's group and version."""
     index: ClassVar[str | None]
-    """Label that holds a pod's node rank; None: there is only node 0."""
     host: ClassVar[str]
-    """The name under which the other pods find a node's, with fields of `Shape` and ``node``."""
     operator: ClassVar[str] = ""
-    """Who makes its pods; empty: Kubernetes itself."""
     besides: ClassVar[tuple[str, ...]] = ()
-    """Kinds of its API that a run has beside its job."""
 
     @abstractmethod
     def render(self, shape: Shape) -> list[Object]:
-        """Its objects; the job itself is the last."""
+        """Return the objects of a run; the job is the last."""
 
     def node_name(self, shape: Shape, node: int) -> str:
         return self.host.format(name=shape.name, namespace=shape.namespace, node=node)
@@ -63,19 +70,19 @@ class Flavor(ABC):
         return plural(self.kind)
 
     def served(self, resources: Mapping[str, Any]) -> bool:
-        """Whether an API group's list of what it serves has this kind."""
+        """Whether the kind is in an API group's resource list."""
         return any(each.get("name") == self.plural for each in resources.get("resources") or ())
 
     def job(self, shape: Shape, spec: Object) -> Object:
-        """The job, of this spec."""
-        return made(self.api, self.kind, metadata(shape), spec=spec)
+        """Return the job with this spec."""
+        return new_object(self.api, self.kind, metadata(shape), spec=spec)
 
 
 class PyTorchJob(Flavor):
-    """Of Kubeflow's training operator 1.9: Workers only.
+    """A job of Kubeflow's training operator 1.9, with Workers only.
 
-    A Master would bring an init container into every Worker that pod security "restricted" forbids,
-    and a job that counts as done when its Master is.
+    With a Master every Worker would get an init container that pod security "restricted" forbids,
+    and the job would count as done when the Master is.
     """
 
     kind, api, host = "PyTorchJob", "kubeflow.org/v1", "{name}-worker-{node}"
@@ -83,7 +90,7 @@ class PyTorchJob(Flavor):
     operator = "Kubeflow's training operator"
 
     def render(self, shape: Shape) -> list[Object]:
-        # With ExitCode a pod that ends with 128 or more is made anew; with Never one that was
+        # With ExitCode a pod that ends with 128 or more is replaced; with Never one that was
         # deleted counts as failed.
         policy = "OnFailure" if shape.topology.elastic else "ExitCode" if shape.rejoin else "Never"
         worker = {
@@ -92,8 +99,8 @@ class PyTorchJob(Flavor):
             "template": template(shape, "pytorch", rank=f"metadata.labels['{self.index}']"),
         }
         spec = {
-            # A job is done for the operator when Worker 0 is; the others may still be at work,
-            # and end together by themselves when one of them fails (clusterkit.agent).
+            # The operator takes a job for done when Worker 0 is, while others may still be at
+            # work; when one fails the agents end all.
             "runPolicy": {"cleanPodPolicy": "None"},
             "pytorchReplicaSpecs": {"Worker": worker},
         }
@@ -101,7 +108,7 @@ class PyTorchJob(Flavor):
 
 
 class MPIJob(Flavor):
-    """Of Kubeflow's MPI operator 0.7: workers run sshd as a plain user, the launcher mpirun."""
+    """A job of Kubeflow's MPI operator 0.7: workers run sshd as a user, the launcher mpirun."""
 
     kind, api = "MPIJob", "kubeflow.org/v2beta1"
     host = "{name}-worker-{node}.{name}.{namespace}.svc"
@@ -110,7 +117,7 @@ class MPIJob(Flavor):
 
     def render(self, shape: Shape) -> list[Object]:
         probe = {
-            # Without it, and without launcherCreationPolicy, mpirun comes before sshd and fails.
+            # Without it, or without launcherCreationPolicy, mpirun starts before sshd and fails.
             "ports": [{"name": "ssh", "containerPort": SSH_PORT}],
             "readinessProbe": {"tcpSocket": {"port": SSH_PORT}, "periodSeconds": 2},
         }
@@ -144,45 +151,44 @@ class PlainJob(Flavor):
     def render(self, shape: Shape) -> list[Object]:
         network = {
             "clusterIP": "None",
-            # Names are there before their pods are ready: they wait for each other.
+            # Pods wait for each other's names before they are ready.
             "publishNotReadyAddresses": True,
             "selector": {"batch.kubernetes.io/job-name": shape.name},
         }
-        service = made("v1", "Service", metadata(shape, shape.name), spec=network)
+        service = new_object("v1", "Service", metadata(shape, shape.name), spec=network)
         rank = f"metadata.annotations['{self.index}']"
         spec = {
             "completionMode": "Indexed",
             "completions": shape.topology.nodes,
             "parallelism": shape.topology.nodes,
-            # One that fails takes the others with it; whoever watches starts all of them again.
-            **_replacing(shape, "train"),
+            **_replacement(shape, "train"),
             "template": template(shape, "train", rank=rank, subdomain=shape.name),
         }
         return [service, self.job(shape, spec)]
 
 
-def _replacing(shape: Shape, container: str) -> Object:
-    """The keys of a Job by which a pod that was taken away is made anew, and no other.
+def _replacement(shape: Shape, container: str) -> Object:
+    """Return the keys of a Job by which only a pod that was removed is replaced.
 
-    A pod that somebody deletes is not marked as disrupted: its agent's exit code tells.
+    A pod that somebody deletes gets no condition DisruptionTarget, but its agent exits with LEFT.
     """
     found: Object = {"backoffLimit": 0}
     if shape.rejoin:
-        taken = {"containerName": container, "operator": "In", "values": [LEFT]}
-        # (Written out: in a TrainJob's runtime it has no default.)
+        deleted = {"containerName": container, "operator": "In", "values": [LEFT]}
+        # A TrainingRuntime has no default for the status.
         disrupted = {"type": "DisruptionTarget", "status": "True"}
         found["podReplacementPolicy"] = "Failed"
         found["podFailurePolicy"] = {
             "rules": [
                 {"action": "Ignore", "onPodConditions": [disrupted]},
-                {"action": "Ignore", "onExitCodes": taken},
+                {"action": "Ignore", "onExitCodes": deleted},
             ]
         }
     return found
 
 
 class JobSet(Flavor):
-    """Of JobSet 0.10: one Job, in a network that JobSet makes for it."""
+    """A job of JobSet 0.10: one Job, and the service that JobSet makes for it."""
 
     kind, api, host = "JobSet", "jobset.x-k8s.io/v1alpha2", "{name}-node-0-{node}.{name}"
     index = PlainJob.index
@@ -190,10 +196,10 @@ class JobSet(Flavor):
 
     def render(self, shape: Shape) -> list[Object]:
         spec = {
-            # Names are there before their pods are ready: they wait for each other.
+            # Pods wait for each other's names before they are ready.
             "network": {"subdomain": shape.name, "publishNotReadyAddresses": True},
             "successPolicy": {"operator": "All"},
-            # The agents start ranks again, in the pods that are there.
+            # The agents restart ranks, in the same pods.
             "failurePolicy": {"maxRestarts": 0},
             "replicatedJobs": [
                 _replicated(
@@ -205,14 +211,14 @@ class JobSet(Flavor):
 
 
 def _replicated(shape: Shape, **keys: Any) -> Object:
-    """The one Job of a JobSet, with further keys of its spec."""
+    """Return the one Job of a JobSet, with further keys of its spec."""
     pod = template(shape, "node", rank=f"metadata.annotations['{PlainJob.index}']")
-    spec = {**keys, **_replacing(shape, "node"), "template": pod}
+    spec = {**keys, **_replacement(shape, "node"), "template": pod}
     return {"name": "node", "template": {"spec": spec}}
 
 
 class TrainJob(JobSet):
-    """Of Kubeflow's trainer 2.1, with a runtime of the run's own, which no admin has to make.
+    """A job of Kubeflow's trainer 2.1, with a runtime of its own that no admin has to create.
 
     The trainer makes a JobSet of it.
     """
@@ -227,7 +233,7 @@ class TrainJob(JobSet):
         job["template"]["metadata"] = {"labels": labels}
         (kind,), nodes = self.besides, {"numNodes": shape.topology.nodes}
         policy = {"mlPolicy": nodes, "template": {"spec": {"replicatedJobs": [job]}}}
-        runtime = made(self.api, kind, metadata(shape, shape.name), spec=policy)
+        runtime = new_object(self.api, kind, metadata(shape, shape.name), spec=policy)
         named = {"apiGroup": self.group, "kind": kind, "name": shape.name}
         return [runtime, self.job(shape, {"runtimeRef": named, "trainer": nodes})]
 
@@ -240,11 +246,11 @@ FLAVORS: Mapping[str, Flavor] = {
     "job": PlainJob(),
 }
 _MPI = ("mpirun", "deepspeed")
-"""Launchers that an MPIJob's pod can start the ranks of all others with."""
+"""Launchers that start the ranks of all nodes from one pod, as an MPIJob has it."""
 
 
 def choose(job: JobSpec, cluster: KubernetesCluster, facts: KubernetesFacts) -> tuple[str, str]:
-    """The flavor, and why this one.
+    """Choose the flavor; returns its name, and why it was chosen.
 
     Raises:
         BadInput: flavor and launcher do not go together.
@@ -255,19 +261,19 @@ def choose(job: JobSpec, cluster: KubernetesCluster, facts: KubernetesFacts) -> 
     name: str = cluster.flavor
     origin = "cluster: flavor"
     if name == "auto":
-        fits = [
+        usable = [
             each
             for each, flavor in FLAVORS.items()
             if flavor.kind in (*facts.kinds, "Job")
             and (each == "mpijob") == mpi
             and (mpi or not job.elastic or each in ("pytorchjob", "job"))
         ]
-        if not fits:
+        if not usable:
             raise Unavailable(
                 "launcher: mpirun needs MPIJob, which the cluster does not serve",
                 hint="install Kubeflow's MPI operator, or launcher: forkserver",
             )
-        name, origin = fits[0], "launcher: mpirun" if mpi else "the cluster serves it"
+        name, origin = usable[0], "launcher: mpirun" if mpi else "the cluster serves it"
         if name == "job":
             origin = "the cluster serves no kind of its own for training"
     flavor = FLAVORS[name]
@@ -294,50 +300,46 @@ def choose(job: JobSpec, cluster: KubernetesCluster, facts: KubernetesFacts) -> 
 # ---------------------------------------------------------------- the watcher
 
 PROGRAM = "lost_pods.py"
-"""Its file in the run's config map."""
+"""The watcher's file in the run's config map."""
 RBAC = "rbac.authorization.k8s.io"
 
 
 def watcher(shape: Shape, flavor: Flavor, python: str) -> list[Object]:
-    """Its objects.
-
-    Args:
-        python: interpreter in the image.
-    """
+    """Return the objects of the run's watcher; ``python`` is the interpreter in the image."""
     name = f"{shape.name}-watch"
     meta = metadata(shape, name)
     del meta["labels"][ATTEMPT]
-    # A PyTorchJob's pods have names that are known before; a Job holds its own.
+    # Names of a PyTorchJob's pods are known before. A Job's pods have finalizers, hence patch.
     removes: Object = {"verbs": ["delete", "patch"]}
     if flavor.kind == "PyTorchJob":
         names = [flavor.node_name(shape, node) for node in range(shape.topology.nodes)]
         removes = {"resourceNames": names, "verbs": ["delete"]}
     pods = {"apiGroups": [""], "resources": ["pods"]}
+    rules = [{**pods, "verbs": ["list"]}, {**pods, **removes}]
     account = {"kind": "ServiceAccount", "name": name, "namespace": shape.namespace}
     role = {"apiGroup": RBAC, "kind": "Role", "name": name}
     labels = {**meta["labels"], ROLE: "watcher"}
-    pod = {"metadata": {"labels": labels}, "spec": _watching_pod(shape, name, python)}
+    pod = {"metadata": {"labels": labels}, "spec": _watcher_pod(shape, name, python)}
     return [
-        made("v1", "ServiceAccount", meta, automountServiceAccountToken=False),
-        made(f"{RBAC}/v1", "Role", meta, rules=[{**pods, "verbs": ["list"]}, {**pods, **removes}]),
-        made(f"{RBAC}/v1", "RoleBinding", meta, roleRef=role, subjects=[account]),
-        made(
+        new_object("v1", "ServiceAccount", meta, automountServiceAccountToken=False),
+        new_object(f"{RBAC}/v1", "Role", meta, rules=rules),
+        new_object(f"{RBAC}/v1", "RoleBinding", meta, roleRef=role, subjects=[account]),
+        new_object(
             "batch/v1", "Job", {**meta, "labels": labels},
             spec={"backoffLimit": 1000, "template": pod},
         ),
     ]  # fmt: skip
 
 
-def _watching_pod(shape: Shape, account: str, python: str) -> Object:
+def _watcher_pod(shape: Shape, account: str, python: str) -> Object:
     cluster, files = shape.cluster, "/clusterkit"
-    kept = math.ceil(cluster.lost_after)
     selector = f"{RUN}={shape.labels[RUN]},{ROLE}=node"
-    words = [python, "-I", posixpath.join(files, PROGRAM), shape.namespace, selector]
+    command = [python, "-I", posixpath.join(files, PROGRAM), shape.namespace, selector]
     container = {
         "name": "watcher",
         "image": shape.image,
         "imagePullPolicy": cluster.image_pull_policy,
-        "command": [literal(word) for word in (*words, f"{cluster.lost_after:g}")],
+        "command": [literal(word) for word in (*command, f"{cluster.lost_after:g}")],
         "resources": {
             "requests": {"cpu": "10m", "memory": "64Mi"},
             "limits": {"memory": "256Mi"},
@@ -350,8 +352,10 @@ def _watching_pod(shape: Shape, account: str, python: str) -> Object:
         "serviceAccountName": account,
         "automountServiceAccountToken": True,
         "enableServiceLinks": False,
-        # A node that is gone may have it as well, and must not keep it longer than the run's pods.
-        **placement(cluster, [*map(dict, cluster.tolerations), *silent_for(kept)]),
+        # It may run on a lost node itself, and must be replaced as early as the run's pods.
+        **placement(
+            cluster, [*map(dict, cluster.tolerations), *unreachable_for(cluster.lost_after)]
+        ),
         "securityContext": pod_security(cluster.user),
         "containers": [container],
         "volumes": [{"name": "files", "configMap": {"name": shape.name}}],

@@ -34,7 +34,7 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 JSON, MERGE_PATCH = "application/json", "application/merge-patch+json"
 
 
-def silent_since(pod: Mapping[str, Any]) -> float | None:
+def unreachable_since(pod: Mapping[str, Any]) -> float | None:
     """Unix time from which the node of a pod that has not ended has not answered; None: it does.
 
     Of its pods the cluster says that they are not ready. A kubelet that says so says the same of
@@ -103,7 +103,7 @@ def look(pods: str, selector: str, seconds: float) -> bool:
     """Remove what is to be removed; whether there is a pod that has not ended."""
     listed = ask("GET", f"{pods}?labelSelector={quote(selector, safe='')}")["items"]
     for each in listed:
-        since, meta = silent_since(each), each["metadata"]
+        since, meta = unreachable_since(each), each["metadata"]
         if since is not None and time.time() > since + seconds:
             print(f"{meta['name']}: its node does not answer: removed by force", flush=True)
             path, held = f"{pods}/{meta['name']}", bool(meta.get("finalizers"))

@@ -1,4 +1,4 @@
-"""Keeps up with a run's pods while somebody watches it: one watch, one stream for each log."""
+"""Follow a run's pods: one watch, one stream for each log."""
 
 from __future__ import annotations
 
@@ -6,25 +6,31 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from clusterkit.backends.base import Observation
-from clusterkit.backends.kubernetes.client import RawStream
-from clusterkit.backends.kubernetes.judge import Pod, cause_from_events, unexplained
+from clusterkit.backends.kubernetes.api_server import RawStream, RunObjects
 from clusterkit.backends.kubernetes.observe import (
     all_nodes_had_pods,
-    keep,
+    known_after,
     observation,
+    read_known,
     read_pods,
-    snapshot,
+    replaces,
     why_no_pods,
-    with_seen,
+    write_known,
 )
-from clusterkit.backends.kubernetes.pod_log import AGAIN_SECONDS, LOG_SECONDS, PodLog
-from clusterkit.backends.kubernetes.server import RunObjects
+from clusterkit.backends.kubernetes.pod_log import LOG_SECONDS, RETRY_SECONDS, LogFollower
+from clusterkit.backends.kubernetes.pod_status import (
+    Pod,
+    cause_from_events,
+    needs_events,
+    updated,
+    without,
+)
 from clusterkit.backends.node_status import folder_exists
 from clusterkit.errors import ClusterkitError
 from clusterkit.run.folder import RunHandle
@@ -32,134 +38,57 @@ from clusterkit.run.status import State
 from clusterkit.transport import Transport
 
 WATCH_SECONDS = 280
-"""How long one watch lasts; the server ends it."""
-NEWS_SECONDS = 5.0
-"""How often it is asked why there are no pods, and states are judged anew although nothing came."""
+"""How long a watch lasts before the server ends it."""
+REFRESH_SECONDS = 5.0
+"""How often states are worked out anew although nothing changed, and why pods are missing."""
 
 
-class PodMonitor:
-    """Follows one attempt."""
+class PodWatch:
+    """A thread that keeps up with the pods of an attempt. Read its attributes under its lock.
 
-    def __init__(self, handle: RunHandle, transport: Transport) -> None:
-        self._handle = handle
-        self._transport = transport
-        self._objects = RunObjects(handle.plan, transport)
-        self._lock = threading.Lock()
+    Attributes:
+        pods: all that are known, by name; replaced by a new dict at each change.
+        listed: whether the API server has listed them yet.
+        unreachable: why the API server does not answer.
+    """
+
+    def __init__(self, handle: RunHandle, objects: RunObjects, notify: Callable[[], None]) -> None:
+        self._handle, self._objects, self._notify = handle, objects, notify
         self._closed = threading.Event()
-        self._pods: dict[str, Pod] = {}
-        self._before = self._kept = snapshot(handle)
-        self._listed = False
-        self._news = True
-        self._judge_at = 0.0
-        self._silent: str | None = None
-        self._waits: str | None = None
-        self._ask_at = time.monotonic() + NEWS_SECONDS
-        self._logs: dict[tuple[str, str, int], PodLog] = {}
-        self._ended_at: dict[str, float] = {}
         self._stream: RawStream | None = None
-        self._last: Observation | None = None
-        self._given_up: dict[str, float] = {}
-        self._events: dict[str, str] = {}
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._event_causes: dict[str, str] = {}
+        self.lock = threading.Lock()
+        self.pods = read_known(handle)
+        self.listed = False
+        self.unreachable: str | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def status(self) -> Observation | None:
-        if not folder_exists(self._handle):
-            return None
-        now = time.monotonic()
-        with self._lock:
-            news, self._news = self._news, False
-            pods, silent, listed = dict(self._pods), self._silent, self._listed
-            # At one moment: a pod that is known from before, and not there, is gone.
-            before = self._before = with_seen(self._before, self._pods, self._handle.plan)
-        if before != self._kept:
-            self._kept = before
-            keep(self._handle, before)
-        whole = all_nodes_had_pods(self._handle.plan, pods, before)
-        if listed and not whole and silent is None and now >= self._ask_at:
-            self._ask_at = now + NEWS_SECONDS
-            waits = why_no_pods(self._objects)
-            news, self._waits = news or waits != self._waits, waits
-        if self._handle.plan.replace_lost and silent is None:
-            for pod in pods.values():
-                self._give_up(pod, now)
-        if not listed and silent is None:
-            # Nothing is known yet but what was written down.
-            return observation(self._handle, before, self._transport, before=before)
-        if self._last is None or news or now >= self._judge_at:
-            self._judge(pods, before, silent, now)
-        return self._last
-
-    def _judge(
-        self, pods: Mapping[str, Pod], before: Mapping[str, Pod], silent: str | None, now: float
-    ) -> None:
-        self._judge_at = now + NEWS_SECONDS
-        unheard = set()
-        for pod in pods.values():
-            log = self._log_of(pod)
-            if log is None or pod.exit_code is None or log.whole.is_set():
-                continue
-            log.hurry()
-            if now < self._ended_at.setdefault(pod.uid, now) + LOG_SECONDS:
-                unheard.add(pod.name)
-                self._judge_at = now
-        self._last = observation(
-            self._handle, pods, self._transport, before=before, waits=self._waits,
-            silent=silent, unheard=frozenset(unheard), unseen=State.PENDING,
-        )  # fmt: skip
-
-    def _give_up(self, pod: Pod, now: float) -> None:
-        """Remove by force a pod whose node of the cluster has not answered for long, as the run's
-        watcher in the cluster does, where it has one."""
-        since = pod.silent_since
-        if since is None or pod.node is None or time.time() < since + self._handle.plan.lost_after:
-            return
-        if now >= self._given_up.get(pod.uid, now):
-            self._given_up[pod.uid] = now + NEWS_SECONDS
-            with contextlib.suppress(ClusterkitError):
-                self._objects.force(pod)
-
-    def _log_of(self, pod: Pod) -> PodLog | None:
-        """The follower of a pod's log, made as soon as there can be one."""
-        if pod.node is None or not pod.started:
-            return None
-        key = (pod.name, pod.uid, pod.restarts)
-        if key not in self._logs:
-            for (_, uid, _), log in self._logs.items():
-                if log.node == pod.node and uid != pod.uid:
-                    # What a node of the cluster that does not answer still holds will not come.
-                    log.give_up()
-            self._logs[key] = PodLog(self._handle, pod, self._transport, self._closed, self._told)
-        return self._logs[key]
-
-    def _told(self) -> None:
-        """A node's agent has told of itself."""
-        with self._lock:
-            self._news = True
-
-    # -- the watch
-
-    def _watch(self) -> None:
+    def _run(self) -> None:
         while not self._closed.is_set():
             try:
-                # When a watch has ended or broken off, the next list tells what was missed.
+                # After a watch has ended, the next list shows what was missed.
                 self._follow(self._list())
             except ClusterkitError as error:
-                with self._lock:
-                    self._news = self._news or self._silent is None
-                    self._silent = error.message
-                self._closed.wait(AGAIN_SECONDS)
+                news = self.unreachable is None
+                with self.lock:
+                    self.unreachable = error.message
+                if news:
+                    self._notify()
+                self._closed.wait(RETRY_SECONDS)
 
     def _list(self) -> str:
-        listed = self._objects.get(self._objects.pods_path())
-        pods = self._explained(read_pods(self._handle, self._objects, listed["items"]))
-        with self._lock:
-            self._pods = pods
-            self._listed, self._news, self._silent = True, True, None
-        return str(listed["metadata"]["resourceVersion"])
+        """List all pods, and return the version at which to begin a watch."""
+        found = self._objects.get(self._objects.pods_path())
+        pods = self._with_causes(read_pods(self._handle, self._objects, found["items"]))
+        with self.lock:
+            self.pods = known_after(self.pods, pods, self._handle.plan)
+            self.listed, self.unreachable = True, None
+        self._notify()
+        return str(found["metadata"]["resourceVersion"])
 
     def _follow(self, version: str) -> None:
-        """One watch, to its end."""
+        """Take the events of one watch, until it ends."""
         path = self._objects.pods_path(
             watch="1", resourceVersion=version, timeoutSeconds=str(WATCH_SECONDS)
         )
@@ -169,46 +98,139 @@ class PodMonitor:
             while not self._closed.is_set() and (data := stream.read(WATCH_SECONDS + 20)):
                 *lines, rest = (rest + data).split(b"\n")
                 for event in map(json.loads, lines):
-                    if event["type"] == "ERROR":  # it is too far behind
+                    if event["type"] == "ERROR":  # the version is too old
                         return
                     self._take(event)
 
     def _take(self, event: Mapping[str, Any]) -> None:
-        read = self._explained(read_pods(self._handle, self._objects, [event["object"]]))
-        with self._lock:
-            self._news = True
-            # At once: its end may be told by this alone, and it may be gone the next moment.
-            self._before = with_seen(self._before, read, self._handle.plan)
+        pods = read_pods(self._handle, self._objects, [event["object"]])
+        pods = self._with_causes(pods)
+        with self.lock:
+            self.pods = updated(self.pods, pods, replaceable=replaces(self._handle.plan))
             if event["type"] == "DELETED":
-                self._pods.pop(event["object"]["metadata"]["name"], None)
-            else:
-                self._pods.update(read)
+                self.pods = without(self.pods, (pod.uid for pod in pods.values()))
+        self._notify()
 
-    def _explained(self, pods: dict[str, Pod]) -> dict[str, Pod]:
-        """The pods, with what their events say of why they were ended."""
+    def _with_causes(self, pods: dict[str, Pod]) -> dict[str, Pod]:
+        """Add to pods what the namespace or their events tell of why they were ended."""
         for name, pod in pods.items():
-            if pod.leaving and pod.removed_by is None and self._objects.namespace_goes:
-                pods[name] = msgspec.structs.replace(
-                    pod, removed_by=f"its namespace, {self._objects.namespace}, is being deleted"
-                )
-            if not unexplained(pod):
-                continue
-            if pod.uid not in self._events:
-                with contextlib.suppress(ClusterkitError, ValueError):
-                    events = self._objects.events(f"involvedObject.uid={pod.uid}")
-                    if said := cause_from_events(events, self._objects.namespace):
-                        self._events[pod.uid] = said
-            said = self._events.get(pod.uid, pod.removed_by)
-            pods[name] = msgspec.structs.replace(pod, removed_by=said)
+            removed_by = pod.removed_by
+            if pod.terminating and removed_by is None and self._objects.namespace_deleted:
+                removed_by = f"its namespace, {self._objects.namespace}, is being deleted"
+            if needs_events(pod):
+                if pod.uid not in self._event_causes:
+                    with contextlib.suppress(ClusterkitError, ValueError):
+                        events = self._objects.events(f"involvedObject.uid={pod.uid}")
+                        if cause := cause_from_events(events, self._objects.namespace):
+                            self._event_causes[pod.uid] = cause
+                removed_by = self._event_causes.get(pod.uid, removed_by)
+            pods[name] = replace(pod, removed_by=removed_by)
         return pods
 
     def close(self) -> None:
-        """Watch no more; the pods go on."""
         self._closed.set()
         if self._stream is not None:
             self._stream.close()
+
+    def join(self) -> None:
+        self._thread.join(2 * RETRY_SECONDS)
+
+
+class PodMonitor:
+    """The states of an attempt's nodes, while its pods are watched and their logs followed."""
+
+    def __init__(self, handle: RunHandle, transport: Transport) -> None:
+        self._handle, self._transport = handle, transport
+        self._objects = RunObjects(handle.plan, transport)
+        self._closed = threading.Event()
+        self._changed = threading.Event()
+        self._changed.set()
+        self._watch = PodWatch(handle, self._objects, self._changed.set)
+        self._recorded: Mapping[str, Pod] = read_known(handle)
+        self._last: Observation | None = None
+        self._refresh_at = 0.0
+        self._waits_for: str | None = None
+        self._ask_at = time.monotonic() + REFRESH_SECONDS
+        self._logs: dict[tuple[str, str, int], LogFollower] = {}
+        self._ended_at: dict[str, float] = {}
+        self._force_at: dict[str, float] = {}
+
+    def status(self) -> Observation | None:
+        if not folder_exists(self._handle):
+            return None
+        now, plan = time.monotonic(), self._handle.plan
+        changed = self._changed.is_set()
+        self._changed.clear()
+        with self._watch.lock:
+            pods, listed = self._watch.pods, self._watch.listed
+            unreachable = self._watch.unreachable
+        if pods != self._recorded:
+            self._recorded = pods
+            write_known(self._handle, pods)
+        if unreachable is None:
+            if not listed:
+                return observation(self._handle, pods, self._transport)
+            if now >= self._ask_at and not all_nodes_had_pods(plan, pods):
+                self._ask_at = now + REFRESH_SECONDS
+                waits_for = why_no_pods(self._objects)
+                changed, self._waits_for = changed or waits_for != self._waits_for, waits_for
+            if plan.replace_lost:
+                self._remove_lost(pods, now)
+        if self._last is None or changed or now >= self._refresh_at:
+            self._refresh_at = now + REFRESH_SECONDS
+            incomplete = self._incomplete_logs(pods, now) if listed else frozenset()
+            if incomplete:
+                self._refresh_at = now
+            self._last = observation(
+                self._handle, pods, self._transport, waits_for=self._waits_for,
+                unreachable=unreachable, incomplete_logs=incomplete, unseen=State.PENDING,
+            )  # fmt: skip
+        return self._last
+
+    def _remove_lost(self, pods: Mapping[str, Pod], now: float) -> None:
+        """Remove by force pods on lost nodes, as the run's watcher in the cluster does if any."""
+        long_ago = time.time() - self._handle.plan.lost_after
+        for pod in pods.values():
+            since = pod.unreachable_since
+            if pod.gone or pod.node is None or since is None or since > long_ago:
+                continue
+            if now >= self._force_at.get(pod.uid, now):
+                self._force_at[pod.uid] = now + REFRESH_SECONDS
+                with contextlib.suppress(ClusterkitError):
+                    self._objects.force(pod)
+
+    def _incomplete_logs(self, pods: Mapping[str, Pod], now: float) -> frozenset[str]:
+        """Follow the logs of all pods; returns the names of those that have ended a short time ago
+        and whose logs are still to come."""
+        incomplete = set()
+        for pod in pods.values():
+            if pod.gone or pod.node is None or not pod.started:
+                continue
+            log = self._log_of(pod)
+            if pod.exit_code is not None and not log.complete.is_set():
+                log.container_ended()
+                if now < self._ended_at.setdefault(pod.uid, now) + LOG_SECONDS:
+                    incomplete.add(pod.name)
+        return frozenset(incomplete)
+
+    def _log_of(self, pod: Pod) -> LogFollower:
+        key = (pod.name, pod.uid, pod.restarts)
+        if key not in self._logs:
+            for (_, uid, _), log in self._logs.items():
+                if log.node == pod.node and uid != pod.uid:
+                    # The rest of its log is on a node of the cluster that does not answer.
+                    log.abandon()
+            self._logs[key] = LogFollower(
+                self._handle, pod, self._transport, self._closed, self._changed.set
+            )
+        return self._logs[key]
+
+    def close(self) -> None:
+        """Stop watching; the pods go on."""
+        self._closed.set()
+        self._watch.close()
         for log in self._logs.values():
             log.close()
-        self._thread.join(2 * AGAIN_SECONDS)
+        self._watch.join()
         for log in self._logs.values():
-            log.thread.join(2 * AGAIN_SECONDS)
+            log.thread.join(2 * RETRY_SECONDS)

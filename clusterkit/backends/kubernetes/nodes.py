@@ -1,4 +1,4 @@
-"""Which nodes of a cluster may have a run's pods, and how many GPUs those have. Pure."""
+"""The nodes of a cluster: which may have a run's pods, and their GPUs. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clusterkit.spec import JobSpec
 def best_node(
     cluster: KubernetesCluster, nodes: Sequence[Mapping[str, Any]]
 ) -> tuple[int, str, int]:
-    """GPUs of the node that has most of them now, what they are and their MiB."""
+    """Return the most GPUs that a node has now, their product name and their MiB."""
     best: tuple[int, str, int] = (0, "GPU", 0)
     for node in nodes:
         if selected(node, cluster) and usable(node, cluster):
@@ -30,10 +30,9 @@ def best_node(
 def gpus_of(
     cluster: KubernetesCluster, job: JobSpec | None, nodes: Sequence[Mapping[str, Any]] | None
 ) -> tuple[Gpu, ...]:
-    """GPUs of a pod: as many as are asked for by number, else those of the node that has most.
+    """Return the GPUs of a pod: as many as entry or job ask for, else those of `best_node`.
 
-    A number is taken although no node has as many now: where nodes with GPUs are started when a
-    pod waits for them, a pool of them at zero is how it always is.
+    A number holds although no node has as many now: an autoscaler starts nodes for pods that wait.
 
     Args:
         nodes: as the API server lists them; None: we may not look.
@@ -47,13 +46,12 @@ def gpus_of(
 
 
 def gpu_count(node: Mapping[str, Any], cluster: KubernetesCluster) -> int:
-    """How many GPUs the node offers to pods."""
     text = str((node["status"].get("allocatable") or {}).get(cluster.gpu_resource, "0"))
     return int(text) if text.isdigit() else 0
 
 
 def selected(node: Mapping[str, Any], cluster: KubernetesCluster) -> bool:
-    """Whether the node has the labels that the entry asks for."""
+    """Whether a node has the labels that the cluster entry asks for."""
     labels = node["metadata"].get("labels", {})
     if cluster.topology_key is not None and cluster.topology_key not in labels:
         return False
@@ -65,12 +63,12 @@ def is_ready(node: Mapping[str, Any]) -> bool:
 
 
 def usable(node: Mapping[str, Any], cluster: KubernetesCluster) -> bool:
-    """Whether pods of the cluster entry would be put there."""
+    """Whether a node takes pods with the tolerations of the cluster entry."""
     return not (node.get("spec") or {}).get("unschedulable") and not repelling(node, cluster)
 
 
 def repelling(node: Mapping[str, Any], cluster: KubernetesCluster) -> list[Mapping[str, Any]]:
-    """The node's taints that keep pods of the cluster entry away."""
+    """Return the node's taints that the cluster entry does not tolerate."""
     tolerated = [*cluster.tolerations, gpu_toleration(cluster)]
     return [
         taint
@@ -81,8 +79,8 @@ def repelling(node: Mapping[str, Any], cluster: KubernetesCluster) -> list[Mappi
 
 
 def gpu_toleration(cluster: KubernetesCluster) -> dict[str, Any]:
-    """Of the taint that keeps pods without GPUs off the nodes that have them: pods that ask for
-    GPUs get it, as not every cluster has the admission plugin ExtendedResourceToleration."""
+    """Tolerate the taint that keeps pods without GPUs off nodes with GPUs: not every cluster has
+    the admission plugin ExtendedResourceToleration, which would add this."""
     return {"key": cluster.gpu_resource, "operator": "Exists"}
 
 

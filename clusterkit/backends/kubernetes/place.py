@@ -1,4 +1,4 @@
-"""How a job's nodes become pods. Pure."""
+"""The plan of a job whose nodes are pods. Pure."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import msgspec
 
 import clusterkit
 from clusterkit.assemble import Assembly, Coordinator, Placement, Places, require_packages
-from clusterkit.backends.kubernetes.apply import KUSTOMIZATION
+from clusterkit.backends.kubernetes.apply import KUSTOMIZATION, MANIFESTS
 from clusterkit.backends.kubernetes.flavors import FLAVORS, PROGRAM, choose, watcher
-from clusterkit.backends.kubernetes.pods import (
+from clusterkit.backends.kubernetes.objects import (
     ATTEMPT,
     JOB,
     MANAGER,
-    PROJECT,
     RUN,
     USER,
-    Shape,
-    code_of,
+    Object,
+    kubectl_flags,
+    new_object,
+    object_name,
 )
+from clusterkit.backends.kubernetes.pods import PROJECT, Shape, code_of
 from clusterkit.backends.kubernetes.remote_runs import RECORD, Record
-from clusterkit.backends.kubernetes.server import HOST, MANIFESTS, flags
-from clusterkit.backends.kubernetes.text import Object, made, object_name
 from clusterkit.backends.placing import (
     CPU_IMAGE,
     GPU_IMAGE,
@@ -45,20 +45,21 @@ from clusterkit.spec import JobSpec
 from clusterkit.sync import snapshot
 from clusterkit.yaml_text import documents
 
+HOST = "localhost"
 REJOIN_SECONDS = 900.0
-"""How long a run waits for another pod in the place of one that is lost; a Job takes up to 600 s
-before it makes one of which several were lost."""
+"""How long a run waits for the replacement of a lost pod; a Job that has lost several waits up to
+600 s before it creates one."""
 LATE_SECONDS = 3600.0
-"""How long after `time_limit` a pod is ended whose agent has not done so: the agents count from
-their start, and the pod's own time from before its image is pulled."""
+"""How long after `time_limit` the kubelet ends a pod: agents count from their own start, the
+kubelet from before the image is pulled."""
 NAME_SECONDS = 120
-"""How long a pod waits for the name of another to resolve."""
+"""How long a pod waits for another's name to resolve."""
 _PET = (
     "PET_MASTER_ADDR", "PET_MASTER_PORT", "PET_MAX_RESTARTS", "PET_NNODES", "PET_NODE_RANK",
     "PET_NPROC_PER_NODE", "PET_RDZV_BACKEND", "PET_RDZV_CONF", "PET_RDZV_ENDPOINT",
     "PET_RDZV_ID", "PET_STANDALONE",
 )  # fmt: skip
-"""Variables of the operators that torchrun would take for its own options."""
+"""Variables that operators set and torchrun would take for its own options."""
 
 
 def place(
@@ -68,69 +69,32 @@ def place(
     kube, host = facts.kubernetes, facts.hosts[0]
     if kube is None:
         raise BadInput("facts: no Kubernetes is named", hint="use those of such a run")
-    least, most = job.node_range
     device, device_origin = _device(job, cluster, kube, host)
     nproc, nproc_origin = _ranks_per_node(job, host, device)
-    topology = Topology(least, most, nproc)
+    topology = Topology(*job.node_range, nproc)
     flavor_name, flavor_origin = choose(job, cluster, kube)
     require_packages(job, host)
     threads, threads_origin = _threads(job, cluster, nproc)
     flavor = FLAVORS[flavor_name]
-    run_dir = posixpath.join(kube.root, run_id)
-    local = posixpath.join(facts.home, "runs", run_id)
-    name = object_name(run_id)
-    mpi = flavor_name == "mpijob"
     rejoin, rejoin_origin = _rejoin(job, cluster, flavor_name)
-    own = _own_program(job) if cluster.code == "baked" else None
-    workdir, workdir_origin, program = _program(job, cluster, facts, run_dir, own)
     replaces = (rejoin or job.elastic) and cluster.replace_lost
-    limit = job.limit_seconds
     watched, watched_origin = _watched(cluster, kube, replaces=replaces)
-    user = {USER: kube.user} if kube.user else {}
-    shape = Shape(
-        name=name,
-        namespace=kube.namespace,
-        cluster=cluster,
-        image=cluster.image or (GPU_IMAGE if device == "cuda" else CPU_IMAGE),
-        run_dir=run_dir,
-        topology=topology,
-        gpus=nproc if device == "cuda" else 0,
-        labels={
-            "app.kubernetes.io/managed-by": MANAGER,
-            RUN: run_id,
-            JOB: slug(job.name),
-            ATTEMPT: "1",
-            **user,
-            **cluster.labels,
-        },
-        command=("/bin/sh", posixpath.join(run_dir, "files", "pod.sh")),
-        copied=cluster.code == "copied",
-        rejoin=rejoin,
-        deadline=None if limit is None else math.ceil(limit + cluster.stop_grace + LATE_SECONDS),
-    )
-    names = tuple(flavor.node_name(shape, node) for node in range(most))
+    shape = _shape(job, cluster, kube, run_id, topology, device, rejoin=rejoin)
+    own = _own_program(job) if cluster.code == "baked" else None
+    workdir, workdir_origin, program = _program(job, cluster, facts, shape.run_dir, own)
+    local = posixpath.join(facts.home, "runs", run_id)
+    names = tuple(flavor.node_name(shape, node) for node in range(topology.nodes))
+    mpi = flavor_name == "mpijob"
     trees: tuple[Tree, ...] = ()
     if shape.copied and (found := facts.project) is not None:
         path = posixpath.join(local, "files", "project")
         trees = (Tree(found.root, path, found.digest, snapshot.summary(found)),)
-    remarks = []
-    if not job.elastic:
-        lost = "replaced, and the run goes on" if rejoin else "ends the run"
-        remarks.append(Note("lost_pod", lost, rejoin_origin))
-    if name != run_id:
-        remarks.append(Note("name", name, f"Kubernetes does not take {run_id} as a service's name"))
-    if device == "cuda" and kube.most_gpus is not None and nproc > kube.most_gpus:
-        text = f"no node has more than {kube.most_gpus} {cluster.gpu_resource} now: pods wait "
-        remarks.append(Note("", f"{text}until one has {nproc}, as of a pool scaled to zero", ""))
-    if job.checkpoint is not None and not cluster.shared:
-        text = "checkpoints go with their pods: `shared` names a volume of all pods"
-        remarks.append(Note("", text, ""))
     return KubernetesPlacement(
         job=program,
         topology=topology,
         endpoint=Endpoint(names[0], facts.port, run_id),
         places=Places(
-            run_dir,
+            shape.run_dir,
             workdir,
             host.python,
             posixpath.join(cluster.shared, run_id) if cluster.shared else None,
@@ -139,7 +103,7 @@ def place(
         device=device,
         threads=threads,
         where=f"in pods of {f'Kubernetes {kube.version}'.rstrip()}, kept by a {flavor.kind}",
-        hosts=(HOST,) * most,
+        hosts=(HOST,) * topology.nodes,
         names=names,
         cluster=cluster,
         network_env={
@@ -154,7 +118,7 @@ def place(
         container=True,
         mpi_interface=facts.interface if mpi and job.started_by == "deepspeed" else None,
         trees=trees,
-        # What takes the working tree apart runs on this machine.
+        # The working tree is unpacked on this machine.
         tree_python="python3" if shape.copied else None,
         notes=(
             Note("flavor", flavor_name, flavor_origin),
@@ -172,14 +136,14 @@ def place(
             Note("threads_per_rank", str(threads), threads_origin),
             Note("watcher", "on" if watched else "off", watched_origin),
         ),
-        remarks=tuple(remarks),
+        remarks=_remarks(job, kube, run_id, shape, rejoin_origin),
         rejoin=rejoin,
         replace_lost=replaces,
         native=KubernetesNative(
             kubeconfig=kube.kubeconfig,
             context=kube.context,
             namespace=kube.namespace,
-            name=name,
+            name=shape.name,
             flavor=flavor_name,
             watched=watched,
         ),
@@ -190,10 +154,65 @@ def place(
     )
 
 
+def _shape(
+    job: JobSpec,
+    cluster: KubernetesCluster,
+    kube: KubernetesFacts,
+    run_id: str,
+    topology: Topology,
+    device: str,
+    *,
+    rejoin: bool,
+) -> Shape:
+    run_dir, limit = posixpath.join(kube.root, run_id), job.limit_seconds
+    return Shape(
+        name=object_name(run_id),
+        namespace=kube.namespace,
+        cluster=cluster,
+        image=cluster.image or (GPU_IMAGE if device == "cuda" else CPU_IMAGE),
+        run_dir=run_dir,
+        topology=topology,
+        gpus=topology.nproc_per_node if device == "cuda" else 0,
+        labels={
+            "app.kubernetes.io/managed-by": MANAGER,
+            RUN: run_id,
+            JOB: slug(job.name),
+            ATTEMPT: "1",
+            **({USER: kube.user} if kube.user else {}),
+            **cluster.labels,
+        },
+        command=("/bin/sh", posixpath.join(run_dir, "files", "pod.sh")),
+        copied=cluster.code == "copied",
+        rejoin=rejoin,
+        deadline=None if limit is None else math.ceil(limit + cluster.stop_grace + LATE_SECONDS),
+    )
+
+
+def _remarks(
+    job: JobSpec, kube: KubernetesFacts, run_id: str, shape: Shape, rejoin_origin: str
+) -> tuple[Note, ...]:
+    cluster, remarks = shape.cluster, []
+    if not job.elastic:
+        lost = "replaced, and the run goes on" if shape.rejoin else "ends the run"
+        remarks.append(Note("lost_pod", lost, rejoin_origin))
+    if shape.name != run_id:
+        reason = f"Kubernetes does not take {run_id} as a service's name"
+        remarks.append(Note("name", shape.name, reason))
+    if kube.most_gpus is not None and shape.gpus > kube.most_gpus:
+        text = f"no node has more than {kube.most_gpus} {cluster.gpu_resource} now: pods wait "
+        remarks.append(
+            Note("", f"{text}until one has {shape.gpus}, as of a pool scaled to zero", "")
+        )
+    if job.checkpoint is not None and not cluster.shared:
+        text = "checkpoints go with their pods: `shared` names a volume of all pods"
+        remarks.append(Note("", text, ""))
+    return tuple(remarks)
+
+
 def _watched(
     cluster: KubernetesCluster, kube: KubernetesFacts, *, replaces: bool
 ) -> tuple[bool, str]:
-    """Whether the run gets a watcher in the cluster, and why.
+    """Return whether the run gets a watcher in the cluster, and why.
 
     Args:
         replaces: whether a lost pod is removed, so that another takes its place.
@@ -210,7 +229,7 @@ def _watched(
 def _device(
     job: JobSpec, cluster: KubernetesCluster, kube: KubernetesFacts, host: HostFacts
 ) -> tuple[str, str]:
-    """As `device_of`; without GPUs it says what was seen, and what to write if that is not all."""
+    """As `device_of`; without GPUs the origin has what was seen, and how to ask for some."""
     if host.gpus or job.device == "cpu" or cluster.gpus == 0:
         return device_of(job, [host])
     seen = f"no node has {cluster.gpu_resource} now"
@@ -223,18 +242,18 @@ def _device(
 
 
 def _ranks_per_node(job: JobSpec, host: HostFacts, device: str) -> tuple[int, str]:
-    there = len(host.gpus)
+    gpus = len(host.gpus)
     if job.gpus_per_node != "auto":
-        if device == "cuda" and job.gpus_per_node > there:
+        if device == "cuda" and job.gpus_per_node > gpus:
             raise BadInput(
-                f"gpus_per_node: {job.gpus_per_node}, but a pod gets {there} (cluster: gpus)",
-                hint=f"--gpus {there}, or --set device=cpu to run on CPU threads",
+                f"gpus_per_node: {job.gpus_per_node}, but a pod gets {gpus} (cluster: gpus)",
+                hint=f"--gpus {gpus}, or --set device=cpu to run on CPU threads",
                 job="gpus_per_node",
             )
         return job.gpus_per_node, "job: gpus_per_node"
     if device == "cpu":
         return 1, "without GPUs one rank per node"
-    return there, f"{counted(there, 'GPU')} of a node"
+    return gpus, f"{counted(gpus, 'GPU')} of a node"
 
 
 def _threads(job: JobSpec, cluster: KubernetesCluster, nproc: int) -> tuple[int, str]:
@@ -244,7 +263,7 @@ def _threads(job: JobSpec, cluster: KubernetesCluster, nproc: int) -> tuple[int,
 
 
 def _rejoin(job: JobSpec, cluster: KubernetesCluster, flavor: str) -> tuple[bool, str]:
-    """Whether another pod may take a lost one's place in a run that goes on, and why."""
+    """Return whether a lost pod is replaced while the run goes on, and why."""
     if flavor == "mpijob":
         return False, "mpirun starts all ranks at once"
     if job.elastic:
@@ -255,9 +274,9 @@ def _rejoin(job: JobSpec, cluster: KubernetesCluster, flavor: str) -> tuple[bool
         return False, "the job would begin anew, and restarts is 0"
     if "://" in job.checkpoint.dir:
         return True, "checkpoints lie in a bucket"
-    where = posixpath.join(cluster.shared or "/", job.checkpoint.dir)
+    folder = posixpath.join(cluster.shared or "/", job.checkpoint.dir)
     if not (cluster.shared or posixpath.isabs(job.checkpoint.dir)) or not any(
-        posixpath.commonpath([where, each.path]) == posixpath.normpath(each.path)
+        posixpath.commonpath([folder, each.path]) == posixpath.normpath(each.path)
         for each in cluster.volumes
     ):
         return False, "its checkpoints go with its pods"
@@ -265,8 +284,8 @@ def _rejoin(job: JobSpec, cluster: KubernetesCluster, flavor: str) -> tuple[bool
 
 
 def _own_program(job: JobSpec) -> str | None:
-    """Where in clusterkit's own package the program lies (that of `bench` does): it comes with the
-    run, as the image need not have it."""
+    """Return the program's path in clusterkit's own package if it is there, as that of `bench` is:
+    the run brings it along, as the image may lack it."""
     root = posixpath.dirname(clusterkit.__file__) + "/"
     if job.program is None or not job.program.startswith(root):
         return None
@@ -276,7 +295,7 @@ def _own_program(job: JobSpec) -> str | None:
 def _program(
     job: JobSpec, cluster: KubernetesCluster, facts: Facts, run_dir: str, own: str | None
 ) -> tuple[str, str, JobSpec]:
-    """Where the ranks start in a pod, why there, and the job with its program's path there."""
+    """Return the ranks' folder in a pod, its origin, and the job with its program's path there."""
     replace = msgspec.structs.replace
     if cluster.code == "baked":
         origin = "the image's own (cluster: code, workdir)"
@@ -297,7 +316,7 @@ def _program(
 
 
 def _in_image(job: JobSpec, cluster: KubernetesCluster) -> JobSpec:
-    """The job with the path that its program has in the image."""
+    """Return the job with its program's path in the image."""
     if job.program is None or not posixpath.isabs(job.program):
         return job
     root = (job.workdir or "/").rstrip("/") + "/"
@@ -322,10 +341,9 @@ class KubernetesPlacement(Placement):
 
     Attributes:
         shape: what the manifests are made of, but for the secrets.
-        native: as the plan has it.
         record: for `clusterkit attach` from another machine.
         local: the run's folder on this machine.
-        own_program: the program, where it lies in clusterkit's own package.
+        own_program: see `_own_program`.
     """
 
     shape: Shape
@@ -366,18 +384,17 @@ class KubernetesPlacement(Placement):
         )
 
     def _file(self, name: str, file: PlanFile) -> PlanFile:
-        """A pod's file, where it is kept on this machine."""
+        """Give a file its path on this machine."""
         return msgspec.structs.replace(file, path=posixpath.join(self.local, "files", name))
 
     def steps(self, assembly: Assembly) -> tuple[Step, ...]:
         files, native = posixpath.join(self.local, "files"), self.native
-        # Makes one file of the working tree's copy.
         pack = (
             "tar", "--create", "--gzip", "--file", posixpath.join(files, PROJECT),
             "--directory", posixpath.join(files, "project"), ".",
         )  # fmt: skip
         apply = (
-            "kubectl", *flags(native.kubeconfig, native.context, native.namespace), "apply",
+            "kubectl", *kubectl_flags(native.kubeconfig, native.context, native.namespace), "apply",
             "--server-side", "--field-manager", MANAGER, "--kustomize", files,
         )  # fmt: skip
         packing = [Step(kind="run", host=HOST, argv=pack)] if self.shape.copied else []
@@ -385,12 +402,13 @@ class KubernetesPlacement(Placement):
 
 
 def _pod_script(names: Sequence[str], command: Sequence[str], *, needed: bool, unpack: str) -> str:
-    """What a pod starts with.
+    """Return the shell script that a pod runs.
 
     Args:
-        names: of other pods, to wait for; the fork server does that itself, after its imports.
-        needed: a launcher cannot do without; a program may, and the other pod may have ended.
-        unpack: lines that unpack the project.
+        names: names that must resolve first; the fork server waits by itself, after its imports.
+        needed: whether the pod fails without them. A launcher cannot start; a program may not need
+            the other pod, which may have ended.
+        unpack: shell lines that unpack the project.
     """
     seconds = NAME_SECONDS if needed else NAME_SECONDS // 10
     message = f"the name $1 did not resolve within {seconds} s"
@@ -425,7 +443,7 @@ def _kustomization(shape: Shape, files: list[str]) -> Object:
     maps = [{"name": shape.name, "files": files}]
     if shape.copied:
         maps.append({"name": code_of(shape.name), "files": [PROJECT]})
-    return made(
+    return new_object(
         "kustomize.config.k8s.io/v1beta1", "Kustomization",
         namespace=shape.namespace, resources=[MANIFESTS], configMapGenerator=maps,
         generatorOptions={"disableNameSuffixHash": True, "labels": dict(shape.labels)},

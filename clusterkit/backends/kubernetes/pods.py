@@ -1,4 +1,4 @@
-"""The pod of one node, the same for every kind of job. Pure."""
+"""The pod template of a node, the same for every flavor. Pure."""
 
 from __future__ import annotations
 
@@ -11,55 +11,61 @@ from typing import Any
 
 from clusterkit.agent import PEER_TOKEN
 from clusterkit.backends.kubernetes.nodes import gpu_toleration
-from clusterkit.backends.kubernetes.text import Object, given, literal, quantity
+from clusterkit.backends.kubernetes.objects import (
+    ATTEMPT,
+    ROLE,
+    RUN,
+    Object,
+    literal,
+    quantity,
+    without_empty,
+)
 from clusterkit.cluster import KubernetesCluster
 from clusterkit.rendezvous import NODE_ADDRESS, Topology
 from clusterkit.shell import quote
 
-RUN, ATTEMPT, ROLE = "clusterkit/run", "clusterkit/attempt", "clusterkit/role"
-MANAGER = "clusterkit"
-JOB = "clusterkit/job"
-USER = "clusterkit/user"
-"""Label of all objects of a run: who submitted it."""
 STOP_EXTRA = 5
-"""Seconds that a pod has beyond its ranks' own to end."""
+"""Seconds of a pod's grace period beyond that of its ranks."""
 TMP = "/tmp"
 PROJECT = "project.tar.gz"
-"""Of the config map `code_of`."""
+"""File of the config map `code_of`."""
 QUEUE = "kueue.x-k8s.io/queue-name"
 
 
 def code_of(name: str) -> str:
-    """The config map that holds the project of a run whose objects are called ``name``."""
+    """Return the name of the config map with the project of the run that is called ``name``."""
     return f"{name}-code"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the manifests of a run are made of."""
+    """What the manifests of a run are made of.
+
+    Attributes:
+        run_dir: the run's folder in the pods.
+        gpus: GPUs of a pod.
+        copied: whether the project comes in a config map.
+        rejoin: whether the run waits for a replacement of a lost pod.
+        deadline: seconds after which the kubelet ends a pod whose agent has not done so.
+    """
 
     name: str
     namespace: str
     cluster: KubernetesCluster
     image: str
     run_dir: str
-    """The run's folder in the pods."""
     topology: Topology
     gpus: int
-    """GPUs of a pod."""
     labels: Mapping[str, str]
     command: tuple[str, ...]
     secrets: tuple[str, ...] = ()
     copied: bool = False
-    """Whether the project comes in a config map."""
     rejoin: bool = False
-    """Whether the run waits for another pod in the place of one that is lost."""
     deadline: int | None = None
-    """Seconds after which a node of the cluster ends a pod whose agent has not done so."""
 
     @property
     def unpack(self) -> str:
-        """Lines of shell that unpack it, if it was copied."""
+        """Shell lines that unpack the project, if it was copied."""
         if not self.copied:
             return ""
         archive = posixpath.join(self.run_dir, "code", PROJECT)
@@ -71,11 +77,11 @@ class Shape:
 
 
 def metadata(shape: Shape, name: str | None = None) -> Object:
-    """Of an object of the run."""
+    """Return the metadata of an object of the run; without a name, that of its job."""
     labels = dict(shape.labels)
     if shape.cluster.queue and name is None:
         labels[QUEUE] = shape.cluster.queue
-    return given(
+    return without_empty(
         name=name or shape.name, namespace=shape.namespace, labels=labels,
         annotations=dict(shape.cluster.annotations),
     )  # fmt: skip
@@ -92,16 +98,16 @@ def template(
     more: Mapping[str, Any] | None = None,
     subdomain: str | None = None,
 ) -> Object:
-    """The template of a node's pod.
+    """Return the template of a node's pod.
 
     Args:
-        container: what the kind of job wants the container to be called.
+        container: name of the container, as the flavor's operator wants it.
         rank: field of the pod that holds the node's rank; None: there is only node 0.
-        command: instead of the shape's own, which starts a node.
+        command: None: the shape's, which starts a node agent.
         role: ``node``, or ``worker`` for a pod that runs no node agent.
         ranks: whether ranks run in it.
         more: further keys of the container.
-        subdomain: of the pods' names.
+        subdomain: the service that resolves the pods' names.
     """
     cluster, node = shape.cluster, role == "node"
     env: list[Object] = []
@@ -128,7 +134,7 @@ def template(
         "imagePullPolicy": cluster.image_pull_policy,
         "command": [literal(word) for word in words],
         "env": env,
-        **given(resources=resources(cluster, gpus, ranks=ranks)),
+        **without_empty(resources=resources(cluster, gpus, ranks=ranks)),
         "securityContext": container_security(read_only=cluster.read_only_root),
         "volumeMounts": [mount for _, mount in _volumes(shape)],
         **(more or {}),
@@ -138,8 +144,8 @@ def template(
         "terminationGracePeriodSeconds": math.ceil(cluster.stop_grace) + STOP_EXTRA,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        **given(
-            # Of the pod, not of its job: waiting for a node does not count.
+        **without_empty(
+            # The pod's, not the job's: the wait for a node does not count.
             activeDeadlineSeconds=shape.deadline,
             subdomain=subdomain,
             serviceAccountName=cluster.service_account,
@@ -151,13 +157,13 @@ def template(
         "volumes": [volume for volume, _ in _volumes(shape)],
     }
     labels = {**shape.labels, ROLE: role}
-    annotations = given(annotations=dict(cluster.annotations))
+    annotations = without_empty(annotations=dict(cluster.annotations))
     return {"metadata": {"labels": labels, **annotations}, "spec": merged(spec, cluster.patch)}
 
 
 def _together(shape: Shape) -> Object | None:
-    """Keeps the run's pods where `topology_key` is the same: those but the watcher, which belongs
-    to no attempt. Of the first one of them nothing is asked."""
+    """Keep the pods of all nodes where `topology_key` is the same; the watcher has no ATTEMPT. (The
+    scheduler lets the first pod be anywhere.)"""
     if not shape.cluster.topology_key:
         return None
     own = {
@@ -169,8 +175,8 @@ def _together(shape: Shape) -> Object | None:
 
 
 def placement(cluster: KubernetesCluster, tolerations: list[Object]) -> Object:
-    """Keys of a pod's spec that say which nodes may have it, and who may pull its image."""
-    return given(
+    """Return a pod spec's keys for the choice of a node and the pull of the image."""
+    return without_empty(
         priorityClassName=cluster.priority_class,
         nodeSelector=dict(cluster.node_selector),
         tolerations=tolerations,
@@ -179,34 +185,34 @@ def placement(cluster: KubernetesCluster, tolerations: list[Object]) -> Object:
 
 
 def _tolerations(shape: Shape, gpus: int) -> list[Object]:
-    """Those of the cluster entry; of the taint of nodes with GPUs, for a pod that gets some; and
-    for how long a node that does not answer keeps the pod, where another pod is waited for:
-    Kubernetes' own 300 s are long while all others stand still."""
+    """Return the cluster entry's tolerations, that of the GPU taint for a pod with GPUs, and, where
+    a lost pod is replaced, `lost_after` of an unreachable node: by default Kubernetes waits 300 s,
+    in which all other nodes wait as well."""
     found = [dict(each) for each in shape.cluster.tolerations]
     taken = {each.get("key") for each in found}
     if gpus and not taken & {None, shape.cluster.gpu_resource}:
         found.append(gpu_toleration(shape.cluster))
     if shape.rejoin and None not in taken:
-        kept = silent_for(math.ceil(shape.cluster.lost_after))
-        found += [each for each in kept if each["key"] not in taken]
+        waited = unreachable_for(shape.cluster.lost_after)
+        found += [each for each in waited if each["key"] not in taken]
     return found
 
 
-def silent_for(seconds: int) -> list[Object]:
-    """Tolerations: for so long a node that does not answer keeps the pod."""
+def unreachable_for(seconds: float) -> list[Object]:
+    """Tolerate for so many seconds that the pod's node does not answer."""
     return [
         {
             "key": f"node.kubernetes.io/{key}",
             "operator": "Exists",
             "effect": "NoExecute",
-            "tolerationSeconds": seconds,
+            "tolerationSeconds": math.ceil(seconds),
         }
         for key in ("not-ready", "unreachable")
     ]
 
 
 def pod_security(user: int) -> Object:
-    """What pod security "restricted" asks of a pod."""
+    """Return what pod security "restricted" demands of a pod."""
     return {
         "runAsNonRoot": True,
         "runAsUser": user,
@@ -218,7 +224,7 @@ def pod_security(user: int) -> Object:
 
 
 def container_security(*, read_only: bool = True) -> Object:
-    """What it asks of a container, and a root file system that stays as it is."""
+    """Return what "restricted" demands of a container, and a read-only root file system."""
     return {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": read_only,
@@ -227,7 +233,8 @@ def container_security(*, read_only: bool = True) -> Object:
 
 
 def _key(shape: Shape, name: str) -> Object:
-    """Of the run's Secret; a run that a person applies by hand may do without clusterkit's own."""
+    """Refer to a key of the run's Secret. PEER_TOKEN is optional: who applies the manifests by hand
+    has none."""
     found: Object = {"name": shape.name, "key": name}
     return found | {"optional": True} if name == PEER_TOKEN else found
 
@@ -237,14 +244,14 @@ def _field(path: str) -> Object:
 
 
 LAUNCHER_CPUS, LAUNCHER_MEMORY = 0.1, "1Gi"
-"""What a pod asks for that only starts the ranks of others (deepspeed loads torch for that)."""
+"""Requests of a pod without ranks: an MPIJob's launcher (deepspeed loads torch there)."""
 
 
 def resources(cluster: KubernetesCluster, gpus: int, *, ranks: bool = True) -> Object:
-    """What a pod asks for; GPUs and memory cannot be had beyond that.
+    """Return a container's requests and limits.
 
     Args:
-        ranks: whether ranks run in it; another one asks for little, where the entry asks at all.
+        ranks: whether ranks run in it; if not it requests little, and only what the entry names.
     """
     requests: Object = {}
     limits: Object = {}
@@ -258,11 +265,11 @@ def resources(cluster: KubernetesCluster, gpus: int, *, ranks: bool = True) -> O
         requests |= amounts
     if gpus:
         limits[cluster.gpu_resource] = str(gpus)
-    return given(requests=requests, limits=limits)
+    return without_empty(requests=requests, limits=limits)
 
 
 def _volumes(shape: Shape) -> list[tuple[Object, Object]]:
-    """What a pod mounts: each volume's definition, and where it is."""
+    """Return the definition and the mount of each volume."""
     files, code = (posixpath.join(shape.run_dir, each) for each in ("files", "code"))
     shm = {"medium": "Memory", "sizeLimit": shape.cluster.shm_size}
     found: list[tuple[str, Object, str, bool]] = [
@@ -274,17 +281,17 @@ def _volumes(shape: Shape) -> list[tuple[Object, Object]]:
     if shape.copied:
         found.insert(2, ("code", {"configMap": {"name": code_of(shape.name)}}, code, True))
     for number, each in enumerate(shape.cluster.volumes):
-        claim = {"claimName": each.claim, **given(readOnly=each.read_only)}
-        name, where = f"claim-{number}", each.path
-        found.append((name, {"persistentVolumeClaim": claim}, where, each.read_only))
+        claim = {"claimName": each.claim, **without_empty(readOnly=each.read_only)}
+        source = {"persistentVolumeClaim": claim}
+        found.append((f"claim-{number}", source, each.path, each.read_only))
     return [
-        ({"name": name, **what}, given(name=name, mountPath=path, readOnly=read_only))
-        for name, what, path, read_only in found
+        ({"name": name, **source}, without_empty(name=name, mountPath=path, readOnly=read_only))
+        for name, source, path, read_only in found
     ]
 
 
 def merged(base: Any, patch: Any) -> Any:
-    """A strategic merge: mappings key by key, lists of named things by name, all else replaced."""
+    """Merge as a strategic merge patch: mappings by key, lists by ``name``, all else replaced."""
     if isinstance(base, Mapping) and isinstance(patch, Mapping):
         found = copy.deepcopy(dict(base))
         for key, value in patch.items():
@@ -294,14 +301,10 @@ def merged(base: Any, patch: Any) -> Any:
                 found[key] = merged(found.get(key), value)
         return found
     if _named(base) and _named(patch):
-        found_list = copy.deepcopy(list(base))
+        by_name = {each["name"]: copy.deepcopy(each) for each in base}
         for each in patch:
-            at = next((n for n, one in enumerate(found_list) if one["name"] == each["name"]), None)
-            if at is None:
-                found_list.append(copy.deepcopy(each))
-            else:
-                found_list[at] = merged(found_list[at], each)
-        return found_list
+            by_name[each["name"]] = merged(by_name.get(each["name"]), each)
+        return list(by_name.values())
     return copy.deepcopy(patch)
 
 

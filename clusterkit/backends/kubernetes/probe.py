@@ -1,4 +1,4 @@
-"""What a plan has to know of a cluster, found out with requests that change nothing."""
+"""The facts of a cluster for a plan, by requests that change nothing."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from urllib.parse import quote
 
 import yaml
 
-from clusterkit.backends.kubernetes.client import Refusal
+from clusterkit.backends.kubernetes.api_server import PARALLEL_REQUESTS, Refusal, Server
 from clusterkit.backends.kubernetes.flavors import FLAVORS, choose
 from clusterkit.backends.kubernetes.nodes import best_node, gpus_of, selected, usable
-from clusterkit.backends.kubernetes.rights import ROLE_HINT, TO_MAKE_WATCHER, Right
-from clusterkit.backends.kubernetes.server import AT_ONCE, Server
+from clusterkit.backends.kubernetes.rbac import CREATE_WATCHER, ROLE_HINT, Right, denied
 from clusterkit.backends.ports import default_ports
 from clusterkit.backends.probing import assumed_host, interpreter
 from clusterkit.cluster import Facts, Gpu, KubernetesCluster, KubernetesFacts, Project
@@ -30,11 +29,11 @@ from clusterkit.sync import snapshot
 from clusterkit.transport import Transport
 
 MOST_BYTES = 1_040_000
-"""Of a project, compressed; a config map takes 1 MiB."""
+"""Limit of a project, compressed; a config map takes 1 MiB."""
 
 
 def context_of(cluster: KubernetesCluster) -> tuple[str, str]:
-    """The name of the context, so that it is the same one later, and the namespace."""
+    """Return the names of the context and of the namespace."""
     from kubernetes import config
 
     try:
@@ -42,7 +41,7 @@ def context_of(cluster: KubernetesCluster) -> tuple[str, str]:
         chosen = next((each for each in contexts if each["name"] == cluster.context), active)
         own = chosen["context"].get("namespace")
     except (config.ConfigException, yaml.YAMLError, OSError, ValueError, TypeError, KeyError):
-        # In a pod there is none; `client.connect` says what is wrong with one.
+        # In a pod there is no kubeconfig; `api_server.connect` reports what is wrong with one.
         return cluster.context or "", cluster.namespace or "default"
     return str(chosen["name"]), str(cluster.namespace or own or "default")
 
@@ -57,22 +56,24 @@ def probe(cluster: KubernetesCluster, transport: Transport, job: JobSpec | None)
         checked.result()
     if job is not None:
         flavor = FLAVORS[choose(job, cluster, kubernetes)[0]]
-        created = ("create", flavor.group, flavor.plural)
-        needed = (created, ("create", "", "configmaps"), ("list", "", "pods"))
+        needed = (
+            ("create", flavor.group, flavor.plural), ("create", "", "configmaps"),
+            ("list", "", "pods"),
+        )  # fmt: skip
         _require(needed, server, namespace, hint=ROLE_HINT)
         if cluster.watcher is True:
             hint = "k8s/rbac.yaml has these rights; or watcher: false"
-            _require(TO_MAKE_WATCHER, server, namespace, "watcher: ", hint=hint)
+            _require(CREATE_WATCHER, server, namespace, "watcher: ", hint=hint)
     return facts_of(cluster, kubernetes, gpus, job)
 
 
 def survey(
     cluster: KubernetesCluster, job: JobSpec | None, server: Server, context: str, namespace: str
 ) -> tuple[KubernetesFacts, tuple[Gpu, ...]]:
-    """The cluster, and the GPUs of a pod; all is asked at once.
+    """Return what the API server says of the cluster, and the GPUs of a pod.
 
     Raises:
-        Unavailable: the API server does not answer, or will not.
+        Unavailable: the API server does not answer, or refuses.
     """
     on_cpus = cluster.gpus == 0 or (job is not None and job.device == "cpu")
     operated = [
@@ -80,9 +81,10 @@ def survey(
         for name, flavor in FLAVORS.items()
         if flavor.operator and cluster.flavor in ("auto", name)
     ]
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
         version = pool.submit(server.get, "/version")
-        watched = pool.submit(_may_watch, cluster, server, namespace)
+        watcher = () if cluster.watcher is False else CREATE_WATCHER
+        missing = pool.submit(_denied, watcher, server, namespace)
         listed = None if on_cpus else pool.submit(server.find, "/api/v1/nodes", Refusal)
         apis = pool.map(lambda flavor: server.find(f"/apis/{flavor.api}", Refusal), operated)
     try:
@@ -103,7 +105,7 @@ def survey(
         ),
         user=_user(),
         most_gpus=None if nodes is None else best_node(cluster, nodes)[0],
-        may_watch=watched.result(),
+        may_watch=cluster.watcher is not False and not missing.result(),
     )
     return kubernetes, () if on_cpus else gpus_of(cluster, job, nodes)
 
@@ -114,7 +116,7 @@ def facts_of(
     gpus: tuple[Gpu, ...],
     job: JobSpec | None,
 ) -> Facts:
-    """What a plan has to know; reads the job's project where that is copied.
+    """Return the facts of a plan; reads the job's project if that is copied.
 
     Raises:
         BadInput: the project is too large.
@@ -136,7 +138,7 @@ def facts_of(
 
 
 def places(cluster: KubernetesCluster, transport: Transport) -> int:
-    """How many nodes of the cluster may have pods of a run.
+    """Count the nodes of the cluster that may have pods of a run.
 
     Raises:
         Unavailable: we may not look.
@@ -150,7 +152,7 @@ def places(cluster: KubernetesCluster, transport: Transport) -> int:
 
 
 def _user() -> str:
-    """Who submits, as a label may say it; empty where nobody knows."""
+    """Return the user's name as the value of a label; empty if it has none."""
     try:
         name = getpass.getuser()
     except (KeyError, OSError, ImportError):  # a user id without a name, as in many a container
@@ -159,10 +161,10 @@ def _user() -> str:
 
 
 def _project(job: JobSpec) -> Project:
-    """The working tree, if a config map takes it.
+    """Return the working tree.
 
     Raises:
-        BadInput: it is too large.
+        BadInput: it is too large for a config map.
     """
     found = snapshot.take(Path(job.workdir or "."), job.program)
     packed = io.BytesIO()
@@ -192,27 +194,25 @@ def _check_namespace(server: Server, namespace: str) -> None:
         )
 
 
-def _may_watch(cluster: KubernetesCluster, server: Server, namespace: str) -> bool:
-    """Whether a run can have a watcher in the cluster."""
-    return cluster.watcher is not False and not _denied(TO_MAKE_WATCHER, server, namespace)
-
-
 def _denied(rights: Iterable[Right], server: Server, namespace: str) -> list[Right]:
-    """Those that the API server does not give us; all of them where we may not even ask."""
+    """As `rbac.denied`; all of them if we may not even ask."""
     try:
-        return server.denied(namespace, rights)
+        return denied(server, namespace, rights)
     except Refusal:
         return list(rights)
 
 
 def _require(
-    rights: Iterable[Right], server: Server, namespace: str, what: str = "", *, hint: str
+    rights: Iterable[Right], server: Server, namespace: str, key: str = "", *, hint: str
 ) -> None:
-    """Refuse what the API server would not let us do, before anything is made.
+    """Check rights before anything is created.
+
+    Args:
+        key: what needs them: how the message begins.
 
     Raises:
         Unavailable: names the first right that is missing.
     """
     for verb, _, resource in _denied(rights, server, namespace):
-        cause = f"{what}you may not {verb} {resource} in namespace {namespace}"
+        cause = f"{key}you may not {verb} {resource} in namespace {namespace}"
         raise Unavailable(cause, hint=hint)

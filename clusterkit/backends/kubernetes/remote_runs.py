@@ -1,4 +1,4 @@
-"""Runs that the cluster knows of, whoever submitted them: which, and what one was made of."""
+"""Runs in a cluster that any machine may have submitted: listed, and recovered to attach to."""
 
 from __future__ import annotations
 
@@ -12,21 +12,28 @@ import msgspec
 from msgspec import Struct
 
 from clusterkit.backends.base import Recovered, RemoteRun
-from clusterkit.backends.kubernetes.client import Refusal
+from clusterkit.backends.kubernetes.api_server import Refusal, Server
 from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor
-from clusterkit.backends.kubernetes.judge import attempt_of
 from clusterkit.backends.kubernetes.lost_pods import unix
-from clusterkit.backends.kubernetes.pods import ATTEMPT, JOB, PROJECT, RUN, USER
-from clusterkit.backends.kubernetes.rights import ROLE_HINT
-from clusterkit.backends.kubernetes.server import Server, path_to
-from clusterkit.backends.kubernetes.text import Object, object_name
+from clusterkit.backends.kubernetes.objects import (
+    ATTEMPT,
+    JOB,
+    RUN,
+    USER,
+    Object,
+    object_name,
+    path_to,
+)
+from clusterkit.backends.kubernetes.pod_status import attempt_of
+from clusterkit.backends.kubernetes.pods import PROJECT
+from clusterkit.backends.kubernetes.rbac import ROLE_HINT
 from clusterkit.cluster import Facts, KubernetesCluster
 from clusterkit.errors import RunFolderError, RunNotFound, Unavailable
 from clusterkit.run.status import State
 from clusterkit.spec import JobSpec
 
 RECORD = "record.json"
-"""Of the run's files, the one that says what its plan was made of."""
+"""The file of a run that holds what its plan was made of."""
 STATES: Mapping[str, State] = {
     "Created": State.PENDING,
     "Suspended": State.PENDING,
@@ -40,11 +47,11 @@ STATES: Mapping[str, State] = {
     "Completed": State.SUCCEEDED,
     "Failed": State.FAILED,
 }
-"""By the type of the condition of a job that holds: a word means the same in all kinds of jobs."""
+"""States by the type of a job's newest true condition; a type means the same in all flavors."""
 
 
 class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a plan was made of, without what only its own machine knows."""
+    """What a plan was made of, without what is true of the submitter's machine alone."""
 
     job: JobSpec
     cluster: KubernetesCluster
@@ -52,26 +59,25 @@ class Record(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @classmethod
     def of(cls, job: JobSpec, cluster: KubernetesCluster, facts: Facts) -> Record:
-        return reached(cls(job=job, cluster=cluster, facts=facts), KubernetesCluster())
+        return for_machine(cls(job=job, cluster=cluster, facts=facts), KubernetesCluster())
 
     def text(self) -> str:
-        """As a file of the plan."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1).decode() + "\n"
 
 
-Made = TypeVar("Made", Record, Recovered)
+T = TypeVar("T", Record, Recovered)
 
 
-def reached(
-    found: Made,
+def for_machine(
+    found: T,
     entry: KubernetesCluster,
     *,
     home: str = "",
     context: str = "",
     namespace: str = "",
     kubeconfig: str | None = None,
-) -> Made:
-    """What a plan is made of, on a machine from which the cluster is reached in this way."""
+) -> T:
+    """Replace what depends on the machine: its home, and how it reaches the cluster."""
     replace, kube = msgspec.structs.replace, found.facts.kubernetes
     assert kube is not None
     kube = replace(kube, context=context, namespace=namespace, kubeconfig=kubeconfig)
@@ -84,12 +90,12 @@ def reached(
 
 
 def listing(server: Server, namespace: str) -> list[RemoteRun]:
-    """The runs of a namespace, newest first; one request for each kind of job.
+    """Return the runs of a namespace, newest first.
 
     Raises:
-        Unavailable: the API server does not answer, or will not.
+        Unavailable: the API server does not answer, or refuses.
     """
-    # The watcher of a run is a Job of the run as well, but of no attempt.
+    # A run's watcher is a Job of the run as well, but has no ATTEMPT.
     selector = quote(f"{RUN},{ATTEMPT}", safe="")
 
     def ask(flavor: Flavor) -> list[RemoteRun]:
@@ -101,7 +107,7 @@ def listing(server: Server, namespace: str) -> list[RemoteRun]:
                 f"the runs of namespace {namespace} cannot be listed: {error.message}",
                 hint=ROLE_HINT,
             ) from None
-        # None: it does not serve that kind.
+        # None: the cluster does not serve that kind.
         return [read(each, flavor) for each in (found or {}).get("items", ())]
 
     with ThreadPoolExecutor(len(FLAVORS)) as pool:
@@ -110,7 +116,7 @@ def listing(server: Server, namespace: str) -> list[RemoteRun]:
 
 
 def read(job: Mapping[str, Any], flavor: Flavor) -> RemoteRun:
-    """A run from its job. Pure."""
+    """Read a run from its job. Pure."""
     meta, labels = job["metadata"], job["metadata"].get("labels") or {}
     status = job.get("status") or {}
     state = state_of(job)
@@ -133,9 +139,9 @@ def read(job: Mapping[str, Any], flavor: Flavor) -> RemoteRun:
 
 
 def state_of(job: Mapping[str, Any]) -> State:
-    """The job's state from its conditions. Pure."""
-    holds = [each for each in _conditions(job) if each.get("status") == "True"]
-    states = [STATES.get(str(each.get("type")), State.UNKNOWN) for each in holds]
+    """Return a job's state by its conditions. Pure."""
+    held = [each for each in _conditions(job) if each.get("status") == "True"]
+    states = [STATES.get(str(each.get("type")), State.UNKNOWN) for each in held]
     for final in (State.FAILED, State.SUCCEEDED):
         if final in states:
             return final
@@ -143,15 +149,13 @@ def state_of(job: Mapping[str, Any]) -> State:
     parts = [status]
     for key in ("jobsStatus", "replicatedJobsStatus"):
         parts += status.get(key) or ()
-    if not holds:
-        # A Job, and what makes one, says nothing while it runs but how many pods are ready.
+    if not held:
+        # A running Job, or what owns one, has no condition, only a number of ready pods.
         if any(isinstance(each, Mapping) and each.get("ready") for each in parts):
             return State.RUNNING
         return State.PENDING
-    latest = max(
-        range(len(holds)), key=lambda n: (str(holds[n].get("lastTransitionTime") or ""), n)
-    )
-    return states[latest]
+    times = [str(each.get("lastTransitionTime") or "") for each in held]
+    return max(zip(times, range(len(held)), states, strict=True))[2]
 
 
 def _conditions(job: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -160,7 +164,7 @@ def _conditions(job: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _pods(spec: Mapping[str, Any]) -> int | None:
-    """How many nodes were asked for."""
+    """Return how many nodes a job has."""
     for replicas in ("pytorchReplicaSpecs", "mpiReplicaSpecs"):
         if replicas in spec:
             return int(spec[replicas].get("Worker", {}).get("replicas", 1))
@@ -173,13 +177,12 @@ def _pods(spec: Mapping[str, Any]) -> int | None:
 # ---------------------------------------------------------------- one run
 
 
-def kept(server: Server, namespace: str, run_id: str) -> Recovered:
-    """What the cluster keeps of a run, to take it up from here; without what only the machine knows
-    that does.
+def recover(server: Server, namespace: str, run_id: str) -> Recovered:
+    """Return what the cluster holds of a run; see `for_machine`.
 
     Raises:
-        RunNotFound: nothing.
-        Unavailable: the API server does not answer, or will not.
+        RunNotFound: it holds nothing.
+        Unavailable: the API server does not answer, or refuses.
         RunFolderError: it was submitted by another version, or is damaged.
     """
     name = object_name(run_id)

@@ -21,14 +21,18 @@ from typing import Any, ClassVar, Literal
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.backends.kubernetes.client import Context, Refusal
+from clusterkit.backends.kubernetes.api_server import PARALLEL_REQUESTS, Context, Refusal, Server
 from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor, choose
 from clusterkit.backends.kubernetes.lost_pods import JSON
 from clusterkit.backends.kubernetes.nodes import selected
-from clusterkit.backends.kubernetes.pods import ATTEMPT
+from clusterkit.backends.kubernetes.objects import (
+    ATTEMPT,
+    Object,
+    kubectl_flags,
+    new_object,
+    path_to,
+)
 from clusterkit.backends.kubernetes.probe import context_of, facts_of, survey
-from clusterkit.backends.kubernetes.server import AT_ONCE, Server, flags, path_to
-from clusterkit.backends.kubernetes.text import Object, made
 from clusterkit.cluster import Facts, KubernetesCluster
 from clusterkit.doctor.base import Check, Verdict, shortened
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable
@@ -61,7 +65,9 @@ class KubeSubject:
 
     def kubectl(self, *words: str) -> str:
         """A command for people, for this cluster."""
-        return shell.join(("kubectl", *flags(self.entry.kubeconfig, self.entry.context), *words))
+        return shell.join(
+            ("kubectl", *kubectl_flags(self.entry.kubeconfig, self.entry.context), *words)
+        )
 
 
 class Reply(Struct, frozen=True):
@@ -89,7 +95,7 @@ class Reply(Struct, frozen=True):
 
 def no_answer(error: ClusterkitError) -> Reply:
     if isinstance(error, Refusal):
-        return Reply(reason=error.reason, said=error.said)
+        return Reply(reason=error.reason, said=error.detail)
     return Reply(reason="Unavailable", said=error.message)
 
 
@@ -179,7 +185,7 @@ class Seen(Server):
     def rehearsed(self) -> dict[str, Reply]:
         """What creating the job and its pods came to, without doing it; of the pods by their roles,
         and of the job by its kind."""
-        with ThreadPoolExecutor(AT_ONCE) as pool:
+        with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
             asked = _rehearsal(self)
             replies = pool.map(lambda each: self.reply(*each), asked.values())
             return dict(zip(asked, replies, strict=True))
@@ -205,7 +211,7 @@ def _rehearsal(seen: Seen) -> dict[str, tuple[str, Object]]:
         if role == WATCHER:  # its account is made with the run
             del spec["serviceAccountName"]
         meta = {**template.get("metadata", {}), "name": name, "namespace": seen.namespace}
-        pod = made("v1", "Pod", meta, spec=spec)
+        pod = new_object("v1", "Pod", meta, spec=spec)
         asked[role] = (f"{path_to('v1', seen.namespace, 'Pod')}?{query}", pod)
     if seen.objects and (kind := seen.kind) is not None and kind.kind != "TrainJob":
         # The trainer admits a TrainJob only once its runtime is there.

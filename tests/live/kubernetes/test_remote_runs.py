@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit import api
-from clusterkit.backends.kubernetes.pods import USER
+from clusterkit.backends.kubernetes.objects import USER
 from clusterkit.errors import BadInput, RunNotFound, Unavailable
 from clusterkit.run.status import State
 from tests.live import supervisors

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from clusterkit import backends
-from clusterkit.backends.kubernetes.client import KubeTransport, Refusal
+from clusterkit.backends.kubernetes.api_server import KubeTransport, Refusal
 from clusterkit.backends.kubernetes.flavors import FLAVORS
-from clusterkit.backends.kubernetes.rights import needed, to_watch
+from clusterkit.backends.kubernetes.rbac import run_rights, watcher_rights
 from clusterkit.cluster import Claim, KubernetesCluster
 from clusterkit.doctor.kubernetes import CHECKS, base, look
 from clusterkit.doctor.kubernetes.base import (
@@ -59,7 +59,7 @@ def documents():
     }
     # Of one kind of job, at the time of the recording: all others are allowed as well.
     for flavor in FLAVORS:
-        for verb, _, what in needed(flavor):
+        for verb, _, what in run_rights(flavor):
             found["rights"].setdefault(f"{verb} {what}", Reply({"status": {"allowed": True}}))
     return found
 
@@ -115,7 +115,7 @@ class Recorded(KubeTransport):
 def watched(replies):
     """Allow a watcher in the cluster."""
     yes = Reply({"status": {"allowed": True}})
-    replies["rights"] |= {f"{verb} {what}": yes for verb, _, what in to_watch()}
+    replies["rights"] |= {f"{verb} {what}": yes for verb, _, what in watcher_rights()}
 
 
 WAITS = subject_of(JobSpec(name="any", command=("true",), nodes=2, restarts=1))
@@ -240,7 +240,7 @@ def test_every_right_that_is_missing_is_named():
 
 
 def test_a_watcher_is_planned_for_whoever_may_have_one():
-    replies, count = documents(), len(needed("pytorchjob"))
+    replies, count = documents(), len(run_rights("pytorchjob"))
     assert (
         "no watcher in the cluster without: create" in only(judged("rights", replies=replies)).cause
     )
@@ -256,13 +256,13 @@ def test_a_watcher_is_planned_for_whoever_may_have_one():
     roles = [role for role, _, _ in templates(seen_of(WAITS, replies).objects)]
     assert roles == ["watcher", "worker"]
     # Its pod is kept by a Job, whatever keeps the others.
-    assert ("create", "batch", "jobs") in to_watch()
+    assert ("create", "batch", "jobs") in watcher_rights()
 
 
 def test_only_rights_of_the_kind_of_job_are_asked_for():
-    assert ("create", "kubeflow.org", "pytorchjobs") in needed("pytorchjob")
-    assert {resource for _, _, resource in needed("job")} >= {"jobs", "services"}
-    assert not {"mpijobs", "services"} & {resource for _, _, resource in needed("pytorchjob")}
+    assert ("create", "kubeflow.org", "pytorchjobs") in run_rights("pytorchjob")
+    assert {resource for _, _, resource in run_rights("job")} >= {"jobs", "services"}
+    assert not {"mpijobs", "services"} & {resource for _, _, resource in run_rights("pytorchjob")}
 
 
 # ---------------------------------------------------------------- kind, operator, plan

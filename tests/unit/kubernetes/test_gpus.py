@@ -8,7 +8,7 @@ import yaml
 
 from clusterkit import backends
 from clusterkit.backends.kubernetes import probe
-from clusterkit.backends.kubernetes.client import KubeTransport
+from clusterkit.backends.kubernetes.api_server import KubeTransport
 from clusterkit.cluster import KubernetesCluster
 from clusterkit.errors import BadInput
 from clusterkit.spec import JobSpec

@@ -3,7 +3,7 @@
 import pytest
 
 from clusterkit.backends.kubernetes import lost_pods
-from clusterkit.backends.kubernetes.lost_pods import JSON, MERGE_PATCH, look, silent_since
+from clusterkit.backends.kubernetes.lost_pods import JSON, MERGE_PATCH, look, unreachable_since
 
 NOW = 1_800_000_000.0
 AT = "2027-01-15T08:00:00Z"
@@ -40,7 +40,7 @@ TAINTED = [holds("DisruptionTarget", "True", reason="DeletionByTaintManager")]
     ],
 )
 def test_since_when_a_pod_s_node_has_not_answered(told, since):
-    assert silent_since(told) == since
+    assert unreachable_since(told) == since
 
 
 @pytest.fixture

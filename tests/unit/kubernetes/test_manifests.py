@@ -14,9 +14,9 @@ import yaml
 from clusterkit import __version__, backends
 from clusterkit.assemble import deepspeed_config
 from clusterkit.backends.kubernetes.flavors import SSH_KEYS
-from clusterkit.backends.kubernetes.pods import MANAGER, ROLE
-from clusterkit.backends.kubernetes.rights import BESIDES, WATCHING, jobs_rules
-from clusterkit.backends.kubernetes.rights import ROLE as SUBMITTER
+from clusterkit.backends.kubernetes.objects import MANAGER, ROLE
+from clusterkit.backends.kubernetes.rbac import ROLE as SUBMITTER
+from clusterkit.backends.kubernetes.rbac import RUN_RULES, WATCHER_RULES, job_rules
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.jobfile import loader
 from tests.unit.kubernetes.test_schema import documents_of, templates
@@ -195,7 +195,7 @@ def test_the_role_has_the_rights_that_doctor_asks_for():
             "resources": list(rule.resources),
             "verbs": list(rule.verbs),
         }
-        for rule in (*jobs_rules(), *BESIDES, *WATCHING)
+        for rule in (*job_rules(), *RUN_RULES, *WATCHER_RULES)
     ]
 
 

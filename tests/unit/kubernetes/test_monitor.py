@@ -12,21 +12,20 @@ import yaml
 
 from clusterkit import backends
 from clusterkit.agent import NODE_FILE, STOPPED
-from clusterkit.backends.kubernetes import client
+from clusterkit.backends.kubernetes import api_server
+from clusterkit.backends.kubernetes.api_server import KubeTransport, RunObjects
 from clusterkit.backends.kubernetes.apply import remove
-from clusterkit.backends.kubernetes.client import KubeTransport
 from clusterkit.backends.kubernetes.monitor import PodMonitor
 from clusterkit.backends.kubernetes.observe import (
     Removed,
-    keep,
+    known_after,
     observation,
-    put_removed,
+    read_known,
     read_pods,
-    removed,
-    snapshot,
-    with_seen,
+    removed_pods,
+    write_known,
+    write_removed,
 )
-from clusterkit.backends.kubernetes.server import RunObjects
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.errors import Unavailable
 from clusterkit.run.folder import MADE, RunFolder, RunHandle
@@ -187,7 +186,7 @@ def test_a_pod_that_ends_is_seen_with_its_whole_log(server, transport, handle):
         monitor.close()
     assert (seen.state, seen.nodes[0].exit_code, seen.nodes[0].host) == (State.FAILED, 3, "node-1")
     assert log_of(handle) == [LINE]
-    assert snapshot(handle)["demo-1-worker-0"].exit_code == 3
+    assert read_known(handle)["demo-1-worker-0"].exit_code == 3
 
 
 def test_a_node_that_does_not_answer_for_a_moment_is_not_lost(server, transport, handle):
@@ -230,21 +229,21 @@ def test_what_a_pod_shows_while_it_is_deleted_does_not_hide_why_it_never_began(
     leaves["metadata"] = leaves["metadata"] | {"deletionTimestamp": "2026-11-22T04:01:00Z"}
     unknown = {"terminated": {"exitCode": 137, "reason": "ContainerStatusUnknown"}}
     leaves["status"] = {"phase": "Failed", "containerStatuses": [{"state": unknown}]}
-    before = {}
+    known = {}
     for items in ([waits], [leaves], []):  # as it is removed, and gone
         pods = read_pods(handle, objects, items)
-        before = with_seen(before, pods, handle.plan)
-        (node,) = observation(handle, pods, transport, before=before).nodes
+        known = known_after(known, pods, handle.plan)
+        (node,) = observation(handle, known, transport).nodes
         assert (node.state, node.exit_code) == (State.FAILED, None)
         assert node.reason == (
             "image a/b:1 cannot be pulled: it is not on the node, and image_pull_policy is Never"
         )
-        put_removed(handle, Removed(frozenset({"demo-1-worker-0"}), complete=True))
+        write_removed(handle, Removed(frozenset({"demo-1-worker-0"}), complete=True))
 
 
 def test_what_was_not_seen_to_end_and_is_gone_has_ended_nobody_knows_how(server, transport, handle):
     """Somebody may have taken it up elsewhere, where it succeeded."""
-    keep(handle, read_pods(handle, RunObjects(handle.plan, transport), [server.pod]))
+    write_known(handle, read_pods(handle, RunObjects(handle.plan, transport), [server.pod]))
     server.deleted.append("pods")
     server.job = {"spec": {}}
     assert BACKEND.status(handle, transport).state is State.FAILED
@@ -252,7 +251,7 @@ def test_what_was_not_seen_to_end_and_is_gone_has_ended_nobody_knows_how(server,
     (node,) = BACKEND.status(handle, transport).nodes
     assert (node.state, node.host) == (State.UNKNOWN, "node-1")
     assert "taken up elsewhere" in node.reason
-    put_removed(handle, Removed(frozenset({"demo-1-worker-0"}), complete=True))
+    write_removed(handle, Removed(frozenset({"demo-1-worker-0"}), complete=True))
     assert BACKEND.status(handle, transport).state is State.CANCELLED
 
 
@@ -363,7 +362,7 @@ def test_a_log_that_the_cluster_does_not_begin_to_send_is_asked_for_again(
 ):
     """The API server itself waits two minutes for a node that was just lost; until then no pod in
     its place would be heard."""
-    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(api_server, "ANSWER_SECONDS", 0.5)
     server.mute = 1
     monitor = PodMonitor(handle, transport)
     try:
@@ -392,7 +391,7 @@ def test_a_pod_is_followed_from_attempt_to_attempt(server, transport, run_of):
     try:
         # It is the same pod, and known.
         assert monitor.status().state is State.RUNNING
-        assert snapshot(second) == snapshot(handle)
+        assert read_known(second) == read_known(handle)
         server.end(0)
         seen = until(monitor, lambda seen: seen.state.final)
     finally:
@@ -404,7 +403,7 @@ def test_a_removal_ends_all_that_the_run_has_and_remembers_whom_it_ended(server,
     for _ in range(2):
         remove(handle, transport)
     assert {"pytorchjobs/demo-1", "pods", "configmaps/demo-1"} <= set(server.deleted)
-    found = removed(handle)
+    found = removed_pods(handle)
     assert (found.ended, found.complete) == (frozenset({"demo-1-worker-0"}), True)
 
 
@@ -414,7 +413,7 @@ def test_a_run_that_made_nothing_removes_nothing_of_another_s_with_its_id(
     handle.folder.file(MADE).unlink()
     remove(handle, transport)
     assert server.deleted == []
-    assert removed(handle) is None
+    assert removed_pods(handle) is None
 
 
 def test_a_server_that_is_away_is_named(server, transport, handle):

@@ -9,9 +9,8 @@ import pytest
 import clusterkit
 from clusterkit import backends
 from clusterkit.backends.kubernetes import probe
-from clusterkit.backends.kubernetes.client import Forbidden, KubeTransport
+from clusterkit.backends.kubernetes.api_server import Forbidden, KubeTransport, Server
 from clusterkit.backends.kubernetes.nodes import usable as may_be_used
-from clusterkit.backends.kubernetes.server import Server
 from clusterkit.bench import bandwidth
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.errors import BadInput, Unavailable

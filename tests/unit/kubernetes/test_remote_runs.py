@@ -8,18 +8,23 @@ import pytest
 
 from clusterkit import api, backends
 from clusterkit.backends.base import RemoteRun
-from clusterkit.backends.kubernetes.client import Context, Forbidden, KubeTransport, NotFound
+from clusterkit.backends.kubernetes.api_server import (
+    Context,
+    Forbidden,
+    KubeTransport,
+    NotFound,
+    Server,
+)
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.remote_runs import (
     PROJECT,
     RECORD,
     Record,
-    kept,
     listing,
     read,
+    recover,
     state_of,
 )
-from clusterkit.backends.kubernetes.server import Server
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.errors import CapabilityError, RunFolderError, RunNotFound, Unavailable
 from clusterkit.run.status import State
@@ -146,7 +151,7 @@ def test_the_record_holds_what_a_plan_is_made_of_and_nothing_of_its_machine(make
                      "creationTimestamp": "2026-11-22T06:00:00Z"},
         "data": {RECORD: text},
     }  # fmt: skip
-    found = kept(server_of({"configmaps/ddp-1": held}), "x", "ddp-1")
+    found = recover(server_of({"configmaps/ddp-1": held}), "x", "ddp-1")
     assert (found.attempt, found.created_at, found.project) == (2, 1795327200.0, None)
     again = backends.backend("kubernetes").plan(
         found.job,
@@ -173,7 +178,7 @@ def test_the_record_holds_what_a_plan_is_made_of_and_nothing_of_its_machine(make
 )
 def test_a_record_that_cannot_be_had(held, error):
     with pytest.raises(error) as refused:
-        kept(server_of({"configmaps/ddp-1": held}), "x", "ddp-1")
+        recover(server_of({"configmaps/ddp-1": held}), "x", "ddp-1")
     assert refused.value.hint
 
 
@@ -185,9 +190,9 @@ def test_a_copied_project_is_read_from_its_own_config_map(make_facts):
     held = {"metadata": {}, "data": {RECORD: Record.of(job, entry, facts).text()}}
     code = {"metadata": {}, "binaryData": {PROJECT: base64.b64encode(b"packed").decode()}}
     server = server_of({"configmaps/x-1-code": code, "configmaps/x-1": held})
-    assert kept(server, "x", "x-1").project == b"packed"
+    assert recover(server, "x", "x-1").project == b"packed"
     with pytest.raises(RunFolderError, match="config map x-2-code is gone"):
-        kept(server_of({"x-2-code": NotFound, "x-2": held}), "x", "x-2")
+        recover(server_of({"x-2-code": NotFound, "x-2": held}), "x", "x-2")
 
 
 def test_other_backends_remember_nothing(clusterkit_home):

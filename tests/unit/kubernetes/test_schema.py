@@ -13,8 +13,8 @@ import yaml
 from kubernetes import client
 
 from clusterkit import backends, shell
-from clusterkit.backends.kubernetes.client import APPLY_PATCH, Context, KubeTransport, NotFound
-from clusterkit.backends.kubernetes.entry import check_entry
+from clusterkit.backends.kubernetes.api_server import APPLY_PATCH, Context, KubeTransport, NotFound
+from clusterkit.backends.kubernetes.validation import check_entry
 from clusterkit.cluster import Claim, KubernetesCluster, KubernetesFacts, Project
 from clusterkit.errors import BadInput
 from clusterkit.jobfile import loader

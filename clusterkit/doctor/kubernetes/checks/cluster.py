@@ -9,8 +9,8 @@ from datetime import datetime
 from typing import Any
 
 from clusterkit.backends.kubernetes.flavors import FLAVORS
-from clusterkit.backends.kubernetes.rights import ROLE, Right, needed, to_watch
-from clusterkit.backends.kubernetes.text import made
+from clusterkit.backends.kubernetes.objects import new_object
+from clusterkit.backends.kubernetes.rbac import ROLE, Right, denied, run_rights, watcher_rights
 from clusterkit.doctor.base import Verdict
 from clusterkit.doctor.kubernetes.base import (
     GROUPS,
@@ -223,19 +223,19 @@ _WHO = "/apis/authentication.k8s.io/v1/selfsubjectreviews"
 @check(quick=True)
 def rights(seen: Seen, subject: KubeSubject) -> Verdict:
     """We may do all that a run needs; `k8s/rbac.yaml` is a role with just that."""
-    asked = made("authentication.k8s.io/v1", "SelfSubjectReview")
+    asked = new_object("authentication.k8s.io/v1", "SelfSubjectReview")
     status = seen.reply(_WHO, asked).document.get("status") or {}
     who = str((status.get("userInfo") or {}).get("username") or "")
     name = who or "you"
-    wanted = needed(seen.flavor or "job")
+    wanted = run_rights(seen.flavor or "job")
     try:
-        missing = _in_words(seen.denied(seen.namespace, wanted))
+        missing = _in_words(denied(seen, seen.namespace, wanted))
     except ClusterkitError as error:
         return no_answer(error).unknown("your own rights")
     if not missing:
         cause = f"{name} may do all {len(wanted)} things needed"
-        watching = () if subject.entry.watcher is False else to_watch()
-        if lacking := _in_words(seen.denied(seen.namespace, watching)):
+        watching = () if subject.entry.watcher is False else watcher_rights()
+        if lacking := _in_words(denied(seen, seen.namespace, watching)):
             cause += f"; runs have no watcher in the cluster without: {lacking}"
         return ok(cause)
     cause = f"{name} may not, in namespace {seen.namespace}: {missing}"

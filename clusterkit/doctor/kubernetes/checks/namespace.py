@@ -5,8 +5,7 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Any
 
-from clusterkit.backends.kubernetes.server import path_to
-from clusterkit.backends.kubernetes.text import made
+from clusterkit.backends.kubernetes.objects import new_object, path_to
 from clusterkit.cluster import Claim
 from clusterkit.doctor.base import Verdict, shortened
 from clusterkit.doctor.kubernetes.base import (
@@ -281,7 +280,7 @@ def pull_secrets(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
     for name in names:
         # Whether one could be made of that name, without making it: nobody has to read a secret.
         path = f"{path_to('v1', seen.namespace, 'Secret')}?dryRun=All"
-        reply = seen.reply(path, made("v1", "Secret", {"name": name}))
+        reply = seen.reply(path, new_object("v1", "Secret", {"name": name}))
         if reply.reason == "AlreadyExists":
             continue
         if reply.reason:

@@ -8,7 +8,7 @@ from typing import Any
 
 from clusterkit.backends.kubernetes.lost_pods import conditions_of
 from clusterkit.backends.kubernetes.nodes import gpu_count, is_ready, repelling, usable
-from clusterkit.backends.kubernetes.text import Object
+from clusterkit.backends.kubernetes.objects import Object
 from clusterkit.doctor.base import Verdict
 from clusterkit.doctor.kubernetes.base import (
     NODES,

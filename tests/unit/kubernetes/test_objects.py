@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterkit.backends.kubernetes.text import as_yaml, literal, object_name, quantity
+from clusterkit.backends.kubernetes.objects import as_yaml, literal, object_name, quantity
 from clusterkit.errors import BadInput
 
 SCALARS = (

@@ -2,8 +2,8 @@
 
 import pytest
 
-from clusterkit.backends.kubernetes.entry import check_entry, check_patch
 from clusterkit.backends.kubernetes.pods import resources
+from clusterkit.backends.kubernetes.validation import check_entry, check_patch
 from clusterkit.errors import BadInput
 from clusterkit.jobfile import loader
 

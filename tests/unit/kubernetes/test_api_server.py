@@ -18,20 +18,21 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from clusterkit.backends.kubernetes.apply import apply
-from clusterkit.backends.kubernetes.client import (
-    Away,
+from clusterkit.backends.kubernetes.api_server import (
     Conflict,
     Context,
     Forbidden,
     KubeTransport,
     NotFound,
     Refusal,
+    RunObjects,
+    Server,
+    Unreachable,
     connect,
 )
-from clusterkit.backends.kubernetes.judge import Pod
-from clusterkit.backends.kubernetes.pod_log import NodeLines
-from clusterkit.backends.kubernetes.server import RunObjects, Server
+from clusterkit.backends.kubernetes.apply import apply
+from clusterkit.backends.kubernetes.pod_log import LogWriter
+from clusterkit.backends.kubernetes.pod_status import Pod
 from clusterkit.errors import BadInput, SubmitFailed, Unavailable
 from clusterkit.plan import KubernetesNative
 from clusterkit.run.folder import MADE, RunFolder
@@ -119,7 +120,7 @@ def applied(transport, config):
     to = RunObjects(SimpleNamespace(native=native, run_id="r-1"), transport)
 
     def run(files, env=None):
-        transport.carried_out[KUBECTL] = partial(apply, to, files)
+        transport.handlers[KUBECTL] = partial(apply, to, files)
         assert transport.run("localhost", list(KUBECTL), env=env).exit_code == 0
 
     return run
@@ -282,7 +283,7 @@ def test_what_the_server_refuses_is_raised_with_its_reason(
     for ask in (lambda: api.get("/x"), lambda: api.post("/x", {})):
         with pytest.raises(Refusal) as error:
             ask()
-        assert (type(error.value), error.value.reason, error.value.said) == (kind, reason, said)
+        assert (type(error.value), error.value.reason, error.value.detail) == (kind, reason, said)
     assert [asked[0] for asked in server.asked] == ["GET", "POST"]
 
 
@@ -311,7 +312,7 @@ def test_credentials_that_are_not_accepted_are_named(server, api):
 def test_a_server_that_is_away_is_named(server, api):
     server.shutdown()
     server.server_close()
-    with pytest.raises(Away, match=r"http://127\.0\.0\.1:\d+ does not answer: .*refused"):
+    with pytest.raises(Unreachable, match=r"http://127\.0\.0\.1:\d+ does not answer: .*refused"):
         api.get("/x")
 
 
@@ -403,7 +404,7 @@ def test_a_line_that_the_server_stamps_a_second_later_does_not_come_twice(tmp_pa
 
 
 def lines_of(folder):
-    return NodeLines(RunFolder(folder), Pod(name="p", uid="u", node=0, phase="Running"))
+    return LogWriter(RunFolder(folder), Pod(name="p", uid="u", node=0, phase="Running"))
 
 
 def log_in(folder):

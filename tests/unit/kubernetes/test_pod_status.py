@@ -6,15 +6,17 @@ import msgspec
 import pytest
 
 from clusterkit.agent import LATE
-from clusterkit.backends.kubernetes.judge import (
+from clusterkit.backends.kubernetes.pod_status import (
     DELETED,
     Rejoin,
     by_node,
     cause_from_events,
     causes,
-    judge,
+    needs_events,
+    node_status,
     read_pod,
-    unexplained,
+    updated,
+    without,
 )
 from clusterkit.run.status import State
 
@@ -52,12 +54,20 @@ SCHEDULED = {"type": "PodScheduled", "status": "True", "lastTransitionTime": AT}
 RUNS = {"running": {"startedAt": AT}}
 
 
-def seen(told, before=None, now=T0, lost=False, **more):
-    pod = None if told is None else read_pod(told, INDEX, now)
-    then = None if before is None else read_pod(before, INDEX, now)
+def seen(told, before=None, now=T0, lost=False, replaced=False, waits=None, **more):
+    known = {}
+    if before is not None:
+        pod = read_pod(before, INDEX, now)
+        known = {pod.name: pod}
+    if told is None:
+        known = without(known, [pod.uid for pod in known.values()])
+    else:
+        pod = read_pod(told, INDEX, now)
+        known = updated(known, {pod.name: pod}, replaceable=replaced or "rejoin" in more)
+    pod = next(iter(known.values()), None)
     if lost:
-        pod, then = (each and msgspec.structs.replace(each, lost=True) for each in (pod, then))
-    found = judge(0, pod, then, **more)
+        pod = msgspec.structs.replace(pod, lost=True)
+    found = node_status(0, pod, replaceable=replaced, waits_for=waits, **more)
     return found.state, found.exit_code, found.reason
 
 
@@ -380,4 +390,4 @@ def test_a_pod_whose_probe_failed_is_told_which_and_why():
     ],
 )  # fmt: skip
 def test_the_events_are_asked_for_where_they_may_say_more(told, expected):
-    assert unexplained(read_pod(told, INDEX, T0)) is expected
+    assert needs_events(read_pod(told, INDEX, T0)) is expected

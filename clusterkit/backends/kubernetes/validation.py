@@ -1,5 +1,5 @@
-"""Whether an entry of the cluster file can be used: its amounts, its volumes, and its ``patch:``,
-which has to be part of a pod's spec by the official client's own models."""
+"""Check a cluster entry: its amounts, its volumes, and its ``patch:`` against the official client's
+models of a pod's spec."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from clusterkit.backends.kubernetes.client import not_installed
-from clusterkit.backends.kubernetes.text import quantity
+from clusterkit.backends.kubernetes.api_server import not_installed
+from clusterkit.backends.kubernetes.objects import quantity
 from clusterkit.cluster import KubernetesCluster
 from clusterkit.errors import BadInput, about, did_you_mean
 
@@ -27,7 +27,7 @@ _AMOUNTS = ("limits", "requests", "overhead")
 
 
 def check_entry(cluster: KubernetesCluster) -> None:
-    """Refuse what no pod could have.
+    """Check what the schema of the cluster file does not.
 
     Raises:
         BadInput: names the key.
@@ -60,7 +60,7 @@ def check_entry(cluster: KubernetesCluster) -> None:
 
 
 def check_patch(patch: Mapping[str, Any]) -> None:
-    """Refuse what the API server would: unknown keys and values of another type.
+    """Check a patch for unknown keys and values of a wrong type, as the API server would.
 
     Raises:
         BadInput: names the key.
@@ -76,8 +76,8 @@ def check_patch(patch: Mapping[str, Any]) -> None:
 
 
 def _check(value: Any, kind: str, place: str, client: Any) -> None:
-    """Refuse a value that is not of a kind, in the words that the client's models have for it."""
-    if value is None:  # takes the key away
+    """Check a value against a type, as the client's models write it."""
+    if value is None:  # removes the key
         return
     within = _OF.match(kind)
     model: Any = getattr(client, kind, None)

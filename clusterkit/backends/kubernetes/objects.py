@@ -1,0 +1,85 @@
+"""Kubernetes objects as dicts: labels, names, paths, amounts, escapes. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Any
+from urllib.parse import quote
+
+from clusterkit.errors import BadInput
+
+Object = dict[str, Any]
+"""A Kubernetes object, or a part of one."""
+
+MANAGER = "clusterkit"
+RUN, ATTEMPT, ROLE = "clusterkit/run", "clusterkit/attempt", "clusterkit/role"
+JOB = "clusterkit/job"
+USER = "clusterkit/user"
+"""Label of a run's objects: who submitted it."""
+
+NAME_MAX = 46
+"""Names have at most 63 characters; kinds of jobs append up to ``-node-0-12345``."""
+_NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?\Z")
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i|[eE][+-]?[0-9]+)?\Z")
+
+
+def object_name(run_id: str) -> str:
+    """Return the name of a run's objects: its id, or one that a service may have."""
+    if _NAME.match(run_id) and len(run_id) <= NAME_MAX:
+        return run_id
+    digest = hashlib.sha256(run_id.encode()).hexdigest()[:6]
+    kept = run_id[: NAME_MAX - len("ck--") - len(digest)].strip("-")
+    return f"ck-{kept}-{digest}"
+
+
+def without_empty(**values: Any) -> Object:
+    """Return the keys whose values are not empty."""
+    return {key: value for key, value in values.items() if value}
+
+
+def new_object(api: str, kind: str, metadata: Object | None = None, **rest: Any) -> Object:
+    return {"apiVersion": api, "kind": kind, **without_empty(metadata=metadata), **rest}
+
+
+def plural(kind: str) -> str:
+    """Return the resource name of a kind, of those that a run has."""
+    return f"{kind.lower()}s"
+
+
+def path_to(api: str, namespace: str, kind: str, name: str = "") -> str:
+    """Return the path of an object of a namespace, or of all of its kind."""
+    root = f"/apis/{api}" if "/" in api else f"/api/{api}"
+    return f"{root}/namespaces/{quote(namespace)}/{plural(kind)}{name and f'/{quote(name)}'}"
+
+
+def kubectl_flags(
+    kubeconfig: str | None, context: str | None, namespace: str | None = None
+) -> list[str]:
+    """Return the flags of kubectl in commands for people."""
+    flags = {"--kubeconfig": kubeconfig, "--context": context, "--namespace": namespace}
+    return [word for flag, value in flags.items() if value for word in (flag, value)]
+
+
+def literal(value: str) -> str:
+    """Escape a word of a container's command or environment: Kubernetes expands ``$(NAME)``."""
+    return value.replace("$", "$$")
+
+
+def quantity(key: str, value: str | float) -> str:
+    """Return an amount as text; Kubernetes takes numbers as well.
+
+    Raises:
+        BadInput: it is not an amount; the message begins with ``key``.
+    """
+    if not _QUANTITY.match(str(value)):
+        raise BadInput(f"{key}: {value!r} is not an amount", hint="such as 4, 500m, 16Gi")
+    return str(value)
+
+
+def as_yaml(body: object) -> str:
+    """Encode as JSON that is YAML as well: server-side apply reads YAML, which does not know the
+    surrogate pairs by which JSON escapes characters beyond U+FFFF."""
+    text = json.dumps(body, ensure_ascii=False)
+    return re.sub(r"[^ -~]", lambda found: f"\\U{ord(found[0]):08x}", text)
