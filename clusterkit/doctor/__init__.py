@@ -1,4 +1,4 @@
-"""Preflight: is every host, or the cluster, fit for the job; if not, which command mends it?
+"""Preflight checks of hosts and clusters, with the command that mends each fault.
 
 report = doctor.examine(subject, transport)
 print(report.table())
@@ -26,17 +26,16 @@ EXAMINERS = {
     "kubernetes": "clusterkit.doctor.kubernetes",
     "slurm": "clusterkit.backends.slurm.doctor",
 }
-"""What there is to examine; each is a module with ``CHECKS`` and ``look``."""
+"""Kind of subject to the module that examines it, with ``CHECKS`` and ``look``."""
 
 
 def _examiner(name: str) -> Any:
-    """The module that examines this kind, imported only here: backends need a subject in every
-    command, the checks only where something is examined."""
+    # Imported here: backends build subjects in every command, checks are seldom needed.
     return import_module(EXAMINERS[name])
 
 
 def every_check() -> dict[str, tuple[Check, ...]]:
-    """All checks, by what they look at."""
+    """Return all checks, by kind of subject."""
     return {name: _examiner(name).CHECKS for name in EXAMINERS}
 
 
@@ -48,10 +47,10 @@ def examine(
     only: Sequence[str] | None = None,
     progress: Progress = lambda phase, waiting: None,
 ) -> Report:
-    """Look at the subject, and judge what was seen. Nothing there is changed.
+    """Run the checks on the subject, without changing anything there.
 
     Args:
-        subject: hosts, or a cluster; and what they are to be fit for.
+        subject: hosts or a cluster, with the requirements of the job.
         transport: reaches them.
         quick: only the checks that are cheap enough for every submit.
         only: only the checks of these names, quick or not.
@@ -67,7 +66,7 @@ def examine(
 
 
 def chosen(checks: Sequence[Any], *, quick: bool, only: Sequence[str] | None) -> list[Any]:
-    """The checks of these names, or the quick ones, or all.
+    """Return the checks of these names, or the quick ones, or all.
 
     Raises:
         BadInput: a name that no check has.

@@ -1,4 +1,4 @@
-"""Examines hosts: one round trip per host and phase, all hosts at once, then the judgements."""
+"""Examine hosts: one round trip per host and phase, all hosts at once, then the judges."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from clusterkit.errors import ClusterkitError
 from clusterkit.transport import Transport
 
 AT_ONCE = 64
-"""Hosts that are visited at once, unless they have to meet each other."""
-PATIENT_AFTER = 3.0
-"""Seconds that a host may take to answer before all are given longer."""
+"""Hosts that are visited at once; all of them if they have to connect to each other."""
+SLOW_AFTER = 3.0
+"""Seconds that the slowest host may take to answer before the timeouts of all are extended."""
 
 
 def look(
     subject: HostSubject, transport: Transport, checks: Sequence[HostCheck], progress: Progress
 ) -> Report:
-    """Look at every host, and judge what was seen. Nothing on the hosts is changed."""
-    useful = [check for check in checks if check.skip_reason(subject) is None]
-    visits = Visits(subject, transport, useful, progress)
-    visits.make()
+    """Run the checks on every host, without changing anything there."""
+    applicable = [check for check in checks if check.skip_reason(subject) is None]
+    visits = Visits(subject, transport, applicable, progress)
+    visits.run()
     return Report(
         cluster=subject.cluster,
         hosts=tuple(machine.name for machine in subject.hosts),
@@ -44,23 +44,22 @@ def look(
 
 
 def judge(check: HostCheck, answers: Mapping[str, Answer], subject: HostSubject) -> list[Finding]:
-    """What a check says of every host of the subject, in its order."""
+    """Return the findings of a check, in the order of the subject's hosts."""
     names = [machine.name for machine in subject.hosts]
     if (reason := check.skip_reason(subject)) is not None:
         return [Finding(check.name, host, "skip", reason) for host in names]
-    heard = {host: answer for host, answer in answers.items() if answer.began is not None}
-    seen = Answers(subject, answers if check.unreachable_too else heard)
-    silent = {host: answer.error for host, answer in answers.items() if host not in seen.of}
-    judged = [
-        *check.judge(seen),
-        *(skip(h, "it did not answer" if e else "no Python runs there") for h, e in silent.items()),
-    ]
+    answered = {host: answer for host, answer in answers.items() if answer.began is not None}
+    seen = Answers(subject, answers if check.unreachable_too else answered)
+    judged = list(check.judge(seen))
     verdicts = [*seen.unread, *judged]
+    for host, answer in answers.items():
+        if host not in seen.of:
+            reason = "it did not answer" if answer.error else "no Python runs there"
+            verdicts.append(skip(host, reason))
     faulty = {verdict.host for verdict in verdicts if verdict.level in ("warn", "fail")}
     kept = [each for each in verdicts if each.level != "ok" or each.host not in faulty]
-    # In the order of the hosts, and of one host in that of the judge.
-    place = {name: number for number, name in enumerate(names)}
-    kept.sort(key=lambda verdict: place[verdict.host])
+    order = {name: number for number, name in enumerate(names)}
+    kept.sort(key=lambda verdict: order[verdict.host])
     return [Finding(check.name, *verdict) for verdict in kept]
 
 
@@ -68,11 +67,11 @@ def judge(check: HostCheck, answers: Mapping[str, Answer], subject: HostSubject)
 
 
 class Visits:
-    """Asks the hosts, phase by phase.
+    """The round trips to the hosts, phase by phase.
 
     Attributes:
         subject: with the addresses and the port that the first phase found, where none was given.
-        answers: of every host.
+        answers: by host.
     """
 
     def __init__(
@@ -86,51 +85,51 @@ class Visits:
         self.answers: dict[str, Answer] = {}
         self._transport = transport
         self._progress = progress
-        # What the second phase has to know is found in the first.
-        lacking = any(machine.address is None for machine in subject.hosts)
-        wanted: list[Script[Any]] = [collect_interfaces] if lacking else []
-        wanted += [collect_port] if subject.port is None else []
-        wanted += [script for check in checks for script in check.scripts]
-        self._scripts = {script.name: script for script in wanted}
-        self._wanted = [check.name for check in checks]
+        # The second phase needs addresses and port, which the first can find.
+        no_address = any(machine.address is None for machine in subject.hosts)
+        scripts: list[Script[Any]] = [collect_interfaces] if no_address else []
+        scripts += [collect_port] if subject.port is None else []
+        scripts += [script for check in checks for script in check.scripts]
+        self._scripts = {script.name: script for script in scripts}
+        self._checks = [check.name for check in checks]
         self._token = secrets.token_hex(8)
-        self._patience = 1.0
+        self._time_factor = 1.0
 
-    def make(self) -> None:
-        """All of them."""
+    def run(self) -> None:
         self.answers = self._phase(1, self.subject.hosts)
         self.subject = completed(self.subject, self.answers)
-        # Where hosts are slow to begin, they need longer to meet.
-        heard = [answer for answer in self.answers.values() if answer.began is not None]
-        slowest = max((answer.received - answer.sent for answer in heard), default=0.0)
-        self._patience = min(10.0, max(1.0, slowest / PATIENT_AFTER))
+        # Hosts that are slow to answer need longer to connect to each other.
+        answered = [answer for answer in self.answers.values() if answer.began is not None]
+        slowest = max((answer.received - answer.sent for answer in answered), default=0.0)
+        self._time_factor = min(10.0, max(1.0, slowest / SLOW_AFTER))
         try:
-            self._again(2)
+            self._later_phase(2)
         finally:
-            self._again(3)  # takes away what the first phase left for the second
+            self._later_phase(3)  # removes what the first phase left for the second
 
-    def _again(self, number: int) -> None:
-        """Another phase, on the hosts that have answered so far."""
-        heard = [host for host in self.subject.hosts if self.answers[host.name].began is not None]
-        for host, answer in self._phase(number, heard).items():
+    def _later_phase(self, number: int) -> None:
+        answered = [
+            each for each in self.subject.hosts if self.answers[each.name].began is not None
+        ]
+        for host, answer in self._phase(number, answered).items():
             before = self.answers[host]
             self.answers[host] = replace(
                 before, outputs={**before.outputs, **answer.outputs}, lost=answer.error
             )
 
     def _phase(self, number: int, hosts: Sequence[Machine]) -> dict[str, Answer]:
-        """Visit hosts side by side, so many at once; the others begin as soon as these end."""
+        """Run the scripts of a phase on the hosts that have any, and all hosts in the first."""
         present = [machine.name for machine in hosts]
-        asked = {machine: self._asked(number, machine, present) for machine in hosts}
-        visited = [machine for machine in hosts if asked[machine] or number == 1]
+        scripts = {machine: self._scripts_for(number, machine, present) for machine in hosts}
+        visited = [machine for machine in hosts if scripts[machine] or number == 1]
         if not visited:
             return {}
-        together = "mesh" in self._wanted and number == 2
+        together = "mesh" in self._checks and number == 2
         answers: dict[str, Answer] = {}
         pool = ThreadPoolExecutor(len(visited) if together else AT_ONCE)
         try:
             pending = {
-                pool.submit(self._visit, machine, asked[machine], present): machine.name
+                pool.submit(self._visit, machine, scripts[machine], present): machine.name
                 for machine in visited
             }
             self._progress(number, list(pending.values()))
@@ -138,11 +137,11 @@ class Visits:
                 answers[pending.pop(future)] = future.result()
                 self._progress(number, list(pending.values()))
         finally:
-            # All have ended, or Ctrl-C was pressed: then nobody waits for the slow ones.
+            # After Ctrl-C this does not wait for slow hosts.
             pool.shutdown(wait=False, cancel_futures=True)
         return {machine.name: answers[machine.name] for machine in visited}
 
-    def _asked(self, number: int, machine: Machine, present: list[str]) -> list[Script[Any]]:
+    def _scripts_for(self, number: int, machine: Machine, present: list[str]) -> list[Script[Any]]:
         return [
             script
             for script in self._scripts.values()
@@ -154,13 +153,12 @@ class Visits:
     def _visit(
         self, machine: Machine, scripts: Sequence[Script[Any]], present: list[str]
     ) -> Answer:
-        argv = bundle.command(
-            scripts, self._given(machine, present), machine.python, self._patience
-        )
-        limit = bundle.limit(scripts, self._patience)
+        given = self._given(machine, present)
+        argv = bundle.command(scripts, given, machine.python, self._time_factor)
+        timeout = bundle.timeout(scripts, self._time_factor)
         sent = time.time()
         try:
-            done = self._transport.run(machine.name, argv, timeout=limit)
+            done = self._transport.run(machine.name, argv, timeout=timeout)
         except ClusterkitError as error:
             return Answer(error=error, sent=sent, received=time.time())
         received = time.time()
@@ -168,10 +166,10 @@ class Visits:
         return replace(answer, sent=sent, received=received, stderr=done.stderr[-4096:])
 
     def _given(self, machine: Machine, present: list[str]) -> dict[str, Any]:
-        """What every script may read."""
+        """Return the argument of every script on this host."""
         subject = self.subject
         return {
-            "me": machine.name,
+            "host": machine.name,
             "head": subject.head.name,
             "hosts": [
                 [host.name, host.at]
@@ -182,14 +180,14 @@ class Visits:
             "workdir": subject.workdir,
             "shared": subject.shared,
             "port": subject.port,
-            "wanted": self._wanted,
+            "checks": self._checks,
             "token": self._token,
-            "patience": self._patience,
+            "time_factor": self._time_factor,
         }
 
 
 def completed(subject: HostSubject, answers: Mapping[str, Answer]) -> HostSubject:
-    """The subject with the addresses and the port that hosts have reported, where it has none."""
+    """Fill in the addresses and the port that hosts have reported, where the subject has none."""
     seen = Answers(subject, answers)
     interfaces = seen.read(collect_interfaces)
     hosts = []

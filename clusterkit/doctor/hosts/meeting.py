@@ -1,10 +1,10 @@
-"""Runs on all hosts at once: they meet at the head's port, then each connects to every other.
+"""Runs on all hosts at once: each connects to the head's port, then to every other host.
 
 It is sent as text and needs nothing but the standard library of Python 3.8. The head listens on
-the rendezvous port, as rank 0 will. Every other host says its name there and gets the token
-back. With ``mesh`` each host listens on a port of the kernel's choice as well, as the ranks of
-gloo and NCCL do; the head sends everyone these ports, everyone tries them all, and sends the next
-host a megabyte, so that each link carries one each way.
+the rendezvous port, as rank 0 will. Every other host sends its name there and gets the token
+back. For the check ``mesh`` each host also listens on a port that the kernel chooses, as the ranks
+of gloo and NCCL do. The head sends the list of these ports to all hosts; every host connects to
+all of them and sends a megabyte to the next host, so that each link is measured both ways.
 
 Whoever closes a connection resets it, so that no port stays in TIME_WAIT afterwards.
 """
@@ -23,27 +23,21 @@ from collections.abc import Callable
 from typing import Any
 
 MEET = 6.0
-"""Seconds that hosts have to find the head; they do not all start at the same moment."""
+"""Seconds that hosts have to reach the head; they do not all start at the same moment."""
 DIAL = 2.0
 END = 13.0
-"""Seconds after which every host goes home. All of them are longer where hosts are slow."""
+"""Seconds after which every host stops. ``time_factor`` multiplies all three."""
 
 POUR = 1 << 20
-"""Bytes for the next host; and seconds after which it counts what has come."""
+"""Bytes sent to the next host."""
 POUR_SECONDS = 1.0
+"""Seconds after which the receiver computes the rate, even if not all bytes have come."""
 SLOW = 10.0
-"""Mbit/s: no network of a cluster is slower, and a busy host still takes in more."""
+"""Mbit/s: no network of a cluster is slower, and a busy host still receives faster."""
 
 
 def meet(given: dict[str, Any]) -> dict[str, Any]:
-    """What one host saw.
-
-    Returns:
-        ``head``: why the head could not be reached, or None; ``listening``: (head) why the port
-        could not be had, or None; ``came``: (head) hosts that came; ``peers``: host to why it
-        could not be reached, or None; null where the hosts did not get that far; ``rates``: the
-        next host, to the Mbit/s at which it took a megabyte.
-    """
+    """Run this host's part; return the fields of `clusterkit.doctor.hosts.checks.network.Met`."""
     meeting = Meeting(given)
     try:
         return meeting.run()
@@ -56,41 +50,40 @@ class Meeting:
 
     def __init__(self, given: dict[str, Any]) -> None:
         self.began = time.monotonic()
-        self.patience: float = given["patience"]
-        self.me = given["me"]
-        self.head = given["head"]
-        self.present = given["present"]
+        self.given = given
+        self.host, self.present = given["host"], given["present"]
+        self.is_head = self.host == given["head"]
         self.addresses = dict(given["hosts"])
-        self.port = given["port"]
         self.token = given["token"]
-        self.mesh = "mesh" in given["wanted"] and len(self.present) > 1
+        self.mesh = "mesh" in given["checks"] and len(self.present) > 1
         self.servers: list[socket.socket] = []
+        self.changed = threading.Condition()
+        # On the head, guarded by `changed`: hosts that came, with their ports, and that finished.
         self.came: dict[str, int] = {}
         self.done: dict[str, bool] = {}
-        self.turn = threading.Condition()
 
     def run(self) -> dict[str, Any]:
         seen: dict[str, Any] = {
             "head": None, "listening": None, "came": [], "peers": None, "rates": {},
         }  # fmt: skip
-        number = self.open(0, self.greet) if self.mesh else 0
-        if self.me == self.head:
+        port = self.listen(0, self.answer_peer) if self.mesh else 0
+        if self.is_head:
             try:
-                self.open(self.port, self.serve)
+                self.listen(self.given["port"], self.serve_host)
             except OSError as error:
-                seen["listening"] = in_words(error)
+                seen["listening"] = reason(error)
                 return seen
-        seen["head"] = self.visit(number, seen)
-        if self.me == self.head:
-            self.wait(lambda: len(self.came) >= len(self.present), MEET + 1)
+        seen["head"] = self.visit_head(port, seen)
+        if self.is_head:
+            self.wait_for(lambda: len(self.came) >= len(self.present), MEET + 1)
             seen["came"] = sorted(self.came)
         return seen
 
-    def open(self, port: int, answer: Callable[[socket.socket], None]) -> int:
-        """Listen, and answer whoever comes; gives the port.
+    def listen(self, port: int, answer: Callable[[socket.socket], None]) -> int:
+        """Answer every connection to a port in a thread; return the port.
 
         Raises:
-            OSError: it cannot be had.
+            OSError: nothing can listen there.
         """
         server = listening(port)
         self.servers.append(server)
@@ -98,43 +91,46 @@ class Meeting:
         return int(server.getsockname()[1])
 
     def close(self) -> None:
-        """Listen no more: the next one may have the port at once."""
+        """Stop listening, so that the ports are free at once."""
         for server in self.servers:
-            # Closing alone would wait for the thread that accepts.
+            # close() alone would wait for the thread that accepts.
             with contextlib.suppress(OSError):
                 server.shutdown(socket.SHUT_RDWR)
             server.close()
 
-    def left(self, moment: float) -> float:
-        """Seconds from now to a moment of the meeting."""
-        return max(0.05, self.began + moment * self.patience - time.monotonic())
+    def left(self, deadline: float) -> float:
+        """Return the seconds from now to a deadline, which counts from the beginning."""
+        deadline *= self.given["time_factor"]
+        return max(0.05, self.began + deadline - time.monotonic())
 
-    # ---------------------------------------------------------- everyone
+    # ---------------------------------------------------------- every host
 
-    def visit(self, number: int, seen: dict[str, Any]) -> str | None:
-        """Say hello at the head; with a mesh, get the ports of all and try them."""
-        why = ""
+    def visit_head(self, port: int, seen: dict[str, Any]) -> str | None:
+        """Connect to the head, again and again until `MEET`; return why that failed, or None."""
+        failure = ""
         while self.left(MEET) > 0.1:
+            address = self.addresses[self.given["head"]]
             try:
-                line = connected(self.addresses[self.head], self.port, self.left(MEET))
+                line = connected(address, self.given["port"], self.left(MEET))
             except OSError as error:
-                # The last try has no time left: the errors of the others say more.
-                why = why or in_words(error)
+                # The first error counts: the last attempt has hardly any time.
+                failure = failure or reason(error)
                 threading.Event().wait(0.05)
                 continue
             with line:
                 try:
-                    self.talk(line, number, seen)
+                    self.exchange(line, port, seen)
                     return None
                 except (ConnectionError, ValueError):
                     return "another program answers there"
                 except OSError as error:
-                    why = why or in_words(error)
-        return why or "timed out"
+                    failure = failure or reason(error)
+        return failure or "timed out"
 
-    def talk(self, line: socket.socket, number: int, seen: dict[str, Any]) -> None:
+    def exchange(self, line: socket.socket, port: int, seen: dict[str, Any]) -> None:
+        """Send name and port to the head; for the mesh, receive all ports and try them."""
         file = line.makefile("rwb")
-        send(file, {"me": self.me, "port": number, "token": self.token})
+        send(file, {"host": self.host, "port": port, "token": self.token})
         if receive(file).get("token") != self.token:
             raise ValueError("not our head")
         if not self.mesh:
@@ -142,111 +138,113 @@ class Meeting:
         line.settimeout(self.left(MEET + 4))
         from concurrent.futures import ThreadPoolExecutor
 
-        try:
+        # Whatever fails from here on is no fault of the connection to the head.
+        with contextlib.suppress(OSError, ValueError, KeyError):
             ports = receive(file)["ports"]
-            others = [name for name in ports if name != self.me]
             with ThreadPoolExecutor(64) as pool:
-                dials = {name: pool.submit(self.dial, name, ports[name]) for name in others}
+                dials = {
+                    name: pool.submit(self.dial, name, ports[name])
+                    for name in ports
+                    if name != self.host
+                }
                 seen["peers"] = {name: dial.result() for name, dial in dials.items()}
             ring = sorted(ports)
-            following = ring[(ring.index(self.me) + 1) % len(ring)]
-            # Hosts that are slow to answer would measure themselves.
-            if self.patience == 1 and seen["peers"].get(following, "it is us") is None:
-                seen["rates"] = self.measured(following, ports[following])
+            following = ring[(ring.index(self.host) + 1) % len(ring)]
+            # On slow hosts the rate would be that of the host, not of the link.
+            if self.given["time_factor"] == 1 and seen["peers"].get(following, "itself") is None:
+                seen["rates"] = self.measure(following, ports[following])
             send(file, {"done": True})
-            # The others may still be about to connect to us.
+            # Others may still be about to connect to this host.
             line.settimeout(self.left(END))
             file.readline()
-        except (OSError, ValueError, KeyError):
-            pass
 
     def dial(self, name: str, port: int) -> str | None:
-        """Why another host cannot be reached, or None."""
+        """Return why another host cannot be reached, or None."""
         try:
-            with connected(self.addresses[name], port, DIAL * self.patience) as line:
+            timeout = DIAL * self.given["time_factor"]
+            with connected(self.addresses[name], port, timeout) as line:
                 file = line.makefile("rwb")
                 send(file, {"token": self.token})
-                if receive(file) != {"token": self.token, "me": name}:
+                if receive(file) != {"token": self.token, "host": name}:
                     return "another host answers at its address"
         except OSError as error:
-            return in_words(error)
+            return reason(error)
         except ValueError:
             return "another program answers at its address"
         return None
 
-    def measured(self, name: str, port: int) -> dict[str, float]:
-        """The next host and the better of two rates; nothing where it does not say."""
+    def measure(self, name: str, port: int) -> dict[str, float]:
+        """Return another host and the better of two rates; nothing if it reports none."""
         rates: list[float] = []
         with contextlib.suppress(OSError, ValueError, KeyError):
             while len(rates) < 2 and max(rates, default=0.0) < SLOW:
                 try:
                     rates.append(self.pour(name, port))
                 except socket.timeout:  # noqa: UP041 (TimeoutError only since Python 3.10)
-                    rates.append(0.0)  # not even a piece of it got away
+                    rates.append(0.0)  # not even a piece of it could be sent
         return {name: max(rates)} if rates else {}
 
     def pour(self, name: str, port: int) -> float:
-        """Send another host a megabyte; gives the Mbit/s that it saw."""
+        """Send another host a megabyte; return the Mbit/s that it reports."""
         with connected(self.addresses[name], port, DIAL) as line:
             file = line.makefile("rwb")
             send(file, {"token": self.token, "pour": True})
             receive(file)
             rest = memoryview(bytes(POUR))
-            # It answers before all has come, if that takes too long.
+            # It reports before all has come, if that takes too long.
             while rest and not select.select([line], [], [], 0)[0]:
                 rest = rest[line.send(rest[:65536]) :]
             return float(receive(file)["rate"])
 
-    def greet(self, line: socket.socket) -> None:
-        """Answer one peer."""
+    def answer_peer(self, line: socket.socket) -> None:
         file = line.makefile("rwb")
-        hello = receive(file)
-        if hello.get("token") == self.token:
-            send(file, {"token": self.token, "me": self.me})
-            if "pour" in hello:
+        request = receive(file)
+        if request.get("token") == self.token:
+            send(file, {"token": self.token, "host": self.host})
+            if "pour" in request:
                 send(file, {"rate": rate_of(line)})
             file.readline()
 
     # ---------------------------------------------------------- the head
 
-    def serve(self, line: socket.socket) -> None:
-        """Serve one host from its hello to its end."""
+    def serve_host(self, line: socket.socket) -> None:
+        """Answer one host, and keep the connection until that host has finished."""
         file = line.makefile("rwb")
-        hello = receive(file)
-        if hello.get("token") != self.token:
+        request = receive(file)
+        if request.get("token") != self.token:
             return
         send(file, {"token": self.token})
         if not self.mesh:
-            # Only when it has gone has it read our answer; then we may go, too.
+            # It closes the connection once it has read the answer; then the head may stop, too.
             with contextlib.suppress(OSError):
                 file.readline()
-            self.record(self.came, hello["me"], hello["port"])
+        self.record(self.came, request["host"], request["port"])
+        if not self.mesh:
             return
-        self.record(self.came, hello["me"], hello["port"])
-        self.wait(lambda: len(self.came) >= len(self.present), MEET)
+        self.wait_for(lambda: len(self.came) >= len(self.present), MEET)
         try:
             send(file, {"ports": self.came})
             line.settimeout(self.left(END))
             file.readline()
         finally:
-            self.record(self.done, hello["me"], True)
-        self.wait(lambda: set(self.done) >= set(self.came), END)
+            self.record(self.done, request["host"], True)
+        self.wait_for(lambda: set(self.done) >= set(self.came), END)
 
     def record(self, register: dict[str, Any], name: str, value: Any) -> None:
-        with self.turn:
+        with self.changed:
             register[name] = value
-            self.turn.notify_all()
+            self.changed.notify_all()
 
-    def wait(self, condition: Callable[[], bool], moment: float) -> None:
-        with self.turn:
-            self.turn.wait_for(condition, self.left(moment))
+    def wait_for(self, condition: Callable[[], bool], deadline: float) -> None:
+        with self.changed:
+            self.changed.wait_for(condition, self.left(deadline))
 
 
 # -------------------------------------------------------------- sockets
 
 
 def listening(port: int) -> socket.socket:
-    """A listening socket on all addresses, of both families where there are two."""
+    """Listen on all addresses, IPv4 and, where there is IPv6, IPv6."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(
             ("", port), family=socket.AF_INET6, backlog=512, dualstack_ipv6=True
@@ -255,7 +253,7 @@ def listening(port: int) -> socket.socket:
 
 
 def serve_all(server: socket.socket, answer: Any, timeout: float) -> None:
-    """Accept connections for ever, each in a thread of its own."""
+    """Accept connections until the server is closed, each in a thread of its own."""
 
     def one(line: socket.socket) -> None:
         line.settimeout(timeout)
@@ -277,7 +275,7 @@ def serve_all(server: socket.socket, answer: Any, timeout: float) -> None:
 
 
 def rate_of(line: socket.socket) -> float:
-    """Mbit/s at which ``POUR`` bytes come, or as many as do in ``POUR_SECONDS``."""
+    """Return the Mbit/s at which `POUR` bytes come, or those that come in `POUR_SECONDS`."""
     came, first, now = 0, len(line.recv(65536)), time.monotonic()
     began, end = now, now + POUR_SECONDS
     while first + came < POUR and now < end:
@@ -285,7 +283,7 @@ def rate_of(line: socket.socket) -> float:
         with contextlib.suppress(socket.timeout):
             chunk = line.recv(65536)
             if not chunk:
-                raise ConnectionError("it went away")
+                raise ConnectionError("the sender closed the connection")
             came += len(chunk)
         now = time.monotonic()
     line.settimeout(DIAL)
@@ -293,7 +291,7 @@ def rate_of(line: socket.socket) -> float:
 
 
 def connected(address: str, port: int, timeout: float) -> socket.socket:
-    """A connection that is reset when it is closed."""
+    """Open a connection that is reset when it is closed."""
     line = socket.create_connection((address, port), timeout)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     return line
@@ -305,10 +303,10 @@ def send(file: Any, document: dict[str, Any]) -> None:
 
 
 def receive(file: Any) -> dict[str, Any]:
-    """One line's object.
+    """Read one line.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it holds no JSON object.
     """
     line = file.readline(1 << 20)
     document = json.loads(line.decode()) if line else None
@@ -317,8 +315,8 @@ def receive(file: Any) -> dict[str, Any]:
     return document
 
 
-def in_words(error: OSError) -> str:
-    """An error in a word or two, the same on every host."""
+def reason(error: OSError) -> str:
+    """Return an error in words that are the same on every host."""
     if isinstance(error, socket.timeout):
         return "timed out"
     if isinstance(error, socket.gaierror):

@@ -1,8 +1,8 @@
-"""Runs on a host: every script, those that may hang in processes of their own.
+"""Runs scripts on a host, those that can hang in processes of their own.
 
-It is sent as text and needs nothing but the standard library of Python 3.8. One line of JSON
-behind a mark holds what one script gave, so that whatever else stands in the output (a login
-shell's greeting) does no harm, and a script that hangs does not keep back the others.
+It is sent as text and needs nothing but the standard library of Python 3.8. The result of each
+script is one line of JSON behind a mark, so that other output (a login shell's greeting) does no
+harm, and a script that hangs does not hold up the others.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import time
 from typing import Any
 
 MARK = "@clusterkit-doctor "
-MOST = 1 << 18
-"""Bytes that one script may give."""
+MAX_BYTES = 1 << 18
+"""Largest result of one script."""
 
 
 def text_of(path: str) -> str:
-    """A file's text; empty where it cannot be read."""
+    """Return a file's text; empty if it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()
@@ -38,7 +38,7 @@ def text_of(path: str) -> str:
 
 
 def user_of(uid: int) -> str:
-    """A user's name; the number of one without a name."""
+    """Return a user's name, or the number of one without a name."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -46,7 +46,8 @@ def user_of(uid: int) -> str:
 
 
 def run(*argv: str, seconds: float = 20) -> dict[str, Any] | None:
-    """How a command ended: ``exit_code``, ``stdout``, ``stderr``; None where it is not there."""
+    """Run a command; return its ``exit_code``, ``stdout``, ``stderr``, or None if there is no such
+    command."""
     import subprocess
 
     try:
@@ -68,20 +69,20 @@ HELPERS = {
     "contextlib": contextlib, "errno": errno, "glob": glob, "os": os, "pwd": pwd,
     "random": random, "re": re, "socket": socket, "sys": sys, "time": time,
 }  # fmt: skip
-"""What every script finds there: its text says nothing of its module's imports."""
+"""Names that every script can use: its text does not include its module's imports."""
 
 
 def main(tasks: list[dict[str, Any]], given: dict[str, Any], interpreter: str) -> None:
     """Run the tasks, print one line for each, and end this process.
 
     Args:
-        tasks: ``name``, ``function``, ``source``, ``limit`` (seconds) and ``in_process`` of each.
-        given: what every function is called with.
+        tasks: ``name``, ``function``, ``source``, ``timeout`` (seconds) and ``in_process`` of each.
+        given: the argument of every function.
         interpreter: the name under which this Python was started.
     """
     code = 1
     try:
-        # "client client-port server server-port": under which of its addresses it was reached.
+        # "client client-port server server-port": the address at which this host was reached.
         reached = (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[2]
         _print({"began": time.time(), "interpreter": interpreter, "reached_at": reached})
         code = 0
@@ -89,31 +90,29 @@ def main(tasks: list[dict[str, Any]], given: dict[str, Any], interpreter: str) -
         for task in tasks:
             if task["in_process"]:
                 _print({"name": task["name"], **json.loads(_run(task, given).decode())})
-        # Side by side, whoever is asked first: those that end soon do not wait for the others.
-        for name, pid, reader, until in sorted(running, key=lambda work: work[3]):
-            _print({"name": name, **_answer(pid, reader, until)})
+        # They run in parallel; the one with the shortest timeout is waited for first.
+        for deadline, name, pid, reader in sorted(running):
+            _print({"name": name, **_result(pid, reader, deadline)})
         _print({"ended": time.time()})
     except BrokenPipeError:
-        pass  # nobody reads any more
+        pass  # the connection is closed
     except Exception as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
     finally:
-        # Without waiting for anything: a thread or a child may hang for ever.
+        # Not sys.exit(), which waits for threads: one may hang for ever.
         os._exit(code)
 
 
 def _start_all(
     tasks: list[dict[str, Any]], given: dict[str, Any]
-) -> list[tuple[str, int, int, float]]:
-    """Name, process, pipe and last moment of each task that could be started."""
+) -> list[tuple[float, str, int, int]]:
+    """Start a process per task; return deadline, name, process id and pipe of each."""
     running = []
     for task in tasks:
         try:
-            pid, reader = _start(task, given)
+            running.append((time.monotonic() + task["timeout"], task["name"], *_start(task, given)))
         except OSError as error:
             _print({"name": task["name"], "error": f"cannot start a process: {error}"})
-            continue
-        running.append((task["name"], pid, reader, time.monotonic() + task["limit"]))
     return running
 
 
@@ -125,11 +124,11 @@ def _start(task: dict[str, Any], given: dict[str, Any]) -> tuple[int, int]:
         return pid, reader
     try:
         os.setpgid(0, 0)
-        # Should the parent be killed, this ends all the same.
-        signal.alarm(int(task["limit"]) + 10)
-        nothing = os.open(os.devnull, os.O_RDWR)
+        # It ends even if the parent is killed.
+        signal.alarm(int(task["timeout"]) + 10)
+        null = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
-            os.dup2(nothing, stream)
+            os.dup2(null, stream)
         with os.fdopen(writer, "wb") as file:
             file.write(_run(task, given) + b"\n")
     finally:
@@ -138,54 +137,54 @@ def _start(task: dict[str, Any], given: dict[str, Any]) -> tuple[int, int]:
 
 def _run(task: dict[str, Any], given: dict[str, Any]) -> bytes:
     try:
-        # Annotations stay unread: they may be newer than this Python.
+        # Annotations are not evaluated: they may be newer than this Python.
         code = compile(task["source"], "<doctor>", "exec", flags=future.annotations.compiler_flag)
-        space: dict[str, Any] = dict(HELPERS)
-        exec(code, space)
-        answer = {"value": space[task["function"]](given)}
-        # Names of files need not be text: what is no character becomes a question mark.
-        text = json.dumps(answer, ensure_ascii=False).encode("utf-8", "replace")
+        namespace: dict[str, Any] = dict(HELPERS)
+        exec(code, namespace)
+        result = {"value": namespace[task["function"]](given)}
+        # File names need not be valid UTF-8: other bytes become question marks.
+        text = json.dumps(result, ensure_ascii=False).encode("utf-8", "replace")
         return json.dumps(json.loads(text.decode())).encode()
     except BaseException as error:
         return json.dumps({"error": f"{type(error).__name__}: {error}"[:500]}).encode()
 
 
-def _answer(pid: int, reader: int, until: float) -> dict[str, Any]:
-    """What a task wrote into its pipe, or why that is nothing."""
-
-    def kill() -> None:
-        # Not waited for: a process that hangs in a dead NFS mount ends when that answers again.
-        for end in (os.killpg, os.kill):
-            with contextlib.suppress(OSError):
-                end(pid, signal.SIGKILL)
-
+def _result(pid: int, reader: int, deadline: float) -> dict[str, Any]:
+    """Return what a task wrote into its pipe, or why there is nothing; kill it if it is late."""
     data = b""
     try:
         while not data.endswith(b"\n"):
-            # Whoever has had to wait for this has a moment more.
-            wait = max(1.0, until - time.monotonic())
+            # At least a second: the wait for other tasks may have used up this one's time.
+            wait = max(1.0, deadline - time.monotonic())
             if not select.select([reader], [], [], wait)[0]:
                 state = _state(pid)
-                kill()
+                _kill(pid)
                 return {"timed_out": state}
             chunk = os.read(reader, 65536)
             data += chunk
             if not chunk:
                 return {"error": "it was killed"}
-            if len(data) > MOST:
-                kill()
-                return {"error": f"it gave more than {MOST} bytes"}
-        answer: dict[str, Any] = json.loads(data.decode())
-        return answer
+            if len(data) > MAX_BYTES:
+                _kill(pid)
+                return {"error": f"it gave more than {MAX_BYTES} bytes"}
+        result: dict[str, Any] = json.loads(data.decode())
+        return result
     finally:
         os.close(reader)
-        # Who ignores SIGCHLD hands that down to us: then the kernel has buried it already.
+        # If the parent ignores SIGCHLD, so do we, and the kernel has reaped the process already.
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
 
 
+def _kill(pid: int) -> None:
+    # Not waited for: a process that hangs in a dead NFS mount ends when the mount answers again.
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(OSError):
+            kill(pid, signal.SIGKILL)
+
+
 def _state(pid: int) -> str:
-    """The kernel's letter for what a process does; D, if it stays so: a mount does not answer."""
+    """Return the letter of a process's state; D for 0.4 s: a mount does not answer."""
     state = "?"
     for _ in range(4):
         try:
@@ -200,7 +199,7 @@ def _state(pid: int) -> str:
 
 
 def _print(document: dict[str, Any]) -> None:
-    # The newline in front: a greeting need not end with one.
+    # The newline comes first because a greeting need not end with one.
     line = memoryview(f"\n{MARK}{json.dumps(document)}\n".encode())
     while line:
         line = line[os.write(sys.stdout.fileno(), line) :]

@@ -18,8 +18,8 @@ from clusterkit.doctor.hosts.checks import CHECKS
 SCRIPTS = list({script.name: script for check in CHECKS for script in check.scripts}.values())
 
 
-def ran(*scripts, given=None, python=sys.executable, env=None, patience=1.0):
-    argv = bundle.command(scripts, given or {}, python, patience)
+def ran(*scripts, given=None, python=sys.executable, env=None, time_factor=1.0):
+    argv = bundle.command(scripts, given or {}, python, time_factor)
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=env)
     return done, bundle.parse(done.stdout)
 
@@ -124,8 +124,8 @@ def test_a_script_that_hangs_is_ended_and_does_not_hold_the_others():
     assert reply.ended is not None
 
 
-def test_patience_gives_longer():
-    _, reply = ran(Script("nap", nap, object, timeout=0.001), patience=30000)
+def test_time_factor_gives_longer():
+    _, reply = ran(Script("nap", nap, object, timeout=0.001), time_factor=30000)
     assert value(reply.outputs["nap"]) == "woke"
 
 
@@ -197,7 +197,7 @@ def test_a_process_limit_is_an_error_of_the_scripts_that_did_not_start(monkeypat
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(os, "fork", no_fork)
-    running = runner._start_all([{"name": "echo", "limit": 1}], {})
+    running = runner._start_all([{"name": "echo", "timeout": 1}], {})
     assert running == []
     reply = bundle.parse(capfd.readouterr().out)
     assert "cannot start a process: " in reply.outputs["echo"].error

@@ -171,7 +171,7 @@ def test_a_shell_that_greets_is_told(judged, said, level):
 
 
 USER = {
-    "user": "ann", "uid": 1000, "home": "/home/ann", "home_there": True, "home_writable": True,
+    "user": "ann", "uid": 1000, "home": "/home/ann", "home_exists": True, "home_writable": True,
     "sudo": None,
 }  # fmt: skip
 
@@ -182,7 +182,7 @@ USER = {
         ({}, "ok", "ann, no sudo"),
         ({"sudo": "bob"}, "warn", "through sudo of bob"),
         ({"user": ""}, "fail", "has no name"),
-        ({"home_there": False}, "fail", "is not there"),
+        ({"home_exists": False}, "fail", "is not there"),
         ({"home_writable": False}, "fail", "cannot be written to"),
         ({"uid": 1001}, "fail", "is number 1001, but 1000"),
     ],
@@ -758,7 +758,7 @@ def test_many_names_do_not_fill_the_screen(judged):
 
 
 def test_look_ups_for_real():
-    given = {"hosts": [["localhost", "127.0.0.1"], ["h'; x", "h'; x"]], "patience": 1.0}
+    given = {"hosts": [["localhost", "127.0.0.1"], ["h'; x", "h'; x"]], "time_factor": 1.0}
     seen = named("names").scripts[0].collect(given)
     assert seen["names"]["localhost"]["begun"]
     assert seen["yardsticks"][0]["found"] == ["127.0.0.1"]
@@ -1434,26 +1434,27 @@ def test_every_full_disk_is_told(judged):
 
 
 def folder(**changed):
-    return {"path": "/srv/work", "there": True, "parent": "/srv/work", "error": None, "kind": None,
-            "pipes": None, "user": "ann"} | changed  # fmt: skip
+    return {"path": "/srv/work", "exists": True, "parent": "/srv/work", "error": None,
+            "error_name": None, "pipe_error": None, "user": "ann"} | changed  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("changed", "level", "words", "remedy"),
     [
         ({}, "ok", "/srv/work", None),
-        ({"there": False, "parent": "/srv"}, "ok", "can be made", None),
-        ({"error": "Permission denied", "kind": "EACCES"}, "fail",
+        ({"exists": False, "parent": "/srv"}, "ok", "can be made", None),
+        ({"error": "Permission denied", "error_name": "EACCES"}, "fail",
          "/srv/work cannot be written to by ann: Permission denied",
          "sudo install -d -o ann /srv/work"),
-        ({"there": False, "parent": "/", "error": "Permission denied", "kind": "EACCES"}, "fail",
-         "/srv/work cannot be made by ann", "sudo install -d -o ann /srv/work"),
-        ({"error": "No space left on device", "kind": "ENOSPC"}, "fail", "No space left", "df -h"),
-        ({"error": "Disk quota exceeded", "kind": "EDQUOT"}, "fail", "quota", "df -h"),
-        ({"error": "Read-only file system", "kind": "EROFS"}, "fail", "Read-only", "findmnt"),
-        ({"there": False, "parent": "/srv/f", "error": "/srv/f is not a folder"}, "fail",
+        ({"exists": False, "parent": "/", "error": "Permission denied", "error_name": "EACCES"},
+         "fail", "/srv/work cannot be made by ann", "sudo install -d -o ann /srv/work"),
+        ({"error": "No space left on device", "error_name": "ENOSPC"}, "fail",
+         "No space left", "df -h"),
+        ({"error": "Disk quota exceeded", "error_name": "EDQUOT"}, "fail", "quota", "df -h"),
+        ({"error": "Read-only file system", "error_name": "EROFS"}, "fail", "Read-only", "findmnt"),
+        ({"exists": False, "parent": "/srv/f", "error": "/srv/f is not a folder"}, "fail",
          "/srv/f is not a folder", "ls -ld /srv/f"),
-        ({"pipes": "Operation not permitted"}, "fail", "takes no named pipes", "workdir"),
+        ({"pipe_error": "Operation not permitted"}, "fail", "takes no named pipes", "workdir"),
     ],
 )  # fmt: skip
 def test_the_working_folder(judged, changed, level, words, remedy):
@@ -1537,7 +1538,7 @@ def shared(subject, written, **read):
     }
 
 
-FOUND = {"text": "token", "error": None, "kind": "nfs4"}
+FOUND = {"text": "token", "error": None, "file_system": "nfs4"}
 
 
 @pytest.mark.parametrize(
@@ -1545,11 +1546,11 @@ FOUND = {"text": "token", "error": None, "kind": "nfs4"}
     [
         ({}, "ok", "/shared"),
         (
-            {"text": None, "kind": "ext4"},
+            {"text": None, "file_system": "ext4"},
             "fail",
             "what h0 writes is not there (it is ext4)",
         ),
-        ({"text": None, "kind": ""}, "fail", "is not shared"),
+        ({"text": None, "file_system": ""}, "fail", "is not shared"),
         ({"text": None, "error": "No such directory"}, "fail", "cannot be read: No such directory"),
         ({"text": None, "error": "Stale file handle"}, "fail", "Stale file handle"),
         ({"text": ""}, "warn", "empty for a while"),

@@ -26,16 +26,16 @@ def port():
 
 def started(me, port, hosts=3, addresses=None, **changed):
     given = {
-        "me": me,
+        "host": me,
         "head": "h0",
         "hosts": addresses or [[f"h{i}", f"127.0.0.{i + 1}"] for i in range(hosts)],
         "present": [f"h{i}" for i in range(hosts)],
         "port": port,
         "token": "0123",
-        "wanted": ["head-port", "mesh"],
-        "patience": 1.0,
+        "checks": ["head-port", "mesh"],
+        "time_factor": 1.0,
     } | changed
-    argv = bundle.command([MEET], given, sys.executable, given["patience"])
+    argv = bundle.command([MEET], given, sys.executable, given["time_factor"])
     return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
 
 
@@ -73,7 +73,7 @@ def test_every_host_measures_its_link_to_the_next(port):
 
 
 def test_hosts_that_are_slow_to_answer_do_not_measure_themselves(port):
-    assert [met.rates for met in together(port, patience=1.5)] == [{}, {}, {}]
+    assert [met.rates for met in together(port, time_factor=1.5)] == [{}, {}, {}]
 
 
 @pytest.mark.parametrize(("pieces", "rate"), [(16, "fast"), (3, "slow"), (0, "none")])
@@ -114,7 +114,7 @@ def test_the_port_can_be_had_again_at_once(port):
 
 
 def test_without_the_mesh_nobody_waits_for_the_others(port):
-    found = together(port, wanted=["head-port"])
+    found = together(port, checks=["head-port"])
     assert [met.head for met in found] == [None, None, None]
     assert [met.peers for met in found] == [None, None, None]
     assert found[0].came == ["h0", "h1", "h2"]
@@ -127,18 +127,18 @@ def test_a_host_alone_meets_itself(port):
 
 
 def test_a_head_that_waits_in_vain_goes_home(port):
-    found = told(started("h0", port, patience=0.1))
+    found = told(started("h0", port, time_factor=0.1))
     assert found.came == ["h0"]
     assert found.peers == {}
 
 
 def test_a_host_that_finds_no_head_says_why(port):
-    assert told(started("h1", port, patience=0.1)).head == "connection refused"
+    assert told(started("h1", port, time_factor=0.1)).head == "connection refused"
     nowhere = [["h0", NOWHERE], ["h1", "127.0.0.2"]]
-    said = told(started("h1", port, addresses=nowhere, patience=0.1)).head
+    said = told(started("h1", port, addresses=nowhere, time_factor=0.1)).head
     assert said == "network is unreachable" or "denied" in said
     unknown = [["h0", "no such host.invalid"], ["h1", "127.0.0.2"]]
-    said = told(started("h1", port, addresses=unknown, patience=0.1)).head
+    said = told(started("h1", port, addresses=unknown, time_factor=0.1)).head
     assert said == "its address does not resolve"
 
 

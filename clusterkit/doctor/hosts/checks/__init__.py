@@ -1,4 +1,4 @@
-"""Every check of hosts, in the order in which people read about them."""
+"""All checks of hosts, in the order of the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders: room on their disks, the working folder, the folder that all hosts share."""
+"""Folders: free space of their disks, the working folder, the folder that all hosts share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from msgspec import Struct
 from clusterkit import shell
 from clusterkit.doctor.base import Level, Verdict, fail, ok, skip, warn, worst
 from clusterkit.doctor.hosts.base import Answers, HostSubject, check, script
-from clusterkit.doctor.hosts.helpers import size_text
+from clusterkit.doctor.hosts.helpers import level_of, size_text
 from clusterkit.doctor.hosts.runner import text_of, user_of
 
 BYTES_WARN = 5 << 30
@@ -25,14 +25,14 @@ INODES_FAIL = 1_000
 
 
 class Disk(Struct):
-    """One file system, by a folder on it."""
+    """The file system of one folder."""
 
     path: str
     free: int
     total: int
     inodes_free: int
     inodes: int
-    """0 where the file system makes them as it needs them."""
+    """0: the file system has no fixed number of them."""
     read_only: bool
 
 
@@ -67,48 +67,46 @@ def disk(answers: Answers) -> Iterator[Verdict]:
     for host, disks in answers.read(collect_disks).items():
         for disk in disks:
             if disk.read_only:
-                mend = f"{shell.join(['findmnt', '--target', disk.path])}; sudo dmesg | tail"
-                yield fail(host, f"{disk.path} is mounted read-only", mend)
-            elif disk.total:  # or the file system has no size of its own
+                remedy = f"{shell.join(['findmnt', '--target', disk.path])}; sudo dmesg | tail"
+                yield fail(host, f"{disk.path} is mounted read-only", remedy)
+            elif disk.total:  # some file systems report no size
                 yield from _full(host, disk)
         free = ", ".join(f"{disk.path} {size_text(disk.free)}" for disk in disks)
         yield ok(host, f"free: {free}")
 
 
 def _full(host: str, disk: Disk) -> Iterator[Verdict]:
-    space = _level(disk.free, BYTES_WARN, BYTES_FAIL)
-    files = _level(disk.inodes_free, INODES_WARN, INODES_FAIL) if disk.inodes else "ok"
+    space = level_of(disk.free, warn_below=BYTES_WARN, fail_below=BYTES_FAIL)
+    files: Level = "ok"
+    if disk.inodes:
+        files = level_of(disk.inodes_free, warn_below=INODES_WARN, fail_below=INODES_FAIL)
     level = worst((space, files))
     if level == "ok":
         return
     if space == level:
         cause = f"{disk.path} has {size_text(disk.free)} left of {size_text(disk.total)}"
-        mend = f"{shell.join(['df', '-h', disk.path])}; {shell.join(['du', '-xsh', disk.path])}"
+        remedy = f"{shell.join(['df', '-h', disk.path])}; {shell.join(['du', '-xsh', disk.path])}"
     else:
         cause = f"{disk.path} has room for {disk.inodes_free} more files (inodes)"
-        mend = shell.join(["df", "-i", disk.path])
-    yield Verdict(host, level, cause, mend)
-
-
-def _level(left: int, warn: int, fail: int) -> Level:
-    return "fail" if left < fail else "warn" if left < warn else "ok"
+        remedy = shell.join(["df", "-i", disk.path])
+    yield Verdict(host, level, cause, remedy)
 
 
 # ---------------------------------------------------------------- the working folder
 
 
 class Workdir(Struct):
-    """What came of writing there."""
+    """The result of writing to the working folder."""
 
     path: str
-    there: bool
+    exists: bool
     parent: str
     """The nearest folder above it that exists, or it itself."""
     error: str | None
-    kind: str | None
-    """The error's name: ENOSPC, EROFS, EACCES, ..."""
-    pipes: str | None
-    """Why named pipes cannot be made there, or None."""
+    error_name: str | None
+    """ENOSPC, EROFS, EACCES, ..."""
+    pipe_error: str | None
+    """Why named pipes cannot be made there."""
     user: str
 
 
@@ -119,18 +117,18 @@ def collect_workdir(given: dict[str, Any]) -> Any:
     while not os.path.lexists(parent):
         parent = os.path.dirname(parent)
     seen: dict[str, Any] = {
-        "path": path, "there": parent == path, "parent": parent, "user": user_of(os.geteuid()),
-        "error": None, "kind": None, "pipes": None,
+        "path": path, "exists": parent == path, "parent": parent, "user": user_of(os.geteuid()),
+        "error": None, "error_name": None, "pipe_error": None,
     }  # fmt: skip
     if not os.path.isdir(parent):
         seen["error"] = f"{parent} is not a folder"
         return seen
     if parent != path:
         if not os.access(parent, os.W_OK | os.X_OK):
-            seen.update(error=os.strerror(errno.EACCES), kind="EACCES")
+            seen.update(error=os.strerror(errno.EACCES), error_name="EACCES")
         return seen
-    me = given["me"].replace("/", "_")
-    name = os.path.join(path, f".clusterkit-doctor-{given['token']}-{me}")
+    host = given["host"].replace("/", "_")
+    name = os.path.join(path, f".clusterkit-doctor-{given['token']}-{host}")
     try:
         handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -140,13 +138,13 @@ def collect_workdir(given: dict[str, Any]) -> Any:
             os.close(handle)
             os.unlink(name)
     except OSError as problem:
-        seen.update(error=problem.strerror, kind=errno.errorcode.get(problem.errno or 0))
+        seen.update(error=problem.strerror, error_name=errno.errorcode.get(problem.errno or 0))
         return seen
     try:
         os.mkfifo(name)
         os.unlink(name)
     except OSError as problem:
-        seen["pipes"] = problem.strerror
+        seen["pipe_error"] = problem.strerror
     return seen
 
 
@@ -155,22 +153,22 @@ def workdir(answers: Answers) -> Iterator[Verdict]:
     """The working folder can be written to by the user, without sudo, and takes named pipes."""
     for host, folder in answers.read(collect_workdir).items():
         if folder.error is not None:
-            verb = "written to" if folder.there else "made"
+            verb = "written to" if folder.exists else "made"
             cause = f"{folder.path} cannot be {verb} by {folder.user}: {folder.error}"
-            yield fail(host, cause, _made_writable(folder))
-        elif folder.pipes is not None:
-            cause = f"{folder.path} takes no named pipes ({folder.pipes}), "
+            yield fail(host, cause, _make_writable(folder))
+        elif folder.pipe_error is not None:
+            cause = f"{folder.path} takes no named pipes ({folder.pipe_error}), "
             cause += "through which logs of ranks go"
             yield fail(host, cause, "give the cluster entry a `workdir` on a local disk or on NFS")
-        yield ok(host, folder.path if folder.there else f"{folder.path} can be made")
+        yield ok(host, folder.path if folder.exists else f"{folder.path} can be made")
 
 
-def _made_writable(folder: Workdir) -> str:
-    if folder.kind in ("ENOSPC", "EDQUOT"):
+def _make_writable(folder: Workdir) -> str:
+    if folder.error_name in ("ENOSPC", "EDQUOT"):
         return shell.join(["df", "-h", folder.path])
-    if folder.kind == "EROFS":
+    if folder.error_name == "EROFS":
         return shell.join(["findmnt", "--target", folder.path])
-    if folder.kind is None:
+    if folder.error_name is None:
         return shell.join(["ls", "-ld", folder.parent])
     return shell.join(["sudo", "install", "-d", "-o", folder.user, folder.path])
 
@@ -179,25 +177,25 @@ def _made_writable(folder: Workdir) -> str:
 
 
 class Written(Struct):
-    """What came of writing the token."""
+    """The result of writing the token."""
 
     error: str | None
 
 
-class Found(Struct):
-    """What another host read; ``text`` is None where there was nothing."""
+class Token(Struct):
+    """What another host read of the token that the head wrote."""
 
     text: str | None
+    """None: the file is not there."""
     error: str | None
-    kind: str
-    """Type of the file system."""
+    file_system: str
 
 
 @script("shared-write", Written, where="head")
-def collect_written(given: dict[str, Any]) -> Any:
+def write_token(given: dict[str, Any]) -> Any:
     prefix = os.path.join(os.path.expanduser(given["shared"]), ".clusterkit-doctor-shared-")
     for old in glob.glob(glob.escape(prefix) + "*"):
-        # Left by an examination that was killed.
+        # Left by a doctor that was killed.
         with contextlib.suppress(OSError):
             if os.stat(old).st_mtime < time.time() - 3600:
                 os.unlink(old)
@@ -209,20 +207,20 @@ def collect_written(given: dict[str, Any]) -> Any:
     return {"error": None}
 
 
-@script("shared-read", Found, phase=2, where="others", needs_head=True)
-def collect_found(given: dict[str, Any]) -> Any:
+@script("shared-read", Token, phase=2, where="others", needs_head=True)
+def read_token(given: dict[str, Any]) -> Any:
     folder = os.path.expanduser(given["shared"])
-    kind = ""
+    file_system = ""
     longest = -1
     for line in text_of("/proc/self/mounts").splitlines():
-        _, point, name = line.split()[:3]
+        _, point, kind = line.split()[:3]
         inside = point == "/" or (os.path.realpath(folder) + "/").startswith(point + "/")
         if inside and len(point) >= longest:
-            longest, kind = len(point), name
-    seen = {"text": None, "error": None, "kind": kind}
+            longest, file_system = len(point), kind
+    seen = {"text": None, "error": None, "file_system": file_system}
     path = os.path.join(folder, ".clusterkit-doctor-shared-" + given["token"])
     try:
-        os.listdir(folder)  # makes NFS look again
+        os.listdir(folder)  # makes NFS refresh its cache
         with open(path, encoding="ascii") as file:
             seen["text"] = file.read(100)
     except FileNotFoundError:
@@ -234,23 +232,23 @@ def collect_found(given: dict[str, Any]) -> Any:
 
 
 @script("shared-remove", type(None), phase=3, where="head")
-def remove_shared(given: dict[str, Any]) -> Any:
+def remove_token(given: dict[str, Any]) -> Any:
     folder = os.path.expanduser(given["shared"])
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(folder, ".clusterkit-doctor-shared-" + given["token"]))
 
 
-def _nothing_shared(subject: HostSubject) -> str | None:
+def _no_shared_folder(subject: HostSubject) -> str | None:
     return None if subject.shared else "the cluster entry names no shared folder"
 
 
-@check(collect_written, collect_found, remove_shared, quick=False, skip_reason=_nothing_shared)
+@check(write_token, read_token, remove_token, quick=False, skip_reason=_no_shared_folder)
 def shared(answers: Answers) -> Iterator[Verdict]:
     """What one host writes to the shared folder, every other reads there at once."""
     folder = answers.subject.shared or ""
     head = answers.subject.head.name
     mount = f"mountpoint {shell.quote(folder)} || sudo mount {shell.quote(folder)}"
-    written = answers.read(collect_written)
+    written = answers.read(write_token)
     if head not in written or written[head].error is not None:
         if head in written:
             yield fail(head, f"{folder} cannot be written to: {written[head].error}", mount)
@@ -258,11 +256,11 @@ def shared(answers: Answers) -> Iterator[Verdict]:
         yield from (skip(host, reason) for host in answers.of if host != head)
         return
     yield ok(head, folder)
-    for host, found in answers.read(collect_found).items():
+    for host, found in answers.read(read_token).items():
         if found.error is not None:
             yield fail(host, f"{folder} cannot be read: {found.error}", mount)
         elif found.text is None:
-            kind = found.kind or "of an unknown kind"
+            kind = found.file_system or "of an unknown kind"
             cause = f"{folder} is not shared: what {head} writes is not there (it is {kind})"
             yield fail(host, cause, mount)
         elif found.text == "":

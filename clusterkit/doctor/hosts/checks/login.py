@@ -1,4 +1,4 @@
-"""The way in: does the host answer, who is it, and as whom do commands run there?"""
+"""Login: whether the host answers, its identity, its login shell, the user of the commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clusterkit.doctor.hosts.helpers import most_common
 from clusterkit.doctor.hosts.runner import text_of, user_of
 
 SLOW = 8.0
-"""Seconds until a host begins to answer; a look-up that fails takes 10."""
+"""Seconds until a host begins to answer; a failed look-up by sshd takes 10."""
 _NO_LOOKUPS = (
     "echo 'UseDNS no' | sudo tee /etc/ssh/sshd_config.d/dns.conf && sudo systemctl reload ssh"
 )
@@ -36,16 +36,16 @@ def reachable(answers: Answers) -> Iterator[Verdict]:
             if is_about_host_key(error.message):
                 yield skip(host, "its host key was not accepted")
                 continue
-            stuck = "did not end" in error.message
-            look = f"does a mount hang? ssh {host} cat /proc/mounts" if stuck else None
-            yield fail(host, error.message, error.hint or look)
+            timed_out = "did not end" in error.message
+            remedy = f"does a mount hang? ssh {host} cat /proc/mounts" if timed_out else None
+            yield fail(host, error.message, error.hint or remedy)
             continue
-        spent = answer.received - answer.sent
+        delay = answer.received - answer.sent
         if answer.began is not None and answer.ended is not None:
-            spent -= answer.ended - answer.began
-        if spent > SLOW:
-            mend = _NO_LOOKUPS if answers.subject.over_ssh else None
-            yield warn(host, f"took more than {SLOW:g} s to answer", mend)
+            delay -= answer.ended - answer.began
+        if delay > SLOW:
+            remedy = _NO_LOOKUPS if answers.subject.over_ssh else None
+            yield warn(host, f"took more than {SLOW:g} s to answer", remedy)
         yield ok(host)
 
 
@@ -66,7 +66,7 @@ def host_key(answers: Answers) -> Iterator[Verdict]:
 
 
 class LoginShell(Struct):
-    """What the user's shell prints when it runs nothing."""
+    """The user's shell, and what it prints when it runs nothing."""
 
     shell: str
     output: str
@@ -80,7 +80,7 @@ def collect_shell(given: dict[str, Any]) -> Any:
         shell = pwd.getpwuid(os.geteuid()).pw_shell or "/bin/sh"
     except KeyError:
         shell = "/bin/sh"
-    # bash reads ~/.bashrc for a command of sshd's, which it knows by these two.
+    # bash reads ~/.bashrc if it is started by sshd, which it tells from these two variables.
     env = {**os.environ, "SSH_CLIENT": os.environ.get("SSH_CLIENT", "127.0.0.1 1 22")}
     env.pop("SHLVL", None)
     done = subprocess.run(
@@ -107,15 +107,16 @@ def login_shell(answers: Answers) -> Iterator[Verdict]:
 
 
 class User(Struct):
-    """Who runs commands there."""
+    """The user who runs commands."""
 
     user: str
+    """Empty: the number has no name."""
     uid: int
     home: str
-    home_there: bool
+    home_exists: bool
     home_writable: bool
     sudo: str | None
-    """The user who came through sudo, if one did."""
+    """The user who called sudo, if one did."""
 
 
 @script("user", User)
@@ -126,7 +127,7 @@ def collect_user(given: dict[str, Any]) -> Any:
         "user": "" if user == str(uid) else user,
         "uid": uid,
         "home": home,
-        "home_there": os.path.isdir(home),
+        "home_exists": os.path.isdir(home),
         "home_writable": os.access(home, os.W_OK | os.X_OK),
         "sudo": os.environ.get("SUDO_USER"),
     }
@@ -146,30 +147,30 @@ def user(answers: Answers) -> Iterator[Verdict]:
         elif answers.subject.over_ssh and user.sudo is not None:
             cause = f"commands run as {name} through sudo of {user.sudo}: nothing here needs sudo"
             yield warn(host, cause, "log in as the user of the ranks")
-        elif not user.home_there or not user.home_writable:
-            why = "cannot be written to" if user.home_there else "is not there"
+        elif not user.home_exists or not user.home_writable:
+            state = "cannot be written to" if user.home_exists else "is not there"
             cause = (
-                f"the home of {name}, {user.home}, {why}: caches of torch and DeepSpeed lie in it"
+                f"the home of {name}, {user.home}, {state}: torch and DeepSpeed keep caches in it"
             )
             yield fail(host, cause, shell.join(["sudo", "install", "-d", "-o", name, user.home]))
         elif answers.subject.shared is not None and user.uid != usual:
             cause = f"{name} is number {user.uid}, but {usual} on the other hosts"
-            mend = shell.join(["sudo", "usermod", "-u", str(usual), name])
-            yield fail(host, f"{cause}: they share a folder", mend)
+            remedy = shell.join(["sudo", "usermod", "-u", str(usual), name])
+            yield fail(host, f"{cause}: they share a folder", remedy)
         yield ok(host, f"{name}, no sudo")
 
 
-# ---------------------------------------------------------------- identity
+# ---------------------------------------------------------------- duplicates
 
 
 class Identity(Struct):
-    """What tells machines apart."""
+    """What differs between machines."""
 
     hostname: str
     boot: str
     """The kernel's id of this boot: the same for all containers of one machine."""
     network: str
-    """The network namespace: another one for each of them."""
+    """The network namespace: a different one for each container."""
 
 
 @script("identity", Identity, in_process=True)
@@ -202,8 +203,8 @@ def duplicates(answers: Answers) -> Iterator[Verdict]:
             yield fail(host, cause, f"leave {host} out of the inventory")
         elif same_name != host:
             cause = f"calls itself {identity.hostname}, as {same_name} does"
-            mend = shell.join(["sudo", "hostnamectl", "set-hostname", host])
+            remedy = shell.join(["sudo", "hostnamectl", "set-hostname", host])
             # Open MPI takes hosts of one name for one host.
             mpi = answers.subject.needs.launcher == "mpirun"
-            yield Verdict(host, "fail" if mpi else "warn", cause, mend)
+            yield Verdict(host, "fail" if mpi else "warn", cause, remedy)
         yield ok(host, "a machine of its own")

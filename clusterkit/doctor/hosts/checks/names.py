@@ -90,7 +90,7 @@ def collect_names(given: dict[str, Any]) -> Any:
         if number % 8 == 0:
             seen["yardsticks"].append(later(forward, "127.0.0.1"))
         seen["names"][name] = later(forward, name)
-    wait(work, 3 * given["patience"])
+    wait(work, 3 * given["time_factor"])
     return seen
 
 
