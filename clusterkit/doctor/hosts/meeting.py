@@ -57,27 +57,28 @@ class Meeting:
         self.token = given["token"]
         self.mesh = "mesh" in given["checks"] and len(self.present) > 1
         self.servers: list[socket.socket] = []
+        self.result: dict[str, Any] = {
+            "head_error": None, "listen_error": None, "arrived": [], "peer_errors": None,
+            "rates": {},
+        }  # fmt: skip
         self.changed = threading.Condition()
-        # On the head, guarded by `changed`: hosts that came, with their ports, and that finished.
-        self.came: dict[str, int] = {}
+        # On the head, guarded by `changed`: hosts that arrived, with their ports; that finished.
+        self.arrived: dict[str, int] = {}
         self.done: dict[str, bool] = {}
 
     def run(self) -> dict[str, Any]:
-        seen: dict[str, Any] = {
-            "head": None, "listening": None, "came": [], "peers": None, "rates": {},
-        }  # fmt: skip
         port = self.listen(0, self.answer_peer) if self.mesh else 0
         if self.is_head:
             try:
                 self.listen(self.given["port"], self.serve_host)
             except OSError as error:
-                seen["listening"] = reason(error)
-                return seen
-        seen["head"] = self.visit_head(port, seen)
+                self.result["listen_error"] = reason(error)
+                return self.result
+        self.result["head_error"] = self.visit_head(port)
         if self.is_head:
-            self.wait_for(lambda: len(self.came) >= len(self.present), MEET + 1)
-            seen["came"] = sorted(self.came)
-        return seen
+            self.wait_for(lambda: len(self.arrived) >= len(self.present), MEET + 1)
+            self.result["arrived"] = sorted(self.arrived)
+        return self.result
 
     def listen(self, port: int, answer: Callable[[socket.socket], None]) -> int:
         """Answer every connection to a port in a thread; return the port.
@@ -105,7 +106,7 @@ class Meeting:
 
     # ---------------------------------------------------------- every host
 
-    def visit_head(self, port: int, seen: dict[str, Any]) -> str | None:
+    def visit_head(self, port: int) -> str | None:
         """Connect to the head, again and again until `MEET`; return why that failed, or None."""
         failure = ""
         while self.left(MEET) > 0.1:
@@ -119,7 +120,7 @@ class Meeting:
                 continue
             with line:
                 try:
-                    self.exchange(line, port, seen)
+                    self.exchange(line, port)
                     return None
                 except (ConnectionError, ValueError):
                     return "another program answers there"
@@ -127,7 +128,7 @@ class Meeting:
                     failure = failure or reason(error)
         return failure or "timed out"
 
-    def exchange(self, line: socket.socket, port: int, seen: dict[str, Any]) -> None:
+    def exchange(self, line: socket.socket, port: int) -> None:
         """Send name and port to the head; for the mesh, receive all ports and try them."""
         file = line.makefile("rwb")
         send(file, {"host": self.host, "port": port, "token": self.token})
@@ -147,12 +148,13 @@ class Meeting:
                     for name in ports
                     if name != self.host
                 }
-                seen["peers"] = {name: dial.result() for name, dial in dials.items()}
+                errors = {name: dial.result() for name, dial in dials.items()}
+            self.result["peer_errors"] = errors
             ring = sorted(ports)
             following = ring[(ring.index(self.host) + 1) % len(ring)]
             # On slow hosts the rate would be that of the host, not of the link.
-            if self.given["time_factor"] == 1 and seen["peers"].get(following, "itself") is None:
-                seen["rates"] = self.measure(following, ports[following])
+            if self.given["time_factor"] == 1 and errors.get(following, "itself") is None:
+                self.result["rates"] = self.measure(following, ports[following])
             send(file, {"done": True})
             # Others may still be about to connect to this host.
             line.settimeout(self.left(END))
@@ -218,17 +220,17 @@ class Meeting:
             # It closes the connection once it has read the answer; then the head may stop, too.
             with contextlib.suppress(OSError):
                 file.readline()
-        self.record(self.came, request["host"], request["port"])
+        self.record(self.arrived, request["host"], request["port"])
         if not self.mesh:
             return
-        self.wait_for(lambda: len(self.came) >= len(self.present), MEET)
+        self.wait_for(lambda: len(self.arrived) >= len(self.present), MEET)
         try:
-            send(file, {"ports": self.came})
+            send(file, {"ports": self.arrived})
             line.settimeout(self.left(END))
             file.readline()
         finally:
             self.record(self.done, request["host"], True)
-        self.wait_for(lambda: set(self.done) >= set(self.came), END)
+        self.wait_for(lambda: set(self.done) >= set(self.arrived), END)
 
     def record(self, register: dict[str, Any], name: str, value: Any) -> None:
         with self.changed:

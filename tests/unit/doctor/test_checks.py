@@ -774,9 +774,9 @@ def holder(pid=4711, user="ann", command="python train.py"):
     ("port", "level", "words", "remedy"),
     [
         ({"error": None, "taken": False, "holders": []}, "ok", "29500 is free", None),
-        ({"error": "Address already in use", "taken": True, "holders": [holder()], "me": "ann"},
+        ({"error": "Address already in use", "taken": True, "holders": [holder()], "user": "ann"},
          "fail", "in use by python train.py (process 4711 of ann)", "kill 4711"),
-        ({"error": "Address already in use", "taken": True, "holders": [holder()], "me": "bob"},
+        ({"error": "Address already in use", "taken": True, "holders": [holder()], "user": "bob"},
          "fail", "(process 4711 of ann)", "ask ann to end process 4711 (python train.py)"),
         ({"error": "Address already in use", "taken": True, "holders": []}, "fail",
          "only root can see", "sudo ss -ltnp"),
@@ -791,7 +791,8 @@ def test_the_port_is_free_or_its_holder_is_named(judged, port, level, words, rem
 
 
 def met(head=None, listening=None, came=(), peers=None, rates=None):
-    told = {"head": head, "listening": listening, "came": list(came), "peers": peers}
+    told = {"head_error": head, "listen_error": listening, "arrived": list(came),
+            "peer_errors": peers}  # fmt: skip
     return told | {"rates": rates or {}}
 
 
@@ -890,7 +891,7 @@ def test_a_slow_link_of_two_hosts_may_be_either_s(judged):
 
 def test_a_slow_link_beside_one_that_is_cut(judged):
     answers = rated(h0=2.0, h1=900, h2=900)
-    answers["h0"]["peers"]["h2"] = "timed out"
+    answers["h0"]["peer_errors"]["h2"] = "timed out"
     assert [f.level for f in judged("mesh", make_subject(3), **answers).all("h0")] == [
         "warn", "fail"]  # fmt: skip
 
@@ -933,7 +934,7 @@ def nvidia(
     owners=None,
     xids=(),
     devices=None,
-    me="root",
+    user="root",
     remapped=None,
     log=True,
     **changed,
@@ -941,7 +942,7 @@ def nvidia(
     return {
         "devices": len(rows) if devices is None else devices,
         "query": smi(*rows, **changed),
-        "apps": apps, "owners": owners or {}, "xids": list(xids), "me": me,
+        "apps": apps, "owners": owners or {}, "xids": list(xids), "user": user,
         "remapped": remapped, "log": log,
     }  # fmt: skip
 
@@ -1236,7 +1237,7 @@ def test_free_gpus(judged):
 def test_a_process_on_a_gpu_that_the_job_needs(judged, slots, level):
     value = nvidia(
         *EIGHT, apps=apps(app(4711, 3, "/opt/a, b/python")), owners={"4711": {"user": "bob"}},
-        me="bob",
+        user="bob",
     )  # fmt: skip
     found = judged("gpu-processes", make_subject(1, slots=slots), value)
     assert found["h0"].level == level
@@ -1258,7 +1259,7 @@ def test_a_process_on_a_gpu_that_the_job_needs(judged, slots, level):
     ],
 )  # fmt: skip
 def test_what_frees_the_gpus(judged, held, owners, remedy):
-    value = nvidia(*EIGHT, apps=apps(*held), owners=owners, me="ann")
+    value = nvidia(*EIGHT, apps=apps(*held), owners=owners, user="ann")
     assert judged("gpu-processes", make_subject(1, slots=8), value)["h0"].remedy == remedy
 
 
@@ -1352,8 +1353,8 @@ def test_cores_and_what_keeps_them_busy(judged, cpus, load, level, words):
     found.says("h1", level, words)
 
 
-def shm(free, total=16 * GIB, there=True, writable=True):
-    return {"there": there, "writable": writable, "free": free, "total": total}
+def shm(free, total=16 * GIB, exists=True, writable=True):
+    return {"exists": exists, "writable": writable, "free": free, "total": total}
 
 
 @pytest.mark.parametrize(
@@ -1363,7 +1364,7 @@ def shm(free, total=16 * GIB, there=True, writable=True):
         (shm(64 << 20, 64 << 20), "warn", "remount"),
         (shm(63 << 20, 64 << 20), "fail", "remount"),
         (shm(1 << 20), "fail", "ls -la /dev/shm"),
-        (shm(0, 0, there=False), "fail", "mount -t tmpfs"),
+        (shm(0, 0, exists=False, writable=False), "fail", "mount -t tmpfs"),
         (shm(16 * GIB, writable=False), "fail", "mode=1777"),
     ],
 )

@@ -59,10 +59,10 @@ def left_on(port):
 
 def test_all_reach_the_head_and_each_other(port):
     head, *others = together(port)
-    assert (head.head, head.listening, head.came) == (None, None, ["h0", "h1", "h2"])
-    assert head.peers == {"h1": None, "h2": None}
-    assert others[0].peers == {"h0": None, "h2": None}
-    assert others[1].peers == {"h0": None, "h1": None}
+    assert (head.head_error, head.listen_error, head.arrived) == (None, None, ["h0", "h1", "h2"])
+    assert head.peer_errors == {"h1": None, "h2": None}
+    assert others[0].peer_errors == {"h0": None, "h2": None}
+    assert others[1].peer_errors == {"h0": None, "h1": None}
 
 
 def test_every_host_measures_its_link_to_the_next(port):
@@ -115,30 +115,30 @@ def test_the_port_can_be_had_again_at_once(port):
 
 def test_without_the_mesh_nobody_waits_for_the_others(port):
     found = together(port, checks=["head-port"])
-    assert [met.head for met in found] == [None, None, None]
-    assert [met.peers for met in found] == [None, None, None]
-    assert found[0].came == ["h0", "h1", "h2"]
+    assert [met.head_error for met in found] == [None, None, None]
+    assert [met.peer_errors for met in found] == [None, None, None]
+    assert found[0].arrived == ["h0", "h1", "h2"]
     assert left_on(port) == []
 
 
 def test_a_host_alone_meets_itself(port):
     (found,) = together(port, hosts=1)
-    assert found == Met(head=None, listening=None, came=["h0"], peers=None)
+    assert found == Met(head_error=None, listen_error=None, arrived=["h0"], peer_errors=None)
 
 
 def test_a_head_that_waits_in_vain_goes_home(port):
     found = told(started("h0", port, time_factor=0.1))
-    assert found.came == ["h0"]
-    assert found.peers == {}
+    assert found.arrived == ["h0"]
+    assert found.peer_errors == {}
 
 
 def test_a_host_that_finds_no_head_says_why(port):
-    assert told(started("h1", port, time_factor=0.1)).head == "connection refused"
+    assert told(started("h1", port, time_factor=0.1)).head_error == "connection refused"
     nowhere = [["h0", NOWHERE], ["h1", "127.0.0.2"]]
-    said = told(started("h1", port, addresses=nowhere, time_factor=0.1)).head
+    said = told(started("h1", port, addresses=nowhere, time_factor=0.1)).head_error
     assert said == "network is unreachable" or "denied" in said
     unknown = [["h0", "no such host.invalid"], ["h1", "127.0.0.2"]]
-    said = told(started("h1", port, addresses=unknown, time_factor=0.1)).head
+    said = told(started("h1", port, addresses=unknown, time_factor=0.1)).head_error
     assert said == "its address does not resolve"
 
 
@@ -146,10 +146,10 @@ def test_a_peer_that_cannot_be_reached_is_named(port):
     hosts = [["h0", "127.0.0.1"], ["h1", "127.0.0.2"], ["h2", NOWHERE]]
     processes = [started(f"h{i}", port, addresses=hosts) for i in range(3)]
     found = [told(process) for process in processes]
-    assert found[0].peers["h1"] is None
-    assert found[0].peers["h2"] is not None
-    assert found[1].peers["h2"] is not None
-    assert found[2].peers == {"h0": None, "h1": None}
+    assert found[0].peer_errors["h1"] is None
+    assert found[0].peer_errors["h2"] is not None
+    assert found[1].peer_errors["h2"] is not None
+    assert found[2].peer_errors == {"h0": None, "h1": None}
 
 
 @contextmanager
@@ -183,14 +183,14 @@ def program(port, answer):
 )  # fmt: skip
 def test_another_program_at_the_port_is_not_taken_for_the_head(port, answer):
     with program(port, answer):
-        assert told(started("h0", port)).listening == "address already in use"
-        assert told(started("h1", port)).head == "another program answers there"
+        assert told(started("h0", port)).listen_error == "address already in use"
+        assert told(started("h1", port)).head_error == "another program answers there"
 
 
 def test_the_head_of_another_examination_is_not_ours(port):
     head = started("h0", port, token="theirs")
     try:
-        assert told(started("h1", port, token="ours")).head == "another program answers there"
+        assert told(started("h1", port, token="ours")).head_error == "another program answers there"
     finally:
         head.kill()
         head.communicate()
@@ -207,7 +207,7 @@ def test_who_says_nothing_does_not_hold_the_head(port):
             threading.Event().wait(0.05)
     assert silent
     try:
-        assert told(started("h1", port, hosts=2)).head is None
-        assert told(head).came == ["h0", "h1"]
+        assert told(started("h1", port, hosts=2)).head_error is None
+        assert told(head).arrived == ["h0", "h1"]
     finally:
         silent[0].close()

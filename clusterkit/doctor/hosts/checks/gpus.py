@@ -1,4 +1,4 @@
-"""GPUs: what nvidia-smi and the kernel say of them, does the driver work, and who holds them?"""
+"""GPUs, by nvidia-smi and the kernel's log: driver, health, processes that use them."""
 
 from __future__ import annotations
 
@@ -24,57 +24,52 @@ _REMAPPED_COLUMNS = ("gpu_uuid", "remapped_rows.pending", "remapped_rows.failure
 
 
 class Command(Struct):
-    """How one command ended."""
+    """The result of a command."""
 
     exit_code: int
     stdout: str
     stderr: str
 
 
-class Diagnosis(Struct):
-    """What dcgmi said; None: it is not installed."""
-
-    command: Command | None
-
-
 class Owner(Struct):
-    """Whose process it is; and which run of clusterkit's, if that can be seen."""
+    """User of a process and, if it can be read, its run of clusterkit."""
 
     user: str | None = None
     run: str | None = None
 
 
 class Nvidia(Struct):
-    """What nvidia-smi and the kernel say of the GPUs."""
+    """Output of nvidia-smi, and of the kernel, about the GPUs."""
 
     devices: int
-    """Entries /dev/nvidia0, /dev/nvidia1, ..."""
+    """Number of entries /dev/nvidia0, /dev/nvidia1, ..."""
     query: Command | None
     """None: there is no nvidia-smi."""
     apps: Command | None = None
-    me: str = ""
-    """The user who asked."""
+    user: str = ""
+    """The user who ran nvidia-smi."""
     owners: dict[str, Owner] = {}
+    """By process id."""
     remapped: Command | None = None
-    """None: this nvidia-smi does not know of rows that are remapped."""
     xids: list[str] = []
+    """Lines of the kernel's log with an Xid error, the last 20."""
     log: bool = True
     """Whether this user may read the kernel's log."""
 
     @property
     def gpus(self) -> list[dict[str, str]]:
-        """A dict per GPU that nvidia-smi lists, by its own names of the columns."""
+        """One dict per GPU that nvidia-smi lists, by its names of the columns."""
         rows = {row["gpu_uuid"]: row for row in _parsed(self.remapped, _REMAPPED_COLUMNS)[0]}
         return [gpu | rows.get(gpu["uuid"], {}) for gpu in _parsed(self.query, _GPU_COLUMNS)[0]]
 
     @property
     def processes(self) -> list[dict[str, str]]:
-        """A dict per process that computes on a GPU."""
+        """One dict per process that computes on a GPU."""
         return _parsed(self.apps, _PROCESS_COLUMNS)[0]
 
     @property
     def complaint(self) -> str | None:
-        """What nvidia-smi says instead of listing all GPUs, or beside it."""
+        """Error output of nvidia-smi; None: it listed all GPUs."""
         if self.query is None:
             return None
         _, complaints = _parsed(self.query, _GPU_COLUMNS)
@@ -86,25 +81,25 @@ class Nvidia(Struct):
 def _parsed(
     command: Command | None, columns: Sequence[str]
 ) -> tuple[list[dict[str, str]], list[str]]:
-    """Rows of CSV under a header that begins with these columns, and all lines that are none."""
+    """Return the rows of CSV under a header that begins with these columns, and all other lines."""
     rows: list[dict[str, str]] = []
-    foreign: list[str] = []
+    others: list[str] = []
     header: list[str] = []
     if command is None:
-        return rows, foreign
+        return rows, others
     for line in command.stdout.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         titles = [cell.partition(" [")[0] for cell in cells]
         if not header and titles[: len(columns)] == list(columns):
             header = titles
         elif header and re.match(r"[0-9]+\Z|GPU-", cells[0]) and len(cells) >= len(header):
-            # Only the name of a process, in the second column, may hold commas.
+            # Only the name of a process, in the second column, can contain commas.
             more = len(cells) - len(header)
             cells[1 : more + 2] = [",".join(cells[1 : more + 2])]
             rows.append(dict(zip(header, cells, strict=True)))
         elif line.strip():
-            foreign.append(line)
-    return rows, foreign + [line for line in command.stderr.splitlines() if line.strip()]
+            others.append(line)
+    return rows, others + [line for line in command.stderr.splitlines() if line.strip()]
 
 
 @script("nvidia", Nvidia, timeout=45)
@@ -123,7 +118,7 @@ def collect_nvidia(given: dict[str, Any]) -> Any:
     ]  # fmt: skip
     reasons, older = "clocks_event_reasons.active", "clocks_throttle_reasons.active"
     found = None
-    # One name that a driver does not know spoils the query; those before 535 have the older one.
+    # A query with one name that the driver does not know fails; before 535 names were different.
     for more in ([reasons, "fabric.state", "fabric.status"], [reasons], [older], None):
         found = query("gpu", *always, *([] if more is None else health + more))
         if found is None or "not a valid field" not in found["stdout"] + found["stderr"]:
@@ -131,7 +126,7 @@ def collect_nvidia(given: dict[str, Any]) -> Any:
     apps = remapped = None
     owners: dict[str, Any] = {}
     if found is not None and found["exit_code"] == 0:
-        # Ampere and newer replace rows of memory; what came before, "retired pages".
+        # Ampere and newer GPUs remap rows of memory; older ones retire pages.
         remapped = query(
             "remapped-rows", "gpu_uuid", "remapped_rows.pending", "remapped_rows.failure"
         )
@@ -144,11 +139,11 @@ def collect_nvidia(given: dict[str, Any]) -> Any:
             try:
                 owners[pid]["user"] = user_of(os.stat(f"/proc/{pid}").st_uid)
             except OSError:
-                continue  # gone, or of another process namespace
+                continue  # it has ended, or is in another process namespace
             for entry in text_of(f"/proc/{pid}/environ").split("\0"):
                 if entry.startswith("CLUSTERKIT_RUN_ID="):
                     owners[pid]["run"] = entry.partition("=")[2]
-    # Many systems keep users from dmesg, and let some of them read the journal.
+    # Many systems do not let users run dmesg, but let some of them read the journal.
     log = ""
     for reader in (["dmesg"], ["journalctl", "-k", "-b", "-q", "--no-pager"]) if devices else ():
         done = run(*reader)
@@ -157,12 +152,12 @@ def collect_nvidia(given: dict[str, Any]) -> Any:
     xids = [line[-300:] for line in log.splitlines() if "NVRM: Xid" in line][-20:]
     return {
         "devices": devices, "query": found, "apps": apps, "owners": owners, "remapped": remapped,
-        "xids": xids, "log": bool(log), "me": user_of(os.geteuid()),
+        "xids": xids, "log": bool(log), "user": user_of(os.geteuid()),
     }  # fmt: skip
 
 
 def _seen(answers: Answers) -> dict[str, Nvidia]:
-    """What was collected. With no trace of a GPU anywhere, every host is skipped."""
+    """Return what was collected; skip every host if none has a GPU and the job needs none."""
     seen = answers.read(collect_nvidia)
     if answers.subject.needs.device == "cuda" or any(
         nvidia.devices or nvidia.query for nvidia in seen.values()
@@ -172,7 +167,7 @@ def _seen(answers: Answers) -> dict[str, Nvidia]:
     return {}
 
 
-def _on_cpus(subject: HostSubject) -> str | None:
+def _no_gpus_needed(subject: HostSubject) -> str | None:
     return "the job runs on CPU threads" if subject.needs.device == "cpu" else None
 
 
@@ -194,7 +189,7 @@ _REMEDIES = (
 )
 
 
-@check(collect_nvidia, collect_packages, skip_reason=_on_cpus)
+@check(collect_nvidia, collect_packages, skip_reason=_no_gpus_needed)
 def gpu_driver(answers: Answers) -> Iterator[Verdict]:
     """The NVIDIA driver works, is the same everywhere and new enough for the CUDA of torch."""
     seen = _seen(answers)
@@ -218,7 +213,7 @@ def _driver(
         return fail(host, cause, f"{install} nvidia-smi")
     complaint = nvidia.complaint
     if complaint is not None:
-        known = (mend for words, mend in _REMEDIES if words in complaint.lower())
+        known = (remedy for words, remedy in _REMEDIES if words in complaint.lower())
         return fail(host, complaint, next(known, "nvidia-smi"))
     if version is None:
         return fail(host, "nvidia-smi lists no GPU", "lspci -d 10de:")
@@ -234,7 +229,7 @@ def _driver(
     return ok(host, version)
 
 
-# ---------------------------------------------------------------- their health
+# ---------------------------------------------------------------- health
 
 _RESET = "sudo nvidia-smi --gpu-reset -i {number}"
 _FABRIC = "sudo systemctl restart nvidia-fabricmanager; systemctl status nvidia-fabricmanager"
@@ -253,17 +248,15 @@ _STATES: tuple[tuple[str, str, Level, str, str], ...] = (
     ("mig.mode.current", "enabled", "warn", "it is divided (MIG): NCCL cannot connect the parts",
      "sudo nvidia-smi -i {number} -mig 0"),
 )  # fmt: skip
-"""Column, and a pattern of those values of nvidia-smi that mean trouble; how much, in words, and
-what mends it."""
+"""Column of nvidia-smi, pattern of its bad values, and the level, cause and remedy of those."""
 _SLOWED = {0x08: "hardware slowdown", 0x40: "heat", 0x80: "its power supply"}
-"""Bits of clocks_event_reasons.active that mean trouble (nvml.h, nvmlClocksEventReasons)."""
+"""Bits of clocks_event_reasons.active that indicate a fault (nvml.h, nvmlClocksEventReasons)."""
 _SERIOUS = {48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140}
-"""Xid numbers that speak of the hardware or the driver, not of a program's mistake (NVIDIA,
-"XID Errors")."""
-_SICK = ("[gpu requires reset]", "[unknown error]", "err!", "[gpu is lost]")
+"""Xid numbers of faults of the hardware or the driver, not of a program (NVIDIA, "XID Errors")."""
+_BROKEN = ("[gpu requires reset]", "[unknown error]", "err!", "[gpu is lost]")
 
 
-@check(collect_nvidia, skip_reason=_on_cpus)
+@check(collect_nvidia, skip_reason=_no_gpus_needed)
 def gpus(answers: Answers) -> Iterator[Verdict]:
     """There are as many GPUs as the job needs, of one kind, without memory errors, throttling
     or errors in the kernel's log."""
@@ -284,50 +277,49 @@ def gpus(answers: Answers) -> Iterator[Verdict]:
     }
     usual = most_common(kinds.values(), "")
     for host, nvidia in seen.items():
-        there = healthy[host]
+        count = healthy[host]
         need = answers.machines[host].slots
-        if there < (1 if need is None else need):
-            cause = f"{counted(there, 'healthy GPU')}, {need or 'at least 1'} needed"
+        if count < (1 if need is None else need):
+            cause = f"{counted(count, 'healthy GPU')}, {need or 'at least 1'} needed"
             if nvidia.devices > len(nvidia.gpus):
                 cause += f"; /dev has {nvidia.devices}, nvidia-smi lists {len(nvidia.gpus)}"
             yield fail(host, cause, "nvidia-smi")
-        elif need is None and there < most:
-            cause = f"{counted(there, 'healthy GPU')}, but {most} on other hosts"
+        elif need is None and count < most:
+            cause = f"{counted(count, 'healthy GPU')}, but {most} on other hosts"
             yield warn(host, cause, "nvidia-smi")
         elif kinds[host] != usual:
             cause = f"{kinds[host]}, but {usual} on the other hosts: the slowest sets the pace"
             yield warn(host, cause, "nvidia-smi -L")
         else:
             unread = "" if nvidia.log else "; Xid errors: not allowed to read the kernel's log"
-            yield ok(host, f"{there} x {kinds[host]}{unread}")
+            yield ok(host, f"{count} x {kinds[host]}{unread}")
 
 
 def _faults(host: str, gpu: Mapping[str, str]) -> Iterator[Verdict]:
-    """What is wrong with one GPU."""
+    """Judge one GPU."""
     number = gpu["index"]
-    which, reset = f"GPU {number}", _RESET.format(number=number)
-    sick = [cell for cell in gpu.values() if cell.lower() in _SICK]
-    if sick or not gpu["memory.total"].isdecimal():
-        state = sick[0] if sick else f"memory {gpu.get('memory.total')}"
-        yield fail(host, f"{which}: {state}", f"{reset} || sudo reboot")
+    name, reset = f"GPU {number}", _RESET.format(number=number)
+    broken = [cell for cell in gpu.values() if cell.lower() in _BROKEN]
+    if broken or not gpu["memory.total"].isdecimal():
+        state = broken[0] if broken else f"memory {gpu['memory.total']}"
+        yield fail(host, f"{name}: {state}", f"{reset} || sudo reboot")
         return
     errors = gpu.get("ecc.errors.uncorrected.volatile.total", "")
     if errors.isdecimal() and int(errors):
         found = counted(int(errors), "memory error")
-        yield fail(host, f"{which}: {found} that could not be corrected", reset)
-    for column, bad, level, words, mend in _STATES:
+        yield fail(host, f"{name}: {found} that could not be corrected", reset)
+    for column, bad, level, cause, remedy in _STATES:
         if re.fullmatch(bad, gpu.get(column, "").lower()):
-            yield Verdict(host, level, f"{which}: {words}", mend.format(number=number))
+            yield Verdict(host, level, f"{name}: {cause}", remedy.format(number=number))
     reasons = gpu.get("clocks_event_reasons.active", gpu.get("clocks_throttle_reasons.active", ""))
-    if re.fullmatch(r"0x[0-9a-fA-F]+", reasons):
-        slowed = [word for bit, word in _SLOWED.items() if int(reasons, 16) & bit]
-        if slowed:
-            cause = f"{which}: slowed down by {' and '.join(slowed)}"
-            yield warn(host, cause, "nvidia-smi -q -d PERFORMANCE")
+    bits = int(reasons, 16) if re.fullmatch(r"0x[0-9a-fA-F]+", reasons) else 0
+    if slowed := [cause for bit, cause in _SLOWED.items() if bits & bit]:
+        cause = f"{name}: slowed down by {' and '.join(slowed)}"
+        yield warn(host, cause, "nvidia-smi -q -d PERFORMANCE")
 
 
 def _logged(host: str, nvidia: Nvidia) -> Iterator[Verdict]:
-    """Errors of the hardware that the kernel has logged since it started."""
+    """Judge the hardware errors in the kernel's log."""
     found = [(re.search(r"NVRM: Xid \(([^)]*)\): (\d+)", line), line) for line in nvidia.xids]
     serious = [(match[2], line) for match, line in found if match and int(match[2]) in _SERIOUS]
     if serious:
@@ -339,52 +331,57 @@ def _logged(host: str, nvidia: Nvidia) -> Iterator[Verdict]:
 # ---------------------------------------------------------------- NVIDIA's own diagnosis
 
 
+class Diagnosis(Struct):
+    """The result of dcgmi; None: it is not installed."""
+
+    command: Command | None
+
+
 @script("gpu-diagnosis", Diagnosis, timeout=45)
 def collect_diagnosis(given: dict[str, Any]) -> Any:
     return {"command": run("dcgmi", "diag", "-r", "1", "-j", seconds=40)}
 
 
-@check(collect_diagnosis, quick=False, skip_reason=_on_cpus)
+@check(collect_diagnosis, quick=False, skip_reason=_no_gpus_needed)
 def gpu_diagnosis(answers: Answers) -> Iterator[Verdict]:
     """NVIDIA's own short diagnosis (`dcgmi diag -r 1`) finds nothing, where it is installed."""
-    for host, there in answers.read(collect_diagnosis).items():
-        if there.command is None:
+    for host, found in answers.read(collect_diagnosis).items():
+        if (command := found.command) is None:
             yield skip(host, "dcgmi is not installed")
             continue
         try:
-            # A line of words may stand before the document.
-            document = json.loads(there.command.stdout[there.command.stdout.index("{") :])
+            # A line of text may come before the document.
+            document = json.loads(command.stdout[command.stdout.index("{") :])
         except ValueError:
-            said = shortened(f"{there.command.stdout} {there.command.stderr}")
-            yield warn(host, f"dcgmi diag says: {said}", "sudo systemctl restart nvidia-dcgm")
+            output = shortened(f"{command.stdout} {command.stderr}")
+            yield warn(host, f"dcgmi diag says: {output}", "sudo systemctl restart nvidia-dcgm")
             continue
         for name, result in _failed(document):
             ids = result.get("gpu_ids", result.get("entity_id"))
             where = "" if ids is None else f" on GPU {ids}"
-            said = shortened(json.dumps(result.get("warnings", result.get("info", ""))))
-            yield fail(host, f"{name} fails{where}: {said}", "dcgmi diag -r 1")
+            reason = shortened(json.dumps(result.get("warnings", result.get("info", ""))))
+            yield fail(host, f"{name} fails{where}: {reason}", "dcgmi diag -r 1")
         yield ok(host, "dcgmi diag -r 1 finds nothing")
 
 
 def _failed(part: Any, name: str = "a test") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and result of every test that failed; DCGM 3 and 4 nest them differently."""
+    """Yield name and result of every test that failed; DCGM 3 and 4 nest them differently."""
+    children = part if isinstance(part, list) else []
     if isinstance(part, dict):
-        name = str(part.get("name", name))
+        name, children = str(part.get("name", name)), list(part.values())
         if str(part.get("status")).lower() == "fail" and part.keys() - {"status"}:
             yield name, part
-    for below in (
-        part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-    ):
-        yield from _failed(below, name)
+    for child in children:
+        yield from _failed(child, name)
 
 
-# ---------------------------------------------------------------- who holds them
+# ---------------------------------------------------------------- processes
 
 FREE_MIB = 1024
-"""A GPU that nobody uses holds less: the driver's own part, an idle context."""
+"""A GPU that nobody uses has less memory in use: the driver's own, an idle context."""
 
 
-@check(collect_nvidia, skip_reason=_on_cpus)
+@check(collect_nvidia, skip_reason=_no_gpus_needed)
 def gpu_processes(answers: Answers) -> Iterator[Verdict]:
     """No process left over, or of somebody else, holds the GPUs that the job needs."""
     for host, nvidia in _seen(answers).items():
@@ -401,15 +398,15 @@ def gpu_processes(answers: Answers) -> Iterator[Verdict]:
         need = answers.machines[host].slots
         free = len(nvidia.gpus) - len(busy)
         held = [
-            f"GPU {gpu['index']} by {_who(nvidia, gpu['uuid'])} ({gpu['memory.used']} MiB)"
+            f"GPU {gpu['index']} by {_users(nvidia, gpu['uuid'])} ({gpu['memory.used']} MiB)"
             for gpu in busy
         ]
         cause = f"{counted(len(busy), 'GPU')} of {len(nvidia.gpus)} in use: {listed(held, 4)}"
         enough = free >= (len(nvidia.gpus) if need is None else need)
-        yield Verdict(host, "warn" if enough else "fail", cause, _freed(nvidia))
+        yield Verdict(host, "warn" if enough else "fail", cause, _free(nvidia))
 
 
-def _who(nvidia: Nvidia, uuid: str) -> str:
+def _users(nvidia: Nvidia, uuid: str) -> str:
     names = []
     for process in nvidia.processes:
         if process["gpu_uuid"] == uuid:
@@ -419,14 +416,15 @@ def _who(nvidia: Nvidia, uuid: str) -> str:
     return ", ".join(names) or "a process that cannot be seen from here"
 
 
-def _freed(nvidia: Nvidia) -> str:
-    """Our own runs are cancelled, our own processes killed, the owners of others asked."""
-    mine = (owner.run for owner in nvidia.owners.values() if owner.user == nvidia.me)
-    if runs := sorted({run for run in mine if run}):
+def _free(nvidia: Nvidia) -> str:
+    """Return the remedy: cancel the user's own runs, or kill the user's own processes, and ask the
+    owners of others."""
+    own = (owner.run for owner in nvidia.owners.values() if owner.user == nvidia.user)
+    if runs := sorted({run for run in own if run}):
         return "; ".join(f"clusterkit cancel {run}" for run in runs)
     processes = {
         process["pid"]: Process(int(process["pid"]), owner.user, process["process_name"])
         for process in nvidia.processes
         if (owner := nvidia.owners.get(process["pid"])) is not None and owner.user
     }
-    return end_processes(processes.values(), nvidia.me) or "sudo fuser -v /dev/nvidia*"
+    return end_processes(processes.values(), nvidia.user) or "sudo fuser -v /dev/nvidia*"

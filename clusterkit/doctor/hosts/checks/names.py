@@ -1,4 +1,4 @@
-"""Does every host find every other by name and by address, and soon?"""
+"""Name resolution: every host finds every other by name and by address, quickly."""
 
 from __future__ import annotations
 
@@ -19,78 +19,78 @@ from clusterkit.errors import listed
 
 WARN = 1.0
 FAIL = 2.0
-"""Seconds that a look-up may take, beyond what it costs a host that is busy. torch's store looks
-up the address of every connection."""
+"""Seconds that a look-up may take, beyond what a look-up of 127.0.0.1 takes on the host. torch's
+store looks up the address of every connection."""
 _SHOWN = 6
-"""Lines of a remedy that are written out."""
+"""Most lines in a remedy."""
 
 
-class Look(Struct):
-    """One look-up: what it gave, and how long it took."""
+class Lookup(Struct):
+    """One look-up: its results and duration."""
 
     begun: bool = False
     found: list[str] = []
     seconds: float | None = None
-    """None: it had not ended when all had to."""
+    """None: it timed out."""
 
 
-class Seen(Struct):
+class Lookups(Struct):
     """All look-ups of one host."""
 
     hostname: str
-    own: Look
-    """Its own name for itself."""
-    names: dict[str, Look]
+    own: Lookup
+    """Of its own host name."""
+    names: dict[str, Lookup]
     """Name of a host to its addresses."""
-    addresses: dict[str, Look]
+    addresses: dict[str, Lookup]
     """Address of a host to its name."""
-    yardsticks: list[Look]
-    """Among the others, some that need no looking up: how busy the host is."""
+    yardsticks: list[Lookup]
+    """Of 127.0.0.1, between the others: how busy the host is."""
 
 
-@script("names", Seen, phase=2)
+@script("names", Lookups, phase=2)
 def collect_names(given: dict[str, Any]) -> Any:
     from concurrent.futures import ThreadPoolExecutor, wait
 
-    pool = ThreadPoolExecutor(16)  # whose threads end with this process: a look-up may hang
-    work: list[Any] = []
+    pool = ThreadPoolExecutor(16)  # not shut down, which would wait for look-ups that hang
+    futures: list[Any] = []
 
-    def later(look: Any, word: str) -> Any:
-        seen: dict[str, Any] = {}
+    def start(look_up: Any, word: str) -> Any:
+        result: dict[str, Any] = {}
 
         def timed() -> None:
             began = time.monotonic()
-            seen["begun"] = True
+            result["begun"] = True
             found = []
             with contextlib.suppress(OSError, UnicodeError):
-                found = look(word)
-            seen.update(found=found, seconds=time.monotonic() - began)
+                found = look_up(word)
+            result.update(found=found, seconds=time.monotonic() - began)
 
-        work.append(pool.submit(timed))
-        return seen
+        futures.append(pool.submit(timed))
+        return result
 
     def forward(name: str) -> Any:
         return sorted({entry[4][0] for entry in socket.getaddrinfo(name, None)})
 
     def backward(address: str) -> Any:
-        # As torch's store does it: it listens on IPv6, where IPv4 addresses look like this.
-        place = (f"::ffff:{address}", 0, 0, 0) if "." in address else (address, 0, 0, 0)
-        return [socket.getnameinfo(place, socket.NI_NUMERICSERV)[0]]
+        # torch's store listens on IPv6, where IPv4 addresses have this form.
+        mapped = f"::ffff:{address}" if "." in address else address
+        return [socket.getnameinfo((mapped, 0, 0, 0), socket.NI_NUMERICSERV)[0]]
 
     hostname = socket.gethostname()
     seen: dict[str, Any] = {
-        "hostname": hostname, "own": later(forward, hostname),
+        "hostname": hostname, "own": start(forward, hostname),
         "names": {}, "addresses": {}, "yardsticks": [],
     }  # fmt: skip
     for number, (name, address) in enumerate(given["hosts"]):
         if re.fullmatch(r"[0-9.]+|.*:.*", address):
-            seen["addresses"][address] = later(backward, address)
+            seen["addresses"][address] = start(backward, address)
         else:
-            seen["names"][address] = later(forward, address)
+            seen["names"][address] = start(forward, address)
         if number % 8 == 0:
-            seen["yardsticks"].append(later(forward, "127.0.0.1"))
-        seen["names"][name] = later(forward, name)
-    wait(work, 3 * given["time_factor"])
+            seen["yardsticks"].append(start(forward, "127.0.0.1"))
+        seen["names"][name] = start(forward, name)
+    wait(futures, 3 * given["time_factor"])
     return seen
 
 
@@ -99,37 +99,36 @@ def names(answers: Answers) -> Iterator[Verdict]:
     """Every host finds every other by name and by address, at once; its own name is not
     127.0.1.1."""
     subject = answers.subject
-    # Ranks get addresses; these find each other by name.
+    # Ranks are given addresses; these launchers use names.
     by_name = subject.needs.launcher in ("mpirun", "deepspeed") or subject.needs.elastic
     level: Level = "fail" if by_name else "warn"
-    for host, looks in answers.read(collect_names).items():
-        yield from _slow(host, looks, subject.hosts)
-        yield from _others(host, looks, subject.hosts, level)
-        yield from _own(host, looks, answers.machines[host])
+    for host, lookups in answers.read(collect_names).items():
+        yield from _slow(host, lookups, subject.hosts)
+        yield from _other_names(host, lookups, subject.hosts, level)
+        yield from _own_name(host, lookups, answers.machines[host])
         yield ok(host, "every name, every address, at once")
 
 
-def _slow(host: str, looks: Seen, machines: Sequence[Machine]) -> Iterator[Verdict]:
-    """Look-ups that take long, whatever they give."""
-    if any(look.seconds is None for look in looks.yardsticks):
-        return  # a host this busy says nothing of its look-ups
-    busy = max((look.seconds or 0.0 for look in looks.yardsticks), default=0.0)
+def _slow(host: str, lookups: Lookups, machines: Sequence[Machine]) -> Iterator[Verdict]:
+    if any(each.seconds is None for each in lookups.yardsticks):
+        return  # a host this busy times out whatever it looks up
+    busy = max((each.seconds or 0.0 for each in lookups.yardsticks), default=0.0)
     times = {
-        what: 2 * FAIL if look.seconds is None else look.seconds - busy
-        for what, look in (*looks.names.items(), *looks.addresses.items())
-        if look.begun
+        word: 2 * FAIL if each.seconds is None else each.seconds - busy
+        for word, each in (*lookups.names.items(), *lookups.addresses.items())
+        if each.begun
     }
     longest = max(times.values(), default=0.0)
     if longest <= WARN:
         return
     slow = [
-        what
+        word
         for machine in machines
-        for what in dict.fromkeys((machine.name, machine.at))
-        if times.get(what, 0.0) > WARN
+        for word in dict.fromkeys((machine.name, machine.at))
+        if times.get(word, 0.0) > WARN
     ]
     took = f"{longest:.1f} s" if longest <= FAIL else "more than 2 s"
-    # With the answer in /etc/hosts nobody is asked.
+    # Lines in /etc/hosts make the look-up of a name server unnecessary.
     lines = [
         f"{prefix}{machine.at} {machine.name}"
         for machine in machines
@@ -141,23 +140,25 @@ def _slow(host: str, looks: Seen, machines: Sequence[Machine]) -> Iterator[Verdi
     yield Verdict(host, "fail" if longest > FAIL else "warn", cause, _add_lines(lines))
 
 
-def _others(host: str, looks: Seen, machines: Sequence[Machine], level: Level) -> Iterator[Verdict]:
-    """Other hosts whose names mean nothing here, or something else."""
+def _other_names(
+    host: str, lookups: Lookups, machines: Sequence[Machine], level: Level
+) -> Iterator[Verdict]:
+    """Judge the names of other hosts that this host does not know, or resolves wrongly."""
     unknown, wrong = [], []
     for machine in machines:
-        look = looks.names.get(machine.name)
-        if machine.name == host or look is None or look.seconds is None:
+        lookup = lookups.names.get(machine.name)
+        if machine.name == host or lookup is None or lookup.seconds is None:
             continue
         right = parsed_address(machine.at)
-        if not look.found:
+        if not lookup.found:
             unknown.append(machine)
-        elif right is not None and right not in map(parsed_address, look.found):
+        elif right is not None and right not in map(parsed_address, lookup.found):
             wrong.append(machine)
     if unknown:
         cause = f"does not know the name of {listed([machine.name for machine in unknown])}"
         yield Verdict(host, level, cause, _add_machines(unknown))
     if wrong:
-        known = [f"{each.name} is {' and '.join(looks.names[each.name].found)}" for each in wrong]
+        known = [f"{each.name} is {' and '.join(lookups.names[each.name].found)}" for each in wrong]
         right_names = [f"{machine.name} {machine.at}" for machine in wrong]
         cause = f"thinks that {listed(known)}; right is {listed(right_names)}"
         drop = f"sudo sed -i '/[[:space:]]{wrong[0].name}\\b/d' /etc/hosts"
@@ -165,19 +166,19 @@ def _others(host: str, looks: Seen, machines: Sequence[Machine], level: Level) -
         yield Verdict(host, level, cause, f"{edit} && {_add_machines(wrong)}")
 
 
-def _own(host: str, looks: Seen, machine: Machine) -> Iterator[Verdict]:
-    """The host's own name for itself: Debian's installer makes it 127.0.1.1."""
-    address = parsed_address(machine.at)
-    if looks.own.seconds is None or address is None:
+def _own_name(host: str, lookups: Lookups, machine: Machine) -> Iterator[Verdict]:
+    """Judge the host's own name, for which Debian's installer writes 127.0.1.1."""
+    address, found = parsed_address(machine.at), lookups.own.found
+    if lookups.own.seconds is None or address is None:
         return
-    line = f"{machine.at} {looks.hostname}"
-    if not looks.own.found:
-        yield warn(host, f"does not know its own name, {looks.hostname}", _add_lines([line]))
+    line = f"{machine.at} {lookups.hostname}"
+    if not found:
+        yield warn(host, f"does not know its own name, {lookups.hostname}", _add_lines([line]))
         return
-    loops = [text for text in looks.own.found if (at := parsed_address(text)) and at.is_loopback]
+    loops = [text for text in found if (at := parsed_address(text)) and at.is_loopback]
     if loops and not address.is_loopback:
         cause = (
-            f"its own name, {looks.hostname}, means {loops[0]} there: programs that give "
+            f"its own name, {lookups.hostname}, means {loops[0]} there: programs that give "
             "others this address (gloo without an interface, Open MPI) cannot be reached"
         )
         loop = loops[0].replace(".", "[.]")
@@ -190,5 +191,5 @@ def _add_machines(machines: Sequence[Machine]) -> str:
 
 def _add_lines(lines: list[str]) -> str:
     more = "" if len(lines) <= _SHOWN else f"  # and {len(lines) - _SHOWN} more of this form"
-    say = shell.join(["printf", r"%s\n", *lines[:_SHOWN]])
-    return f"{say} | sudo tee -a /etc/hosts{more}"
+    print_lines = shell.join(["printf", r"%s\n", *lines[:_SHOWN]])
+    return f"{print_lines} | sudo tee -a /etc/hosts{more}"

@@ -1,4 +1,4 @@
-"""The network: interfaces and routes, the rendezvous port, and whether hosts reach each other."""
+"""The network: interfaces and routes, the rendezvous port, connections between hosts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Interface(Struct):
 
 
 Routes = dict[str, str | None]
-"""The local address that a host uses towards each other host; None: it has no route there."""
+"""Host to the local address used towards it; None: there is no route."""
 
 
 @script("interfaces", dict[str, Interface], in_process=True)
@@ -48,10 +48,10 @@ def collect_interfaces(given: dict[str, Any]) -> Any:
     for name in os.listdir("/sys/class/net"):
         flags, speed = read(name, "flags"), read(name, "speed")
         if not flags:
-            continue  # a file of the bonding driver's
+            continue  # a file of the bonding driver
         interfaces[name] = {
             "mtu": int(read(name, "mtu") or 0),
-            # IFF_UP, and not without a carrier.
+            # IFF_UP, and with a carrier.
             "up": bool(int(flags, 16) & 1)
             and read(name, "operstate") not in ("down", "lowerlayerdown"),
             "speed": int(speed) if speed.isdigit() else None,
@@ -75,7 +75,7 @@ def collect_routes(given: dict[str, Any]) -> Any:
         routes[name] = None
         for family in (socket.AF_INET, socket.AF_INET6):
             try:
-                # Connecting a datagram socket sends nothing; it only looks up the route.
+                # Connecting a datagram socket looks up the route and sends nothing.
                 with socket.socket(family, socket.SOCK_DGRAM) as probe:
                     probe.connect((address, 9))
                     routes[name] = probe.getsockname()[0]
@@ -100,61 +100,61 @@ def interface(answers: Answers) -> Iterator[Verdict]:
             yield fail(host, *problem)
         elif name is not None:
             used[host] = (name, seen[host][name])
-    mtu = most_common((there.mtu for _, there in used.values()), 0)
-    speed = most_common((there.speed for _, there in used.values()), None)
+    mtu = most_common((interface.mtu for _, interface in used.values()), 0)
+    speed = most_common((interface.speed for _, interface in used.values()), None)
     usual = most_common((name for name, _ in used.values()), "")
-    for host, (name, there) in used.items():
-        if there.mtu != mtu:
-            cause = f"{name} has MTU {there.mtu}, the others {mtu}: large packets may vanish"
+    for host, (name, own) in used.items():
+        if own.mtu != mtu:
+            cause = f"{name} has MTU {own.mtu}, the others {mtu}: large packets may vanish"
             yield warn(host, cause, f"sudo ip link set dev {name} mtu {mtu}")
-        elif there.speed != speed and there.speed is not None:
-            cause = f"{name} runs at {there.speed} Mbit/s, the others at {speed}"
+        elif own.speed != speed and own.speed is not None:
+            cause = f"{name} runs at {own.speed} Mbit/s, the others at {speed}"
             yield warn(host, cause, f"sudo ethtool {name}")
         elif name != usual and subject.interface == "auto":
             yield warn(host, f"talks over {name}, the others over {usual}", "ip route")
-        yield ok(host, f"{name}, MTU {there.mtu}")
+        yield ok(host, f"{name}, MTU {own.mtu}")
 
 
 def _used(
-    host: str, there: dict[str, Interface], routes: Routes, subject: HostSubject
+    host: str, interfaces: dict[str, Interface], routes: Routes, subject: HostSubject
 ) -> str | None:
-    """The interface that carries what this host says to most of the others."""
+    """Return the name of the interface that this host uses towards most of the others."""
     if subject.interface != "auto":
-        return subject.interface if subject.interface in there else None
+        return subject.interface if subject.interface in interfaces else None
     others = {peer: local for peer, local in routes.items() if peer != host} or routes
     for local, _ in Counter(local for local in others.values() if local is not None).most_common():
-        for name, interface in there.items():
+        for name, interface in interfaces.items():
             if local in interface.addresses:
                 return name
     return None
 
 
 def _problem(
-    there: dict[str, Interface],
+    interfaces: dict[str, Interface],
     routes: Routes,
     subject: HostSubject,
     machine: Machine,
     name: str | None,
 ) -> tuple[str, str] | None:
-    """Why this host cannot talk as the job wants it to: cause and remedy."""
-    has = ", ".join(sorted(other for other, interface in there.items() if interface.addresses))
+    """Return cause and remedy if this host cannot talk as the job requires."""
+    has = ", ".join(sorted(each for each, interface in interfaces.items() if interface.addresses))
     if name is None and subject.interface != "auto":
         return f"has no interface {subject.interface}; it has {has}", "interface: auto"
-    nowhere = [peer for peer, local in routes.items() if local is None]
-    if nowhere:
-        return f"has no route to {', '.join(nowhere[:_SHOWN])}; it has {has}", "ip route"
+    unreachable = [peer for peer, local in routes.items() if local is None]
+    if unreachable:
+        return f"has no route to {', '.join(unreachable[:_SHOWN])}; it has {has}", "ip route"
     if name is None:
         return f"none of its interfaces leads to the other hosts; it has {has}", "ip route"
-    if not there[name].up:
+    if not interfaces[name].up:
         return f"{name} is down", f"sudo ip link set dev {name} up"
     own = parsed_address(machine.at)
     if own is None or len(subject.hosts) == 1:
         return None
-    mend = "give the host `clusterkit_address` in the inventory"
+    remedy = "give the host `clusterkit_address` in the inventory"
     if own.is_loopback:
-        return f"was reached at {own}, where the other hosts cannot reach it", mend
-    if own not in {parsed_address(text) for other in there.values() for text in other.addresses}:
-        return f"the others are to reach it at {own}, which none of {has} has", mend
+        return f"was reached at {own}, where the other hosts cannot reach it", remedy
+    if own not in {parsed_address(text) for each in interfaces.values() for text in each.addresses}:
+        return f"the others are to reach it at {own}, which none of {has} has", remedy
     return None
 
 
@@ -162,14 +162,14 @@ def _problem(
 
 
 class Port(Struct):
-    """Whether the port can be had, and who has it otherwise."""
+    """Whether something can listen on the port, and what prevents it."""
 
     port: int
     error: str | None
     taken: bool
     holders: list[Process]
-    me: str = ""
-    """The user who asked."""
+    user: str = ""
+    """The user whose commands run there."""
 
 
 @script("port", Port, where="head", in_process=True)
@@ -201,7 +201,7 @@ def collect_port(given: dict[str, Any]) -> Any:
         "error": problem.strerror or str(problem),
         "taken": problem.errno == errno.EADDRINUSE,
         "holders": list(holders.values()),
-        "me": user_of(os.geteuid()),
+        "user": user_of(os.geteuid()),
     }
 
 
@@ -209,29 +209,35 @@ def collect_port(given: dict[str, Any]) -> Any:
 def port(answers: Answers) -> Iterator[Verdict]:
     """The rendezvous port is free on the head."""
     wanted = answers.subject.port
-    for host, there in answers.read(collect_port).items():
-        if there.error is None:
+    for host, found in answers.read(collect_port).items():
+        if found.error is None:
             yield ok(host, f"{wanted} is free")
-        elif not there.taken:
-            yield fail(host, f"port {wanted} cannot be used: {there.error}", "port: auto")
+        elif not found.taken:
+            yield fail(host, f"port {wanted} cannot be used: {found.error}", "port: auto")
         else:
-            who = ", ".join(f"{h.command} (process {h.pid} of {h.user})" for h in there.holders)
-            cause = f"port {wanted} is in use by {who or 'a process that only root can see'}"
-            mend = end_processes(there.holders, there.me) or f"sudo ss -ltnp 'sport = :{wanted}'"
-            yield fail(host, cause, f"{mend}, or `port: auto`")
+            users = ", ".join(f"{h.command} (process {h.pid} of {h.user})" for h in found.holders)
+            cause = f"port {wanted} is in use by {users or 'a process that only root can see'}"
+            remedy = end_processes(found.holders, found.user)
+            remedy = remedy or f"sudo ss -ltnp 'sport = :{wanted}'"
+            yield fail(host, cause, f"{remedy}, or `port: auto`")
 
 
 # ---------------------------------------------------------------- the meeting
 
 
 class Met(Struct):
-    """What `clusterkit.doctor.hosts.meeting.meet` gives."""
+    """The result of `clusterkit.doctor.hosts.meeting` on one host."""
 
-    head: str | None
-    listening: str | None
-    came: list[str]
-    peers: dict[str, str | None] | None
+    head_error: str | None
+    """Why the head could not be reached."""
+    listen_error: str | None
+    """On the head: why nothing can listen on the port."""
+    arrived: list[str]
+    """On the head: hosts that connected."""
+    peer_errors: dict[str, str | None] | None
+    """Host to why it could not be reached, or None; None as a whole: nothing was tried."""
     rates: dict[str, float] = {}
+    """The next host to the Mbit/s at which it received a megabyte."""
 
 
 MEET = script(
@@ -240,7 +246,7 @@ MEET = script(
 
 
 def _met(answers: Answers) -> dict[str, Met]:
-    """What `MEET` collected. Without the head nobody meets: then every host is skipped."""
+    """Return what `MEET` collected; skip every host if the head did not answer."""
     head = answers.subject.head.name
     if head in answers.of:
         return answers.read(MEET)
@@ -250,7 +256,7 @@ def _met(answers: Answers) -> dict[str, Met]:
 
 
 def _open_firewall(hosts: Sequence[str], subject: HostSubject) -> str:
-    """The command that lets hosts in; ranks talk on ports that nobody knows beforehand."""
+    """Return the command that lets hosts in, on all ports: those of ranks are not known before."""
     addresses = [machine.at for machine in subject.hosts if machine.name in hosts]
     more = f"  # and {len(addresses) - _OPENED} more" if len(addresses) > _OPENED else ""
     if len(addresses) == 1:
@@ -263,30 +269,30 @@ def head_port(answers: Answers) -> Iterator[Verdict]:
     """Every host can connect to the head's rendezvous port, at the address the ranks will use."""
     subject, head = answers.subject, answers.subject.head
     seen = _met(answers)
-    there = seen.get(head.name)
-    holder = f"sudo ss -ltnp 'sport = :{subject.port}'"
-    if there is not None and there.listening is not None:
-        yield fail(head.name, f"cannot listen on port {subject.port}: {there.listening}", holder)
+    show_holder = f"sudo ss -ltnp 'sport = :{subject.port}'"
+    listen_error = seen[head.name].listen_error if head.name in seen else None
+    if listen_error is not None:
+        yield fail(head.name, f"cannot listen on port {subject.port}: {listen_error}", show_holder)
         reason = f"nothing listens on {head.name}"
         yield from (skip(host, reason) for host in seen if host != head.name)
         return
     place = f"{head.at}:{subject.port}"
-    outside = [host for host, met in seen.items() if met.head is not None]
+    failed = [host for host, met in seen.items() if met.head_error is not None]
     for host, met in seen.items():
-        if (why := met.head) is None:
+        if (error := met.head_error) is None:
             yield ok(host, place)
             continue
-        mend = f"on {head.name}: {_open_firewall(outside, subject)}"
-        if "route" in why or "unreachable" in why:
-            mend = f"ip route get {head.at}"
-        elif "resolve" in why:
-            mend = f"getent hosts {head.at}"
-        elif "another" in why:
-            mend = f"on {head.name}: {holder}"
-        yield fail(host, f"cannot connect to {head.name} ({place}): {why}", mend)
+        remedy = f"on {head.name}: {_open_firewall(failed, subject)}"
+        if "route" in error or "unreachable" in error:
+            remedy = f"ip route get {head.at}"
+        elif "resolve" in error:
+            remedy = f"getent hosts {head.at}"
+        elif "another" in error:
+            remedy = f"on {head.name}: {show_holder}"
+        yield fail(host, f"cannot connect to {head.name} ({place}): {error}", remedy)
 
 
-_FULL = (
+_NEIGHBOURS = (
     "sudo ufw status; sysctl net.ipv4.neigh.default.gc_thresh3  "
     "# the kernel keeps no more neighbours than that"
 )
@@ -299,35 +305,37 @@ def mesh(answers: Answers) -> Iterator[Verdict]:
     subject = answers.subject
     bench = shell.join(["clusterkit", "bench", "--cluster", subject.cluster, "--pairwise"])
     measure = f"{bench}  # measures every link; then look at cable, switch and `ethtool` there"
-    blocked: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    cut_off: dict[str, list[str]] = {}
     seen = _met(answers)
     slow = _slow_links(seen)
+    # Hosts that cannot reach the same peers for the same reason share a cause and a remedy.
+    blocked: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    cut_off: dict[str, list[str]] = {}
     for host, met in seen.items():
-        if not met.peers:
+        errors = met.peer_errors
+        if not errors:
             yield skip(host, "it did not meet any other at the head")
             continue
-        for why in sorted({why for why in met.peers.values() if why is not None}):
-            peers = tuple(m.name for m in subject.hosts if met.peers.get(m.name) == why)
-            if len(peers) > max(_SHOWN, len(met.peers) // 2):
-                cut_off.setdefault(why, []).append(host)
+        for error in sorted({error for error in errors.values() if error is not None}):
+            peers = tuple(m.name for m in subject.hosts if errors.get(m.name) == error)
+            if len(peers) > max(_SHOWN, len(errors) // 2):
+                cut_off.setdefault(error, []).append(host)
             else:
-                blocked.setdefault((why, peers), []).append(host)
+                blocked.setdefault((error, peers), []).append(host)
         if host in slow:
             yield warn(host, slow[host], measure)
         yield ok(host, "all of them")
-    for why, hosts in cut_off.items():
-        cause = f"cannot connect to most other hosts on ports above 32767: {why}"
-        yield from (fail(host, cause, _FULL) for host in hosts)
-    for (why, peers), hosts in blocked.items():
-        cause = f"cannot connect to {listed(peers, _SHOWN)} on ports above 32767: {why}"
+    for error, hosts in cut_off.items():
+        cause = f"cannot connect to most other hosts on ports above 32767: {error}"
+        yield from (fail(host, cause, _NEIGHBOURS) for host in hosts)
+    for (error, peers), hosts in blocked.items():
+        cause = f"cannot connect to {listed(peers, _SHOWN)} on ports above 32767: {error}"
         remedy = f"on {listed(peers, _SHOWN)}: {_open_firewall(hosts, subject)}"
         yield from (fail(host, cause, remedy) for host in hosts)
 
 
 def _slow_links(seen: Mapping[str, Met]) -> dict[str, str]:
-    """Hosts with a slow link, and what was seen of it. A link has two ends: it is that of the
-    host that has more of them."""
+    """Return the hosts with a slow link, and the cause. Of the two ends of a slow link the host
+    with more slow links is blamed."""
     links = {
         (host, peer): rate
         for host, met in seen.items()
@@ -335,10 +343,10 @@ def _slow_links(seen: Mapping[str, Met]) -> dict[str, str]:
         if rate < SLOW and peer in seen
     }
     ends = Counter(host for link in links for host in link)
-    words: dict[str, list[str]] = {}
+    slow: dict[str, list[str]] = {}
     for (host, peer), rate in links.items():
         if ends[host] >= ends[peer]:
-            words.setdefault(host, []).append(f"{rate:.1f} Mbit/s to {peer}")
+            slow.setdefault(host, []).append(f"{rate:.1f} Mbit/s to {peer}")
         else:
-            words.setdefault(peer, []).append(f"{rate:.1f} Mbit/s from {host}")
-    return {host: f"its link is slow: {', '.join(rates)}" for host, rates in words.items()}
+            slow.setdefault(peer, []).append(f"{rate:.1f} Mbit/s from {host}")
+    return {host: f"its link is slow: {', '.join(rates)}" for host, rates in slow.items()}

@@ -1,4 +1,4 @@
-"""Python of the ranks: the interpreter, its packages, and what DeepSpeed compiles with."""
+"""The Python of the ranks: interpreter, packages, and the tools with which DeepSpeed compiles."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def collect_python(given: dict[str, Any]) -> Any:
 
 
 class Packages(Struct):
-    """Versions in the interpreter of the ranks."""
+    """Packages of the interpreter of the ranks."""
 
     versions: dict[str, str]
     gone: list[str] = []
-    """Those that pip knows of and Python does not find."""
+    """Those that pip lists and Python does not find."""
 
     def cuda(self) -> int | None:
-        """CUDA's major version that torch was built for; None: a CPU build, or unknown."""
+        """Return the major version of torch's CUDA; None: a CPU build, or unknown."""
         suffix = re.search(r"\+cu(\d\d)\d", self.versions.get("torch", ""))
         if suffix:
             return int(suffix[1])
@@ -59,7 +59,7 @@ class Packages(Struct):
 def collect_packages(given: dict[str, Any]) -> Any:
     import importlib.util
 
-    def there(name: str) -> bool:
+    def importable(name: str) -> bool:
         try:
             found = importlib.util.find_spec(name)
         except (ImportError, ValueError):
@@ -71,26 +71,26 @@ def collect_packages(given: dict[str, Any]) -> Any:
     for cuda in ("", "-cu11", "-cu12", "-cu13"):
         wanted += [f"nvidia-nccl{cuda}", f"nvidia-cuda-runtime{cuda}"]
     found = versions(wanted)
-    gone = [name for name in found if not name.startswith("nvidia-") and not there(name)]
+    gone = [name for name in found if not name.startswith("nvidia-") and not importable(name)]
     return {"versions": found, "gone": gone}
 
 
 def _needed(subject: HostSubject) -> dict[str, str]:
-    """Package to what of the job needs it."""
+    """Return the packages that the job needs, each with the reason."""
     needs = subject.needs
-    found = {}
+    reasons = {}
     if needs.without_torch != "ok":
-        named = needs.launcher in ("torchrun", "deepspeed")
-        found["torch"] = f"launcher: {needs.launcher}" if named else "training"
+        by_launcher = needs.launcher in ("torchrun", "deepspeed")
+        reasons["torch"] = f"launcher: {needs.launcher}" if by_launcher else "training"
     if needs.launcher == "deepspeed":
-        found["deepspeed"] = "launcher: deepspeed"
+        reasons["deepspeed"] = "launcher: deepspeed"
     elif needs.deepspeed:
-        found["deepspeed"] = "the job's deepspeed section"
-    return found
+        reasons["deepspeed"] = "the job's deepspeed section"
+    return reasons
 
 
-def _with_its_python(answers: Answers) -> set[str]:
-    """Hosts on which the interpreter of the ranks ran, and no other in its place."""
+def _with_ranks_python(answers: Answers) -> set[str]:
+    """Return the hosts on which the interpreter of the ranks answered, and no other."""
     return {
         host
         for host, answer in answers.of.items()
@@ -99,8 +99,8 @@ def _with_its_python(answers: Answers) -> set[str]:
 
 
 def _pip_install(python: str, versions: Mapping[str, str], *flags: str) -> str:
-    """The command that installs packages; one of no certain version has ``""``."""
-    # What stands behind a + says which index it came from; pip finds it where it found the rest.
+    """Return the command that installs packages; ``""``: any version."""
+    # The part after + names the index it came from, where pip looks anyway.
     pinned = [
         f"{name}=={version.partition('+')[0]}" if version else name
         for name, version in versions.items()
@@ -118,66 +118,67 @@ def _dotted(version: tuple[int, ...]) -> str:
 @check(collect_python, collect_packages, unreachable_too=True)
 def python(answers: Answers) -> Iterator[Verdict]:
     """The interpreter of the ranks works, is Python 3.11 or newer, and the same everywhere."""
-    packages = _packages_of_a_new_one(answers)
-    working = _with_its_python(answers)
+    packages = _packages_to_install(answers)
+    working = _with_ranks_python(answers)
     for host, answer in answers.of.items():
         python = answers.machines[host].python
         if answer.error is not None:
             yield skip(host, "it did not answer")
         elif host not in working:
             complaint = shortened(answer.stderr) or "it says nothing"
-            yield fail(host, f"{python} does not work: {complaint}", _made(python, packages))
+            yield fail(host, f"{python} does not work: {complaint}", _make(python, packages))
     seen = answers.read(collect_python, hosts=working)
     usual = most_common((python.version for python in seen.values()), (0, 0, 0))
-    remedy = _made_beside(f"python{_dotted(max(usual[:2], OLDEST))}", packages)
-    for host, there in seen.items():
-        python, version = answers.machines[host].python, _dotted(there.version)
-        if there.version < OLDEST:
+    remedy = _install(f"python{_dotted(max(usual[:2], OLDEST))}", packages)
+    for host, found in seen.items():
+        python, version = answers.machines[host].python, _dotted(found.version)
+        if found.version < OLDEST:
             cause = f"{python} is Python {version}; {_dotted(OLDEST)} or newer is needed"
             yield fail(host, cause, remedy)
-        elif there.bits != 64:
-            cause = f"{python} is a build for {there.bits} bits: there is no torch for it"
+        elif found.bits != 64:
+            cause = f"{python} is a build for {found.bits} bits: there is no torch for it"
             yield fail(host, cause, remedy)
-        elif there.version != usual:
+        elif found.version != usual:
             cause = f"Python {version}, but {_dotted(usual)} on the other hosts"
-            level: Level = "warn" if there.version[:2] == usual[:2] else "fail"
+            level: Level = "warn" if found.version[:2] == usual[:2] else "fail"
             yield Verdict(host, level, cause, remedy)
         yield ok(host, version)
 
 
-def _packages_of_a_new_one(answers: Answers) -> dict[str, str]:
-    """What a new interpreter has to be given: what the job needs, in the others' versions."""
-    seen = answers.read(collect_packages, hosts=_with_its_python(answers), quiet=True)
+def _packages_to_install(answers: Answers) -> dict[str, str]:
+    """Return the packages that a new interpreter needs, in the versions of the other hosts."""
+    seen = answers.read(collect_packages, hosts=_with_ranks_python(answers), quiet=True)
     needed = _needed(answers.subject)
     found = {
-        name: most_common((there.versions.get(name, "") for there in seen.values()), "")
+        name: most_common((each.versions.get(name, "") for each in seen.values()), "")
         for name in dict.fromkeys([*needed, *_NAMED])
     }
     return {name: version for name, version in found.items() if version or name in needed}
 
 
-def _made(python: str, packages: dict[str, str]) -> str:
-    """Makes an interpreter that is not there, with the packages."""
+def _make(python: str, packages: dict[str, str]) -> str:
+    """Return the command that makes an interpreter that is missing, with the packages."""
     folder, _, _ = python.rpartition("/bin/")
     if folder in ("", "/usr", "/usr/local"):
-        return _made_beside("python3", packages)
+        return _install("python3", packages)
     return _environment("python3", folder, packages)
 
 
-def _made_beside(base: str, packages: dict[str, str]) -> str:
-    """Makes one beside what there is: pip may not write into the system's."""
-    place = f"/opt/clusterkit/{base}"
-    made = _environment(base, place, packages, "sudo ")
+def _install(base: str, packages: dict[str, str]) -> str:
+    """Return the command that installs a Python and makes an environment of it; pip may not write
+    into the system's."""
+    folder = f"/opt/clusterkit/{base}"
+    make = _environment(base, folder, packages, "sudo ")
     return (
-        f"sudo apt-get install -y {base} {base}-venv && {made}"
-        f"  # then python: {place}/bin/python in the cluster entry"
+        f"sudo apt-get install -y {base} {base}-venv && {make}"
+        f"  # then python: {folder}/bin/python in the cluster entry"
     )
 
 
 def _environment(base: str, folder: str, packages: dict[str, str], sudo: str = "") -> str:
-    made = sudo + shell.join([base, "-m", "venv", folder])
+    make = sudo + shell.join([base, "-m", "venv", folder])
     install = sudo + _pip_install(f"{folder}/bin/python", packages)
-    return f"{made} && {install}" if packages else made
+    return f"{make} && {install}" if packages else make
 
 
 # ---------------------------------------------------------------- packages
@@ -187,44 +188,44 @@ def _environment(base: str, folder: str, packages: dict[str, str], sudo: str = "
 def packages(answers: Answers) -> Iterator[Verdict]:
     """torch (and the CUDA it is built for), NCCL, DeepSpeed and transformers are there as the
     job needs them, where Python finds them, and the same everywhere."""
-    right = _with_its_python(answers)
+    working = _with_ranks_python(answers)
     for host in answers.of:
-        if host not in right:
+        if host not in working:
             yield skip(host, f"{answers.machines[host].python} does not work")
-    seen = answers.read(collect_packages, hosts=right)
+    seen = answers.read(collect_packages, hosts=working)
     needed = _needed(answers.subject)
     names = dict.fromkeys(name for packages in seen.values() for name in packages.versions)
     usual = {
         name: most_common((packages.versions.get(name, _NONE) for packages in seen.values()), _NONE)
         for name in (*names, *needed)
     }
-    for host, there in seen.items():
+    for host, found in seen.items():
         python = answers.machines[host].python
         for name, most in usual.items():
-            version = there.versions.get(name, _NONE)
+            version = found.versions.get(name, _NONE)
             install = _pip_install(python, {name: "" if most == _NONE else most})
             if version == _NONE and name in needed:
                 cause = f"{needed[name]} needs {name}, which {python} does not have"
-                bad = answers.subject.needs.without_torch if name == "torch" else "fail"
-                yield Verdict(host, bad, cause, install)
-            elif name in there.gone:
+                level = answers.subject.needs.without_torch if name == "torch" else "fail"
+                yield Verdict(host, level, cause, install)
+            elif name in found.gone:
                 cause = (
                     f"pip has a note of {name} {version}, but {python} does not find the package"
                 )
-                mend = _pip_install(python, {name: version}, "--force-reinstall", "--no-deps")
-                yield fail(host, cause, mend)
+                remedy = _pip_install(python, {name: version}, "--force-reinstall", "--no-deps")
+                yield fail(host, cause, remedy)
             elif version != most and most != _NONE:
-                level: Level = "fail" if name.startswith(_MUST_AGREE) else "warn"
+                level = "fail" if name.startswith(_MUST_AGREE) else "warn"
                 cause = f"{name} {version}, but {most} on the other hosts"
                 yield Verdict(host, level, cause, install)
-        found = there.versions
-        yield ok(host, ", ".join(f"{name} {found[name]}" for name in _NAMED if name in found))
+        named = [f"{name} {found.versions[name]}" for name in _NAMED if name in found.versions]
+        yield ok(host, ", ".join(named))
 
 
 # ---------------------------------------------------------------- compiler
 
 STALE = 600.0
-"""Seconds after which a lock is left over; a build takes a minute or two."""
+"""Seconds after which a lock is stale; a build takes a minute or two."""
 
 
 class Lock(Struct):
@@ -235,7 +236,7 @@ class Lock(Struct):
 
 
 class Tools(Struct):
-    """Tools that builds need, by path, and locks; None: not there."""
+    """What builds need: paths of tools, None where one is missing; and locks of builds."""
 
     compiler: str | None
     ninja: str | None
@@ -244,7 +245,7 @@ class Tools(Struct):
     """Whether Python.h is there."""
     locks: list[Lock]
     building: bool
-    """Whether a build runs now."""
+    """Whether a build is running."""
 
 
 @script("compiler", Tools)
@@ -295,14 +296,14 @@ def compiler(answers: Answers) -> Iterator[Verdict]:
             (tools.ninja, "ninja", "ninja-build"),
             (tools.headers, "Python.h", "python3-dev"),
         )
-        missing = [(what, package) for there, what, package in needed if not there]
+        missing = {tool: package for found, tool, package in needed if not found}
         if missing:
             cause = (
-                f"no {' and no '.join(what for what, _ in missing)}: DeepSpeed cannot compile its "
+                f"no {' and no '.join(missing)}: DeepSpeed cannot compile its "
                 "operators (the jobs here do without them, other programs may not)"
             )
-            mend = shell.join(["sudo", "apt-get", "install", "-y", *(name for _, name in missing)])
-            yield warn(host, cause, mend)
+            install = ["sudo", "apt-get", "install", "-y", *missing.values()]
+            yield warn(host, cause, shell.join(install))
         elif answers.subject.needs.device == "cuda" and tools.nvcc is None:
             cause = "no nvcc: DeepSpeed cannot compile operators for the GPU"
             yield warn(host, cause, "sudo apt-get install -y nvidia-cuda-toolkit")

@@ -1,4 +1,4 @@
-"""The machine: its system and clock, memory, cores, shared memory, limits, and who else uses it."""
+"""The machine: system, clock, memory, cores, shared memory, limits, processes of others."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from msgspec import Struct
 from clusterkit import shell
 from clusterkit.doctor.base import Level, Verdict, fail, ok, shortened, warn
 from clusterkit.doctor.hosts.base import Answer, Answers, check, script
-from clusterkit.doctor.hosts.helpers import most_common, size_text
+from clusterkit.doctor.hosts.helpers import level_of, most_common, size_text
 from clusterkit.doctor.hosts.runner import text_of, user_of
 from clusterkit.errors import counted
 
 
 class System(Struct):
-    """What programs are built for."""
+    """The platform that programs are built for."""
 
     machine: str
     kernel: str
@@ -32,7 +32,7 @@ _PARTS: dict[str, tuple[str, Level, str]] = {
     "system": ("the system", "warn", "uname -a"),
     "kernel": ("the kernel", "warn", "uname -a"),
 }
-"""What to call it, how bad a difference is, and what to do about it."""
+"""Field of `System`: its name in messages, level of a difference, remedy."""
 
 
 @script("system", System, in_process=True)
@@ -58,12 +58,12 @@ def system(answers: Answers) -> Iterator[Verdict]:
     """Processor, system, C library and kernel are the same everywhere."""
     seen = answers.read(collect_system)
     usual = {key: most_common((getattr(each, key) for each in seen.values()), "") for key in _PARTS}
-    for host, there in seen.items():
-        for key, (what, level, mend) in _PARTS.items():
-            if (own := getattr(there, key)) != usual[key]:
-                cause = f"{what} {own}, but {usual[key]} on the other hosts"
-                yield Verdict(host, level, cause, mend)
-        yield ok(host, f"{there.system}, kernel {there.kernel}, {there.machine}")
+    for host, found in seen.items():
+        for key, (name, level, remedy) in _PARTS.items():
+            if (own := getattr(found, key)) != usual[key]:
+                cause = f"{name} {own}, but {usual[key]} on the other hosts"
+                yield Verdict(host, level, cause, remedy)
+        yield ok(host, f"{found.system}, kernel {found.kernel}, {found.machine}")
 
 
 # ---------------------------------------------------------------- clock
@@ -71,18 +71,18 @@ def system(answers: Answers) -> Iterator[Verdict]:
 CLOCK_WARN = 0.5
 CLOCK_FAIL = 5.0
 CLOCK_ELASTIC = 2.0
-"""Seconds. Which rank failed first is judged by time, with 2 s before the others are ended; and a
-node of an elastic job counts as dead when its last word seems 3 s old."""
+"""Seconds. Which rank failed first is decided by time, 2 s before the others are ended; and a node
+of an elastic job counts as lost when its last message seems 3 s old."""
 
 Span = tuple[float, float]
 
 
 def offset(answer: Answer) -> Span | None:
-    """The host's clock minus ours, in seconds: the least and the most that it can be.
+    """Return the least and the most that the host's clock can be ahead of ours, in seconds.
 
-    The host looked at its clock when it began and when it ended to answer, both after we sent
+    The host read its clock at the beginning and at the end of its work, both after we sent
     and before we received. So the difference lies between ``ended - received`` and
-    ``began - sent``: the time that the answer took itself does not count.
+    ``began - sent``, however long the work took. None: the host did not answer.
     """
     if answer.began is None:
         return None
@@ -92,9 +92,9 @@ def offset(answer: Answer) -> Span | None:
 
 
 def agreed(spans: Iterable[Span]) -> float:
-    """The offset that most clocks can have; of several the one nearest to our own clock.
+    """Return the offset that most clocks can have; of several, the one nearest to our own clock.
 
-    Our own clock has a vote: between two hosts that differ it says which one is wrong.
+    Our own clock has a vote: between two hosts that differ it decides which one is wrong.
     """
     voters = [*spans, (0.0, 0.0)]
     candidates = {end for span in voters for end in span}
@@ -104,6 +104,9 @@ def agreed(spans: Iterable[Span]) -> float:
     )
 
 
+_SET_CLOCK = "sudo apt-get install -y chrony && sudo chronyc makestep"
+
+
 @check()
 def clock(answers: Answers) -> Iterator[Verdict]:
     """The clocks of all hosts agree."""
@@ -111,18 +114,17 @@ def clock(answers: Answers) -> Iterator[Verdict]:
     right = agreed(offsets.values())
     limit = CLOCK_ELASTIC if answers.subject.needs.elastic else CLOCK_FAIL
     for host, (low, high) in offsets.items():
-        # How far it is off at least.
-        off = max(low - right, 0.0) or min(high - right, 0.0)
+        off = max(low - right, 0.0) or min(high - right, 0.0)  # at least
         if abs(off) > CLOCK_WARN:
+            cause = (
+                f"its clock is at least {_duration(abs(off))} {'ahead' if off > 0 else 'behind'}"
+            )
             level: Level = "fail" if abs(off) > limit else "warn"
-            cause = f"its clock is at least {_duration(abs(off))} "
-            cause += "ahead" if off > 0 else "behind"
             if len(answers.subject.hosts) == 1:
-                level = "warn"  # nobody to disagree with but the submitter
+                level = "warn"  # it differs from the submitter's clock alone
             else:
                 cause += ": logs of the nodes are merged by time"
-            mend = "sudo apt-get install -y chrony && sudo chronyc makestep"
-            yield Verdict(host, level, cause, mend)
+            yield Verdict(host, level, cause, _SET_CLOCK)
         yield ok(host, "agrees")
 
 
@@ -140,11 +142,11 @@ MEMORY_WARN = 1 << 30
 MEMORY_FAIL = 256 << 20
 """Bytes per rank. Importing torch alone takes about 300 MiB."""
 _UNLIKE = 0.2
-"""Part by which one host's memory may differ from that of the others."""
+"""Fraction by which one host's memory may differ from that of the others."""
 
 
 class Memory(Struct):
-    """Bytes; ``limit`` is that of the control group, if it has one."""
+    """Bytes; ``limit`` is the control group's, if it has one."""
 
     total: int
     available: int
@@ -174,14 +176,14 @@ def memory(answers: Answers) -> Iterator[Verdict]:
     seen = answers.read(collect_memory)
     totals = {host: min(each.total, each.limit or each.total) for host, each in seen.items()}
     usual = most_common(totals.values(), 0)
-    for host, there in seen.items():
-        available = min(there.available, totals[host])
+    for host, found in seen.items():
+        available = min(found.available, totals[host])
         share = available / (answers.machines[host].slots or 1)
+        level = level_of(share, warn_below=MEMORY_WARN, fail_below=MEMORY_FAIL)
         free = f"{size_text(available)} of {size_text(totals[host])} available"
-        if share < MEMORY_WARN:
+        if level != "ok":
             cause = f"{free}: {size_text(share)} for each rank"
-            mend = "ps -eo pid,user,rss,args --sort=-rss | head"
-            yield Verdict(host, "fail" if share < MEMORY_FAIL else "warn", cause, mend)
+            yield Verdict(host, level, cause, "ps -eo pid,user,rss,args --sort=-rss | head")
         elif abs(totals[host] - usual) > _UNLIKE * usual:
             cause = f"{size_text(totals[host])} of memory, but {size_text(usual)} on other hosts"
             yield warn(host, cause, "free -h")
@@ -189,7 +191,7 @@ def memory(answers: Answers) -> Iterator[Verdict]:
 
 
 class Load(Struct):
-    """Cores that a session may use, and processes that wanted one, on average of a minute."""
+    """Cores that a session may use, and the load average of a minute."""
 
     cpus: int
     load: float
@@ -224,9 +226,9 @@ SHM_FAIL = 64 << 20
 
 
 class Shm(Struct):
-    """/dev/shm, in bytes; all zero where there is none."""
+    """/dev/shm, in bytes."""
 
-    there: bool
+    exists: bool
     writable: bool
     free: int
     total: int
@@ -236,10 +238,10 @@ class Shm(Struct):
 def collect_shm(given: dict[str, Any]) -> Any:
     path = "/dev/shm"
     if not os.path.isdir(path):
-        return {"there": False, "writable": False, "free": 0, "total": 0}
+        return {"exists": False, "writable": False, "free": 0, "total": 0}
     disk = os.statvfs(path)
     return {
-        "there": True,
+        "exists": True,
         "writable": os.access(path, os.W_OK | os.X_OK),
         "free": disk.f_bavail * disk.f_frsize,
         "total": disk.f_blocks * disk.f_frsize,
@@ -249,18 +251,19 @@ def collect_shm(given: dict[str, Any]) -> Any:
 @check(collect_shm)
 def shm(answers: Answers) -> Iterator[Verdict]:
     """/dev/shm has room for the buffers of NCCL and of data loaders."""
-    for host, there in answers.read(collect_shm).items():
-        if not there.there or not there.writable:
-            cause = "/dev/shm cannot be written to" if there.there else "there is no /dev/shm"
+    for host, found in answers.read(collect_shm).items():
+        level = level_of(found.free, warn_below=SHM_WARN, fail_below=SHM_FAIL)
+        if not found.writable:
+            cause = "/dev/shm cannot be written to" if found.exists else "there is no /dev/shm"
             yield fail(host, cause, "sudo mount -t tmpfs -o mode=1777 tmpfs /dev/shm")
-        elif there.free < SHM_WARN:
-            left = f"/dev/shm has {size_text(there.free)} left of {size_text(there.total)}"
+        elif level != "ok":
+            left = f"/dev/shm has {size_text(found.free)} left of {size_text(found.total)}"
             cause = f"{left}: NCCL and data loaders put their buffers there"
-            mend = "sudo mount -o remount,size=50% /dev/shm"
-            if there.total >= SHM_WARN:
-                mend = "ls -la /dev/shm  # rm what dead processes left"
-            yield Verdict(host, "fail" if there.free < SHM_FAIL else "warn", cause, mend)
-        yield ok(host, f"{size_text(there.free)} free")
+            remedy = "sudo mount -o remount,size=50% /dev/shm"
+            if found.total >= SHM_WARN:
+                remedy = "ls -la /dev/shm  # rm what dead processes left"
+            yield Verdict(host, level, cause, remedy)
+        yield ok(host, f"{size_text(found.free)} free")
 
 
 # ---------------------------------------------------------------- limits
@@ -270,14 +273,14 @@ NPROC = 4096
 
 
 class Limits(Struct):
-    """Soft limits, None: unlimited; and what makes them matter."""
+    """Soft limits, None: unlimited; and what decides whether they matter."""
 
     nofile: int | None
     nproc: int | None
     memlock: int | None
     core: int | None
     root: bool
-    """Root's processes are not counted."""
+    """Whether it is root, whose processes are not counted."""
     infiniband: bool
     core_pattern: str
     cpus: int
@@ -316,40 +319,41 @@ def limits(answers: Answers) -> Iterator[Verdict]:
     files = 256 + 4 * sum(ranks.values())
     for host, soft in answers.read(collect_limits).items():
         if soft.nofile is not None and soft.nofile < max(files, NOFILE):
-            cause, mend = f"nofile {soft.nofile}, {files} needed", _set("nofile", "1048576")
-            yield Verdict(host, "fail" if soft.nofile < files else "warn", cause, mend)
+            cause, remedy = f"nofile {soft.nofile}, {files} needed", _set_limit("nofile", "1048576")
+            yield Verdict(host, "fail" if soft.nofile < files else "warn", cause, remedy)
         # torch starts several pools of as many threads as there are cores, in every rank.
         threads = ranks[host] * (64 + 2 * min(soft.cpus, 64))
         if not soft.root and soft.nproc is not None and soft.nproc < max(threads, NPROC):
-            cause, mend = f"nproc {soft.nproc}, about {threads} needed", _set("nproc", "unlimited")
-            yield Verdict(host, "fail" if soft.nproc < threads else "warn", cause, mend)
+            cause = f"nproc {soft.nproc}, about {threads} needed"
+            level: Level = "fail" if soft.nproc < threads else "warn"
+            yield Verdict(host, level, cause, _set_limit("nproc", "unlimited"))
         memlock = "unlimited" if soft.memlock is None else f"{soft.memlock // 1024} KiB"
         if soft.infiniband and soft.memlock is not None:
             cause = f"memlock {memlock}: InfiniBand needs it unlimited"
-            yield fail(host, cause, _set("memlock", "unlimited"))
+            yield fail(host, cause, _set_limit("memlock", "unlimited"))
         if soft.core != 0 and not soft.core_pattern.startswith("|"):
             cause = "core: a rank that aborts writes all its memory to the working folder"
-            yield warn(host, cause, _set("core", "0"))
+            yield warn(host, cause, _set_limit("core", "0"))
         nofile = "unlimited" if soft.nofile is None else soft.nofile
         yield ok(host, f"nofile {nofile}, memlock {memlock}")
 
 
-def _set(limit: str, value: str) -> str:
-    line = f"* - {limit} {value}"
-    return f"echo '{line}' | sudo tee /etc/security/limits.d/clusterkit-{limit}.conf"
+def _set_limit(limit: str, value: str) -> str:
+    return f"echo '* - {limit} {value}' | sudo tee /etc/security/limits.d/clusterkit-{limit}.conf"
 
 
-# ---------------------------------------------------------------- who else uses it
+# ---------------------------------------------------------------- strays
 
 _SHOWN = 4
 
 
 class Strays(Struct):
-    """Processes by run, and launchers by user."""
+    """Processes of other runs and of other users."""
 
     runs: dict[str, list[int]]
+    """Run id to process ids."""
     others: dict[str, dict[int, str]]
-    """User to process id to the words that it was started with."""
+    """User to process id to the command line of a launcher."""
 
 
 @script("strays", Strays)
@@ -360,7 +364,7 @@ def collect_strays(given: dict[str, Any]) -> Any:
         "deepspeed.launcher.launch", "accelerate.commands.launch",
     }  # fmt: skip
 
-    def launches(words: list[str]) -> bool:
+    def is_launcher(words: list[str]) -> bool:
         name, rest = os.path.basename(words[0]), words[1:]
         if not name.startswith("python"):
             return name in programs
@@ -381,9 +385,9 @@ def collect_strays(given: dict[str, Any]) -> Any:
         except OSError:
             continue  # gone
         if uid != os.geteuid():
-            # Everybody may read the words, and nobody else the environment.
+            # The command line can be read by everyone, the environment by its user alone.
             words = text_of(f"/proc/{name}/cmdline").split("\0")
-            if launches(words):
+            if is_launcher(words):
                 others.setdefault(user_of(uid), {})[int(name)] = " ".join(words)[:200]
             continue
         for entry in text_of(f"/proc/{name}/environ").split("\0"):
@@ -397,17 +401,18 @@ def collect_strays(given: dict[str, Any]) -> Any:
 def strays(answers: Answers) -> Iterator[Verdict]:
     """No processes of the same user's other runs are left there, and no ranks of another user
     run."""
-    for host, there in answers.read(collect_strays).items():
-        for run, pids in sorted(there.runs.items()):
+    for host, found in answers.read(collect_strays).items():
+        for run, pids in sorted(found.runs.items()):
             number = "1 process" if len(pids) == 1 else f"{len(pids)} processes"
-            mend = shell.join(["clusterkit", "cancel", run])
-            yield warn(host, f"run {run} has {number} there", mend)
-        for user, launchers in sorted(there.others.items()):
-            ranks = [
-                f"process {pid}: {shortened(words, 80)}" for pid, words in sorted(launchers.items())
-            ]
-            more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-            cause = f"{user} has ranks there: {'; '.join(ranks[:_SHOWN])}{more}"
-            mend = f"ask {user}, or use the other hosts: {shell.join(['--exclude', host])}"
-            yield warn(host, cause, mend)
+            remedy = shell.join(["clusterkit", "cancel", run])
+            yield warn(host, f"run {run} has {number} there", remedy)
+        for user, launchers in sorted(found.others.items()):
+            ranks = "; ".join(
+                f"process {pid}: {shortened(words, 80)}"
+                for pid, words in sorted(launchers.items())[:_SHOWN]
+            )
+            more = f" and {len(launchers) - _SHOWN} more" if len(launchers) > _SHOWN else ""
+            cause = f"{user} has ranks there: {ranks}{more}"
+            remedy = f"ask {user}, or use the other hosts: {shell.join(['--exclude', host])}"
+            yield warn(host, cause, remedy)
         yield ok(host, "none")
