@@ -1,22 +1,23 @@
-"""The host's half of `clusterkit.sync.project`: make a folder equal to the submitter's.
+"""Make a folder on a host equal to the submitter's; the other half is `clusterkit.sync.upload`.
 
-Standard library only; its text is sent to the host and run there by the job's Python, with the
-conversation on standard input and output:
+Standard library only; its text is sent to the host and run there by the job's Python. Messages on
+its standard input and output:
 
-    host    {"waiting": 10.0}              while somebody else fills the folder
-    host    {"missing": [3, 17]}           after the request, a line of JSON and compressed entries
+    sender  {"path": "/dir"}, entries      a line of JSON, and the compressed list of files
+    host    {"waiting": 10.0}              while another process fills the folder
+    host    {"missing": [3, 17]}           indices of the entries that have to be sent
     sender  index, flags, length; data     pieces of each file that is missing
     host    {"done": 2} or {"error": ".."}
 
 If the request holds a token under ``relay``, a line of JSON comes before the pieces: ``{}``, or
-``{"from": [address, port]}`` of a host that has the tree. That one sends the same pieces over TCP;
-what it does not send is ``missing`` once more. After ``done`` a line from the sender asks this host
-for ``{"port": ..}``, where it serves others, who show the token, until its input ends.
+``{"from": [address, port]}`` of a host that has the tree. That host sends the same pieces over TCP;
+what it does not send is reported as ``missing`` once more. After ``done`` a line from the sender
+asks this host for ``{"port": ..}``, where it serves hosts that send the token until its input ends.
 
-A tree is made under another name and renamed when it is whole, so that a run never starts in
-half a project. Files that an earlier tree has unchanged are linked, not copied. Beside a tree
-``NAME.json`` keeps every file's digest, size and time of change: a file that a program has
-changed since is found out and replaced. What programs have written beside the files stays.
+A tree is made under another name and renamed when it is complete, so that a run never starts in
+half a project. Files that an earlier tree has unchanged are linked, not copied. ``NAME.json``
+beside a tree keeps every file's digest, size and modification time: a file that a program has
+changed since is found and replaced. Other files that programs have written there are kept.
 """
 
 from __future__ import annotations
@@ -39,21 +40,21 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 KEEP_TREES = 5
-"""How many trees of a project stay, those in use besides."""
+"""How many trees of a project are kept, besides those in use."""
 HEADER = struct.Struct(">IBQ")
 ZIPPED, MORE = 1, 2
 """Flags of a piece: compressed; not the file's last."""
 DIGEST_BYTES = 16
 PIECE_BYTES = 1 << 22
-"""A file goes in pieces of this size, so that nobody holds all of it in memory."""
+"""A file is sent in pieces of this size, so that no process holds all of it in memory."""
 WAITING_SECONDS = 10.0
-"""How often the sender hears that it has to wait."""
+"""Between two messages that the sender has to wait."""
 COUNT = struct.Struct(">Q")
-"""Comes before the list of entries: its bytes."""
+"""The number of bytes of the list of entries, before it."""
 PEER_SECONDS = 10.0
 """For a host to accept another one's connection, or to send it something."""
 _DRAFT = ".draft-"
-"""Begins the names of what is not finished; whoever holds the lock may remove such."""
+"""Prefix of the names of unfinished files; the process that holds the lock may remove them."""
 Entry = list[Any]
 """One file or link: ``[path, mode, size, digest, link target or None]``."""
 Record = dict[str, list[Any]]
@@ -69,7 +70,7 @@ def _record_of(tree: Path) -> Path:
 
 
 def _intact(tree: Path, digests: set[str]) -> dict[str, tuple[list[Any], int]]:
-    """The files of a tree with one of these digests that are as they were made: record, mode."""
+    """Return record and mode of a tree's unchanged files that have one of these digests."""
     intact = {}
     with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
         for name, entry in json.loads(_record_of(tree).read_bytes()).items():
@@ -82,7 +83,7 @@ def _intact(tree: Path, digests: set[str]) -> dict[str, tuple[list[Any], int]]:
 
 
 def receive(request: dict[str, Any], entries: list[Entry], source: BinaryIO) -> int:
-    """Make the tree that ``entries`` describe; return how many files had to come."""
+    """Make the tree that ``entries`` describe; return how many files had to be sent."""
     final = Path(request["path"])
     final.parent.mkdir(parents=True, exist_ok=True)
     with _locked(final.parent):
@@ -92,29 +93,40 @@ def receive(request: dict[str, Any], entries: list[Entry], source: BinaryIO) -> 
         finally:
             _sweep(final.parent)
         os.utime(final)
-        _point(final.parent / "current", final.name)
+        _replace_link(final.parent / "current", final.name)
         _prune(final)
     return len(missing)
+
+
+class _Waiting:
+    """Report to the sender now and then that it has to wait."""
+
+    def __init__(self) -> None:
+        self._began = self._reported = time.monotonic()
+
+    def report(self) -> None:
+        """Send the seconds since the beginning, if WAITING_SECONDS have passed."""
+        if (now := time.monotonic()) - self._reported > WAITING_SECONDS:
+            self._reported = now
+            _send({"waiting": now - self._began})
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     with (folder / ".lock").open("w") as lock:
-        began = spoken = time.monotonic()
+        waiting = _Waiting()
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 time.sleep(0.05)
-            if time.monotonic() - spoken > WAITING_SECONDS:
-                spoken = time.monotonic()
-                _say({"waiting": spoken - began})
+            waiting.report()
         yield
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what somebody left who was killed half way."""
+    """Remove what a process that was killed has left unfinished."""
     for path in folder.glob(f"{_DRAFT}*"):
         _remove(path)
 
@@ -135,30 +147,30 @@ def _make(final: Path, entries: list[Entry], source: BinaryIO, token: str | None
     else:
         into = final
         record, missing = _unchanged(entries, final)
-    _say({"missing": missing})
+    _send({"missing": missing})
     peer = _peer(source, missing, token) if missing and token else None
     draft = final.with_name(f"{_DRAFT}file")
-    for at, number in enumerate(missing):
+    for position, number in enumerate(missing):
         name, _, _, _, target = entries[number]
-        # In a tree that is there under another name first: the old file may be linked from others.
-        place = f"{into}/{name}" if new else str(draft)
+        # In an existing tree under another name first: other trees may have links to the old file.
+        path = f"{into}/{name}" if new else str(draft)
         if target is None:
             if peer is not None:
                 try:
-                    record[name] = _take_file(number, entries[number], place, peer)
+                    record[name] = _receive_file(number, entries[number], path, peer)
                 except (OSError, ValueError, EOFError, zlib.error):
                     peer = None
-                    _say({"missing": missing[at:]})
+                    _send({"missing": missing[position:]})
             if peer is None:
-                record[name] = _take_file(number, entries[number], place, source)
+                record[name] = _receive_file(number, entries[number], path, source)
         else:
-            os.symlink(target, place)
+            os.symlink(target, path)
         if not new:
-            path = into / name
-            _make_folders(into, path.parent)
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            draft.replace(path)
+            final_path = into / name
+            _make_folders(into, final_path.parent)
+            if final_path.is_dir() and not final_path.is_symlink():
+                shutil.rmtree(final_path)
+            draft.replace(final_path)
     draft.write_text(json.dumps(record))
     draft.replace(_record_of(final))
     if new:
@@ -168,13 +180,13 @@ def _make(final: Path, entries: list[Entry], source: BinaryIO, token: str | None
 
 
 def _unchanged(entries: list[Entry], tree: Path) -> tuple[Record, list[int]]:
-    """What of a tree is still as the entries say, and the numbers of the rest."""
-    here = _intact(tree, {entry[3] for entry in entries})
+    """Return the record of a tree's files that are as the entries say, and the rest's indices."""
+    intact = _intact(tree, {entry[3] for entry in entries})
     record, missing = {}, []
     real = {tree: True}
 
     def is_real(folder: Path) -> bool:
-        # Not by way of a link that a program has put in a folder's place.
+        # A program may have put a link in a folder's place.
         if folder not in real:
             real[folder] = is_real(folder.parent) and not folder.is_symlink()
         return real[folder]
@@ -184,7 +196,7 @@ def _unchanged(entries: list[Entry], tree: Path) -> tuple[Record, list[int]]:
         try:
             if target is not None:
                 return is_real(path.parent) and os.readlink(path) == target
-            return is_real(path.parent) and here[name][0][0] == digest and here[name][1] == mode
+            return is_real(path.parent) and intact[name][0][0] == digest and intact[name][1] == mode
         except (OSError, KeyError):
             return False
 
@@ -192,14 +204,16 @@ def _unchanged(entries: list[Entry], tree: Path) -> tuple[Record, list[int]]:
         if not is_same(name, mode, digest, target):
             missing.append(number)
         elif target is None:
-            record[name] = here[name][0]
+            record[name] = intact[name][0]
     return record, missing
 
 
 # Thousands of files at a time: paths are plain strings here, which are far quicker to join.
 def _known(final: Path, entries: list[Entry]) -> dict[tuple[str, int], tuple[str, list[Any]]]:
-    """Digest and mode of entries to an unchanged file of the two trees made last, and its record:
-    of the older one what the newer one has not."""
+    """Return an unchanged file, and its record, for the digests and modes of entries.
+
+    Only the two newest of the other trees are searched.
+    """
     known: dict[tuple[str, int], tuple[str, list[Any]]] = {}
     wanted = {entry[3] for entry in entries}
     for other in _other_trees(final)[:2]:
@@ -212,7 +226,7 @@ def _known(final: Path, entries: list[Entry]) -> dict[tuple[str, int], tuple[str
 def _link_known(
     entries: list[Entry], into: Path, known: dict[tuple[str, int], tuple[str, list[Any]]]
 ) -> tuple[Record, list[int]]:
-    """Make what can be made of what is here; return its record and the numbers of the rest."""
+    """Link the files that this host has; return their record and the indices of the rest."""
     record: Record = {}
     missing = []
     made = {""}
@@ -234,17 +248,17 @@ def _link_known(
     return record, missing
 
 
-def _take_file(number: int, entry: Entry, path: str, source: BinaryIO | _Peer) -> list[Any]:
-    """Write one file as its pieces come; return its record."""
+def _receive_file(number: int, entry: Entry, path: str, source: BinaryIO | _Peer) -> list[Any]:
+    """Write one file as its pieces arrive; return its record."""
     name, mode, _, digest, _ = entry
     hashed = hashlib.blake2b(digest_size=DIGEST_BYTES)
     flags = MORE
     with open(path, "wb", buffering=0) as file:
         while flags & MORE:
-            index, flags, length = HEADER.unpack(_exactly(source, HEADER.size))
+            index, flags, length = HEADER.unpack(_read_exactly(source, HEADER.size))
             if index != number:
                 raise ValueError(f"file {index} came where {number} was due")
-            data = _exactly(source, length)
+            data = _read_exactly(source, length)
             if flags & ZIPPED:
                 data = zlib.decompress(data)
             hashed.update(data)
@@ -258,21 +272,19 @@ def _take_file(number: int, entry: Entry, path: str, source: BinaryIO | _Peer) -
 
 
 class _Peer:
-    """What another host sends; the sender hears now and then that it comes."""
+    """The pieces that another host sends; meanwhile the sender hears that it has to wait."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._file = connection.makefile("rb")
-        self._began = self._spoken = time.monotonic()
+        self._waiting = _Waiting()
 
     def read(self, size: int) -> bytes:
-        if (now := time.monotonic()) - self._spoken > WAITING_SECONDS:
-            self._spoken = now
-            _say({"waiting": now - self._began})
+        self._waiting.report()
         return self._file.read(size)
 
 
 def _peer(source: BinaryIO, missing: list[int], token: str) -> _Peer | None:
-    """The host that the sender names to take the files from; None: the sender sends them."""
+    """Connect to the host that the sender names; None: the sender itself sends the files."""
     if (address := json.loads(source.readline()).get("from")) is not None:
         try:
             connection = socket.create_connection(tuple(address), PEER_SECONDS)
@@ -280,12 +292,12 @@ def _peer(source: BinaryIO, missing: list[int], token: str) -> _Peer | None:
             connection.sendall(wanted.encode() + b"\n")
             return _Peer(connection)
         except OSError:
-            _say({"missing": missing})
+            _send({"missing": missing})
     return None
 
 
 def _serve(tree: Path, entries: list[Entry], token: str, source: BinaryIO) -> None:
-    """Send files of the tree to the hosts that ask, until the sender says no more."""
+    """Send files of the tree to the hosts that ask, until the sender closes the input."""
     with socket.create_server(("", 0), backlog=64) as listening:
 
         def accept() -> None:
@@ -294,13 +306,13 @@ def _serve(tree: Path, entries: list[Entry], token: str, source: BinaryIO) -> No
                 threading.Thread(target=_pass_on, args=(connection, tree, entries, token)).start()
 
         threading.Thread(target=accept, daemon=True).start()
-        _say({"port": listening.getsockname()[1]})
+        _send({"port": listening.getsockname()[1]})
         source.read()
-        os._exit(0)  # whoever is still being sent something turns to the sender
+        os._exit(0)  # a host that is still receiving asks the sender for the rest
 
 
 def _pass_on(connection: socket.socket, tree: Path, entries: list[Entry], token: str) -> None:
-    # A file that a program has changed since does not have its digest: the other host sees that.
+    # A file that a program has changed since does not match its digest: the other host checks that.
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError), connection:
         connection.settimeout(PEER_SECONDS)
         with connection.makefile("rb") as asked, connection.makefile("wb", PIECE_BYTES) as out:
@@ -308,19 +320,29 @@ def _pass_on(connection: socket.socket, tree: Path, entries: list[Entry], token:
             if not hmac.compare_digest(wanted["token"], token):
                 return
             for number in wanted["missing"]:
-                name, _, left, _, target = entries[number]
+                name, _, size, _, target = entries[number]
                 if target is None:
-                    with open(tree / name, "rb") as file:
-                        more = MORE
-                        while more:
-                            data = file.read(min(left, PIECE_BYTES))
-                            left -= len(data)
-                            more = MORE if left and data else 0
-                            out.write(HEADER.pack(number, more, len(data)) + data)
+                    for data, more in read_pieces(tree / name, size):
+                        out.write(HEADER.pack(number, more, len(data)) + data)
+
+
+def read_pieces(path: Path, size: int) -> Iterator[tuple[bytes, int]]:
+    """Yield the first ``size`` bytes of a file in pieces, one at least, each with MORE or 0.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    more = MORE
+    with path.open("rb") as file:
+        while more:
+            data = file.read(min(size, PIECE_BYTES))
+            size -= len(data)
+            more = MORE if size and data else 0
+            yield data, more
 
 
 def _make_folders(root: Path, folder: Path) -> None:
-    """Have real folders from ``root`` down, whatever a program has put in their places."""
+    """Make the folders from ``root`` down, in place of links or files that a program has put."""
     current = root
     for part in folder.relative_to(root).parts:
         current = current / part
@@ -329,7 +351,7 @@ def _make_folders(root: Path, folder: Path) -> None:
             current.mkdir()
 
 
-def _exactly(source: BinaryIO | _Peer, size: int) -> bytes:
+def _read_exactly(source: BinaryIO | _Peer, size: int) -> bytes:
     data = source.read(size)
     if len(data) != size:
         raise EOFError("the sender disconnected")
@@ -337,7 +359,7 @@ def _exactly(source: BinaryIO | _Peer, size: int) -> bytes:
 
 
 def _other_trees(final: Path) -> list[Path]:
-    """The other trees beside this one, the one made last first."""
+    """Return the other trees beside this one, newest first."""
     trees = [
         path.with_suffix("")
         for path in final.parent.glob("*.json")
@@ -348,19 +370,19 @@ def _other_trees(final: Path) -> list[Path]:
     return sorted(trees, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
-def _point(link: Path, name: str) -> None:
+def _replace_link(link: Path, name: str) -> None:
     draft = link.with_name(f"{_DRAFT}link")
     draft.symlink_to(name)
     draft.replace(link)
 
 
 def _prune(final: Path) -> None:
-    """Remove old trees that no process works in."""
+    """Remove old trees that are no process's working folder."""
     old = _other_trees(final)[KEEP_TREES - 1 :]
     used = _working_folders() if old else set()
     for path in old:
         if not any(folder == str(path) or folder.startswith(f"{path}/") for folder in used):
-            with contextlib.suppress(OSError):  # what a program of root's has left there
+            with contextlib.suppress(OSError):  # files that a program has left as root
                 gone = path.rename(path.with_name(f"{_DRAFT}old"))
                 _record_of(path).unlink(missing_ok=True)
                 _remove(gone)
@@ -375,7 +397,7 @@ def _working_folders() -> set[str]:
     return found
 
 
-def _say(document: dict[str, Any]) -> None:
+def _send(document: dict[str, Any]) -> None:
     sys.stdout.buffer.write(json.dumps(document).encode() + b"\n")
     sys.stdout.buffer.flush()
 
@@ -385,23 +407,23 @@ def main() -> int:
     os.umask(0o077)  # the folders: a copy is its owner's alone
     try:
         request = json.loads(source.readline())
-        size = COUNT.unpack(_exactly(source, COUNT.size))[0]
-        entries = json.loads(zlib.decompress(_exactly(source, size)))
+        size = COUNT.unpack(_read_exactly(source, COUNT.size))[0]
+        entries = json.loads(zlib.decompress(_read_exactly(source, size)))
         answer: dict[str, Any] = {"done": receive(request, entries, source)}
         if request.get("relay"):
-            _say(answer)
+            _send(answer)
             if source.readline():
                 _serve(Path(request["path"]), entries, request["relay"], source)
             return 0
     except BrokenPipeError:
-        return 0  # nobody listens any more
+        return 0  # the sender is gone
     except OSError as error:
         place = f": {error.filename}" if error.filename else ""
         answer = {"error": f"{error.strerror or error}{place}"}
     except (ValueError, EOFError, zlib.error) as error:
         answer = {"error": str(error)}
     with contextlib.suppress(BrokenPipeError):
-        _say(answer)
+        _send(answer)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Who sends the project to which host: the submitter to the first, each that has it to others."""
+"""Which host sends the project to which: the submitter to the first, each that has it to others."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import threading
 from collections.abc import Iterator, Mapping
 
 WORTHWHILE_BYTES = 1 << 22
-"""Less than this the submitter sends to every host at once."""
+"""Fewer bytes are sent by the submitter, to all hosts at once."""
 HOSTS = 4
-"""So many or fewer get it from the submitter."""
+"""So many hosts, or fewer, get all from the submitter."""
 AT_ONCE = 2
 """Hosts that one host sends to at a time."""
 Sender = tuple[str, int] | None
-"""Address and port of a host that serves; None: the submitter."""
+"""Address and port of a host that serves the folder; None: the submitter."""
 
 
 class Relay(contextlib.AbstractContextManager["Relay"]):
     """The senders of one folder; safe to use from several threads.
 
-    A host that has the folder serves it on a port of its own, to who shows ``token``, until the
-    relay is closed.
+    A host that has the folder serves it on a port of its own, to hosts that send ``token``, until
+    the relay is closed.
 
     Args:
         addresses: the hosts' addresses for each other.
@@ -31,8 +31,8 @@ class Relay(contextlib.AbstractContextManager["Relay"]):
         self.token = secrets.token_hex(16)
         self._addresses = addresses
         self._free: list[tuple[str, int]] = []
-        self._here = True  # whether the submitter is free
-        self._hosts: set[tuple[str, int]] = set()  # that serve
+        self._submitter_free = True
+        self._hosts: set[tuple[str, int]] = set()  # that serve the folder
         self._changed = threading.Condition()
         self._serving = contextlib.ExitStack()
 
@@ -40,41 +40,41 @@ class Relay(contextlib.AbstractContextManager["Relay"]):
         self._serving.close()
 
     def worthwhile(self, size: int) -> bool:
-        """Whether so many bytes are passed on."""
+        """Return whether hosts pass so many bytes on to each other."""
         return size >= WORTHWHILE_BYTES
 
     @contextlib.contextmanager
     def sender(self, size: int) -> Iterator[Sender]:
-        """Who sends a host ``size`` bytes; waits until somebody is free.
+        """Wait until a sender is free, and take it for sending a host ``size`` bytes.
 
-        The submitter does as long as no host serves.
+        It is the submitter as long as no host serves the folder.
         """
         if not self.worthwhile(size):
             yield None
             return
         with self._changed:
-            self._changed.wait_for(lambda: self._free or (self._here and not self._hosts))
+            self._changed.wait_for(lambda: self._free or (self._submitter_free and not self._hosts))
             sender = self._free.pop() if self._free else None
-            self._here = self._here and sender is not None
+            self._submitter_free &= sender is not None
         try:
             yield sender
         finally:
             with self._changed:
                 if sender is None:
-                    self._here = True
+                    self._submitter_free = True
                 elif sender in self._hosts:
                     self._free.append(sender)
                 self._changed.notify_all()
 
     def drop(self, sender: Sender) -> None:
-        """A host did not get all from it: nobody else is sent there."""
+        """Use a sender no more, from which a host did not get all."""
         with self._changed:
             self._hosts -= {sender}
             self._free = [each for each in self._free if each != sender]
             self._changed.notify_all()
 
     def add(self, host: str, port: int, serving: contextlib.ExitStack) -> None:
-        """A host serves the folder on this port, as long as ``serving`` is open."""
+        """Use a host, which serves the folder on this port as long as ``serving`` is open."""
         sender = (self._addresses[host], port)
         with self._changed:
             self._serving.push(serving)

@@ -24,7 +24,6 @@ QUIET_SECONDS = 120.0
 """For a host to answer."""
 CACHED_BYTES = 1 << 28
 """A project up to this size is read and compressed once for all hosts."""
-PIECE_BYTES = receiver.PIECE_BYTES
 BATCH_BYTES = 1 << 18
 """Pieces are written together until they are so many bytes: each write costs a packet at least."""
 _SAMPLE_BYTES = 1 << 14
@@ -137,17 +136,11 @@ class Upload:
     def _read(self, number: int, zipped: bool) -> Iterator[Piece]:
         entry = self._snapshot.entries[number]
         path = self._snapshot.root / entry.path
-        left = entry.size  # not more: something may have been appended since
-        more = receiver.MORE
         try:
-            with path.open("rb") as file:
-                while more:
-                    data = file.read(min(left, PIECE_BYTES))
-                    left = left - len(data) if data else 0
-                    more = receiver.MORE if left else 0
-                    packed = _smaller(data) if zipped else data
-                    flags = more if packed is data else more | receiver.ZIPPED
-                    yield len(data), receiver.HEADER.pack(number, flags, len(packed)) + packed
+            for data, flags in receiver.read_pieces(path, entry.size):
+                packed = _smaller(data) if zipped else data
+                flags |= 0 if packed is data else receiver.ZIPPED
+                yield len(data), receiver.HEADER.pack(number, flags, len(packed)) + packed
         except OSError as error:
             raise SubmitFailed(
                 f"{path}: {(error.strerror or 'unreadable').lower()} while it was copied",

@@ -561,7 +561,7 @@ def test_a_host_without_hard_links_gets_every_file(checkout, tmp_path, monkeypat
     deliver(tmp_path, take(checkout))
     write(checkout / "more", "x")
     found = take(checkout)
-    entries = json.loads(found._listing)
+    entries = json.loads(found.listing)
     tree = Path(tree_of(tmp_path, found).path)
 
     def refuse(*_):
@@ -578,7 +578,7 @@ def test_a_host_without_hard_links_gets_every_file(checkout, tmp_path, monkeypat
 @pytest.mark.parametrize("size", [0, 1, 1000, 1001, 5000, 10_007])
 @pytest.mark.parametrize("compresses", [True, False])
 def test_files_go_in_pieces(folder, tmp_path, monkeypatch, size, compresses):
-    monkeypatch.setattr(upload, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(receiver, "PIECE_BYTES", 1000)
     data = b"z" * size if compresses else random.Random(1).randbytes(size)
     write(folder / "big", data)
     found = take(folder)
