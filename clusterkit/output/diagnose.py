@@ -1,8 +1,7 @@
-"""Who failed first, on which node, why, and what to do: read from exit codes and log lines.
+"""Finds the rank that failed first, the cause and a remedy, from exit codes and log lines.
 
-When one rank dies, its peers die of it a moment later with errors of their own. The first
-failure is therefore the earliest among those that are not an echo (see `ECHOES`); only
-when all are echoes is the earliest of them blamed.
+When one rank dies, its peers fail a moment later with errors of their own, here called echoes (see
+`ECHOES`). The first failure is the earliest that is no echo, or the earliest if all are echoes.
 """
 
 from __future__ import annotations
@@ -25,10 +24,11 @@ _TORCHRUN = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (
 _MPIRUN = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)")
 # "[...] exits with return code = 7", deepspeed 0.19, launcher/launch.py
 _DEEPSPEED = re.compile(r"exits with return code = (-?\d+)")
-_OF_ITS_OWN = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
-"""Signals by which a program ends itself."""
+_CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+"""Signals that a program causes itself."""
 _NEVER_PRIMARY = frozenset({-signal.SIGTERM, 128 + signal.SIGTERM})
 
+PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 _HINTS = (
     (re.compile(r"CUDA out of memory|OutOfMemoryError"),
      "smaller batch.micro (accumulation grows with it), a higher ZeRO stage, or offload"),
@@ -36,7 +36,7 @@ _HINTS = (
      "smaller batch.micro, fewer ranks on this machine, or a smaller model"),
     (re.compile(r"No module named '?[\w.]+"),
      "install it for the interpreter of the ranks (`clusterkit plan` and facts.json name it)"),
-    (re.compile(r"EADDRINUSE|[Aa]ddress already in use"),
+    (PORT_TAKEN,
      "another program, or an earlier one of yours, listens on that port"),
     (re.compile(r"No space left on device"), "make room on that disk"),
     (re.compile(r"Timed out waiting \d+ms|Watchdog caught collective"),
@@ -79,33 +79,31 @@ _NO_FILE = re.compile(r"FileNotFoundError|No such file or directory|NotADirector
 _Source = tuple[int, int | None]
 """Node and rank."""
 
-PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
-
 
 @dataclass
 class _Suspect:
-    """What is known of one rank (rank None: a launcher) that may have failed first."""
+    """A rank (None: a launcher) that may have failed first."""
 
     node: int
     rank: int | None
     time: float
     exit_code: int | None = None
     asked: bool = True
-    """Whether its agent may have asked it to end before it did."""
+    """Whether its agent may have stopped it."""
     output: Output = field(default_factory=Output)
 
     @property
-    def words(self) -> str:
-        """The message of its exception; without one a word of the program's own before it went."""
+    def message(self) -> str:
+        """The message of its exception; without one its last output that may name the cause."""
         return self.output.message or self.output.last_words()
 
     @property
     def echo(self) -> bool:
         if self.output.traceback and not self.output.message:
-            return True  # its node's log was cut off before it said of what
-        # Further lines of a message may quote what a peer, or a server of data, has said.
-        said = self.words.partition("\n")[0] if self.output.traceback else self.words
-        return bool(ECHOES.search(said)) or (self.asked and self.exit_code in _NEVER_PRIMARY)
+            return True  # its log was cut off before the message
+        # Further lines of a message may quote the error of a peer or a data server.
+        message = self.message.partition("\n")[0] if self.output.traceback else self.message
+        return bool(ECHOES.search(message)) or (self.asked and self.exit_code in _NEVER_PRIMARY)
 
 
 def diagnose(
@@ -117,15 +115,15 @@ def diagnose(
     oom_kills: int = 0,
     causes: Sequence[NodeCause] = (),
 ) -> Failure:
-    """The first failure of an attempt that did not succeed.
+    """Return the first failure of an attempt that did not succeed.
 
     Args:
         nodes: how each node ended.
         lines: log lines of all nodes, in order of time; the last few thousand are enough.
-        rank_exits: how ranks ended, where that is known.
+        rank_exits: how ranks ended, as far as known.
         nproc_per_node: ranks per node, to number the local ranks that torchrun reports.
-        oom_kills: processes that the kernel killed for want of memory meanwhile.
-        causes: why nodes or their ranks were killed, where the backend knows.
+        oom_kills: how many processes the kernel killed meanwhile because memory ran out.
+        causes: why nodes or their ranks were killed, if the backend knows.
     """
     failures = [end for end in rank_exits if end.exit_code]
     suspects, outputs = _suspects(lines, nproc_per_node, {end.node for end in failures})
@@ -139,21 +137,21 @@ def diagnose(
     blamed = _blame(accused)
     # A node on a host that no longer answers has failed as well.
     failed = [node for node in nodes if node.state in (State.FAILED, State.UNKNOWN)]
-    # A node whose launcher or agent was killed says nothing; its peers' echoes do.
+    # A node whose launcher or agent was killed reports nothing; only its peers' echoes do.
     silent = [node for node in failed if node.node not in {s.node for s in accused}]
     known = _known_cause(blamed, causes, nproc_per_node)
     if known is not None:
-        ours = blamed is not None and not blamed.echo
+        rank = None if blamed is None or blamed.echo else blamed.rank
         return Failure(
-            node=known.node, rank=blamed.rank if ours and blamed else None,
-            exit_code=known.exit_code, cause=known.words, hint=known.hint,
+            node=known.node, rank=rank, exit_code=known.exit_code, cause=known.words,
+            hint=known.hint,
         )  # fmt: skip
     if blamed is None or (blamed.echo and silent):
         return _from_nodes(silent or failed or list(nodes), oom_kills)
     exit_code = blamed.exit_code
     if exit_code is None and blamed.node < len(nodes):
         exit_code = nodes[blamed.node].exit_code
-    cause, hint = _words(blamed, exit_code, oom_kills)
+    cause, hint = _cause(blamed, exit_code, oom_kills)
     hint = hint or _missing_file(blamed, accused, nodes)
     return Failure(
         node=blamed.node, rank=blamed.rank, cause=cause, hint=hint,
@@ -165,12 +163,12 @@ def diagnose(
 def _known_cause(
     blamed: _Suspect | None, causes: Sequence[NodeCause], nproc: int
 ) -> NodeCause | None:
-    """What the backend knows of the one that is blamed, or of another if only echoes are."""
+    """Return the backend's cause for the blamed rank, or any if only echoes are blamed."""
     if blamed is None or blamed.echo:
         return causes[0] if causes else None
     if shell_code(blamed.exit_code or 0) != 128 + signal.SIGKILL:
         return None
-    # mpirun's first node speaks for all ranks.
+    # With mpirun, the first node's log has the output of all ranks.
     node = blamed.node if blamed.rank is None else blamed.rank // nproc
     return next((cause for cause in causes if cause.node == node), None)
 
@@ -178,9 +176,10 @@ def _known_cause(
 def _suspects(
     lines: Iterable[LogLine], nproc: int, known: Container[int]
 ) -> tuple[dict[_Source, _Suspect], dict[_Source, Output]]:
-    """Whoever has a traceback or is named by a launcher; and what everyone wrote last.
+    """Return the ranks with a traceback or named by a launcher, and the output of each rank.
 
-    Of the nodes in ``known`` it is known which rank failed.
+    Args:
+        known: nodes of which it is known which rank failed.
     """
     suspects: dict[_Source, _Suspect] = {}
     outputs: dict[_Source, Output] = {}
@@ -188,7 +187,7 @@ def _suspects(
         key = (line.node, line.rank)
         if line.rank is None:
             if line.text.endswith(AGAIN):
-                # Lost nodes have come back: what its ranks said before ended nothing.
+                # Lost nodes have come back: the output before did not end the attempt.
                 for each in (suspects, outputs):
                     for old in [key for key in each if key[0] == line.node]:
                         del each[old]
@@ -213,9 +212,9 @@ def _read_launcher(
     elif match := _MPIRUN.search(line.text):
         suspect(int(match[1])).exit_code = -int(match[2])
     elif (match := _DEEPSPEED.search(line.text)) and line.node not in known:
-        # It does not say which rank: the one whose traceback came first, if any.
-        here = [s for s in suspects.values() if s.node == line.node and s.rank is not None]
-        first = min(here, key=lambda s: s.time, default=None) or suspect(None)
+        # It does not name the rank: the one whose traceback came first, if any.
+        ranks = [s for s in suspects.values() if s.node == line.node and s.rank is not None]
+        first = min(ranks, key=lambda s: s.time, default=None) or suspect(None)
         first.exit_code = int(match[1])
 
 
@@ -226,27 +225,28 @@ def _blame(suspects: Sequence[_Suspect]) -> _Suspect | None:
     return min(ended or real or suspects, key=lambda suspect: suspect.time, default=None)
 
 
-def _words(suspect: _Suspect, exit_code: int | None, oom_kills: int) -> tuple[str, str | None]:
-    output, said = suspect.output, suspect.words
+def _cause(suspect: _Suspect, exit_code: int | None, oom_kills: int) -> tuple[str, str | None]:
+    """Return cause and hint."""
+    output, message = suspect.output, suspect.message
     if output.message and not output.fatal:
-        return said, _hint(said)
+        return message, _hint(message)
     code = exit_code or 0
     if number := _signal_number(code):
-        words, hint = _signal_words(number, oom_kills)
+        cause, hint = _signal_cause(number, oom_kills)
         if output.fatal:
-            return words, None  # its traceback says where
-        if number in _OF_ITS_OWN and (said := output.error_line()):
-            return f"{words}: {said}", _hint(said)
-        return words, hint
-    return f"exited with {code}{f': {said}' if said else ''}", _hint(said)
+            return cause, None  # its traceback shows where
+        if number in _CRASHES and (message := output.error_line()):
+            return f"{cause}: {message}", _hint(message)
+        return cause, hint
+    return f"exited with {code}{f': {message}' if message else ''}", _hint(message)
 
 
 def _signal_number(code: int) -> int:
-    """The signal that an exit code stands for, -N or 128 + N; 0 for none."""
+    """Return N for the exit codes -N and 128 + N of signal N; 0 for others."""
     return -code if code < 0 else code - 128 if 128 < code < 160 else 0
 
 
-def _signal_words(number: int, oom_kills: int) -> tuple[str, str | None]:
+def _signal_cause(number: int, oom_kills: int) -> tuple[str, str | None]:
     name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
     if number == signal.SIGKILL and oom_kills:
         return (
@@ -256,15 +256,15 @@ def _signal_words(number: int, oom_kills: int) -> tuple[str, str | None]:
     return _SIGNALS.get(number, (f"ended by {name}", None))
 
 
-def _hint(words: str) -> str | None:
-    return next((hint for pattern, hint in _HINTS if pattern.search(words)), None)
+def _hint(message: str) -> str | None:
+    return next((hint for pattern, hint in _HINTS if pattern.search(message)), None)
 
 
 def _missing_file(
     blamed: _Suspect, accused: Sequence[_Suspect], nodes: Sequence[NodeStatus]
 ) -> str | None:
-    """That a file may be on other nodes only; simulated nodes are one machine."""
-    lacks = {each.node for each in accused if _NO_FILE.search(each.words)}
+    """Return a hint if a file may be missing on some nodes only."""
+    lacks = {each.node for each in accused if _NO_FILE.search(each.message)}
     if len({node.host for node in nodes}) == 1 or blamed.node not in lacks:
         return None
     if len(lacks) == len(nodes):
@@ -274,7 +274,7 @@ def _missing_file(
 
 
 def _from_nodes(nodes: Sequence[NodeStatus], oom_kills: int) -> Failure:
-    """A failure of which no rank says anything."""
+    """Return a failure of which no rank reported anything."""
     ended = [node for node in nodes if node.exit_code or node.reason]
     first = min(ended, key=lambda node: node.ended_at or 0.0, default=None)
     if first is None:
@@ -284,8 +284,8 @@ def _from_nodes(nodes: Sequence[NodeStatus], oom_kills: int) -> Failure:
     code = first.exit_code if first.exit_code is not None else 1
     cause, hint = first.reason, None
     if cause is None and (number := _signal_number(code)):
-        words, hint = _signal_words(number, oom_kills)
-        cause = f"its launcher {'was ' if words.startswith('killed') else ''}{words}"
+        cause, hint = _signal_cause(number, oom_kills)
+        cause = f"its launcher {'was ' if cause.startswith('killed') else ''}{cause}"
     if first.state is State.UNKNOWN:
         hint = f"is {first.host} up, and its network? --exclude {first.host} does without it"
     return Failure(

@@ -1,8 +1,8 @@
-"""What a rank's output says of its end: its last traceback, or else its last words.
+"""Finds the cause of a rank's end in its output: its last traceback, or else its last error line.
 
-Nothing in the output says where the message of an exception ends. Where torch puts ``[rank3]: ``
-before every line of a traceback, it ends with them. Elsewhere it is what follows without a
-pause, up to a line that is known not to belong to it.
+Nothing in the output marks the end of an exception's message. Where torch writes ``[rank3]: ``
+before every line of a traceback, it ends with them. Elsewhere it is what follows without a pause,
+up to a line that is known not to belong to it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MESSAGE_LINES = 40
 MESSAGE_CHARACTERS = 4096
 TRACEBACK_LINES = 400
 PAUSE_SECONDS = 1.0
-"""What comes later than this after a line was not written in one go with it."""
+"""A longer time between two lines means that they were not printed together."""
 
 _BEGINS = re.compile(
     r"\s*(\+ Exception Group )?Traceback \(most recent call last\):"
@@ -32,7 +32,7 @@ _CHAINS = (
     "During handling of the above exception",
     "The above exception was the direct cause",
 )
-# What stands left of a line in the traceback of an ExceptionGroup, and between its parts.
+# The left margin in the traceback of an ExceptionGroup, and the lines between its parts.
 _GUTTER = re.compile(r"\s+(\|( |$)|\+[-+])")
 _UNRAISABLE = "Exception ignored in"
 _ADVICE = (
@@ -55,15 +55,15 @@ _NAMES_AN_ERROR = re.compile(
     r"|\S+( \S+)?: error: "  # argparse, compilers
     r"|terminate called |.*: Assertion .* failed"
 )
-# What torchrun says when a rank failed, and when it was asked to end: of itself it says nothing.
+# What torchrun prints when a rank failed and when it was stopped; it is not the cause.
 _REPORT = re.compile(r"torch\.distributed\.elastic\.\S*(ChildFailedError|SignalException)\b")
 
 
 class Output:
-    """The output of one rank, which `read` takes line by line.
+    """The output of one rank, passed to `read` line by line.
 
-    ``traceback`` holds its newest traceback, with those that led to it; ``began`` is when its
-    first line came. One that the interpreter ignored (in a ``__del__``) does not count.
+    ``traceback`` is its newest traceback, with those that led to it, and ``began`` the time of its
+    first line. One that the interpreter ignored (in a ``__del__``) does not count.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Output:
         self._tail: deque[tuple[float, str]] = deque(maxlen=MESSAGE_LINES)
 
     def read(self, line: LogLine) -> None:
-        """Take the next line."""
+        """Process the next line."""
         if line.event is not None:
             self._part = ""
             self._tail.clear()
@@ -108,7 +108,7 @@ class Output:
             self._part = ""
             return
         if self._part != "chain":
-            # The program survived what it printed before.
+            # The program survived the exception that it printed before.
             self.traceback, self.began = [], time
         self._prefixed, self._grouped = prefixed, "Exception Group" in text
         self._message = [text] if text.startswith(_FATAL) else []
@@ -124,7 +124,7 @@ class Output:
             self._read_on(text, plain)
 
     def _read_on(self, raw: str, text: str) -> None:
-        """A frame's line or a message's; ``text`` is without what an ExceptionGroup puts before."""
+        """Add a line of a frame or a message; ``text`` has no margin of an ExceptionGroup."""
         self.traceback.append(raw)
         if self._part == "message" or (text and not text[0].isspace()):
             self._part = "message"
@@ -132,22 +132,22 @@ class Output:
 
     @property
     def message(self) -> str:
-        """The exception's name and message to its end, cut in the middle if it is very long."""
+        """The exception's name and message, cut in the middle if it is very long."""
         return _bounded(_trimmed(self._message), MESSAGE_LINES)
 
     @property
     def fatal(self) -> bool:
-        """Whether the traceback is that of a crash, and no exception's."""
+        """Whether the traceback is of a crash and not of an exception."""
         return bool(self._message) and self._message[0].startswith(_FATAL)
 
     def traceback_text(self) -> str | None:
-        """The traceback as it was printed, without lines of it in the middle if it is endless."""
+        """Return the traceback as printed, cut in the middle if it is very long; None: none."""
         return _bounded(_trimmed(self.traceback), TRACEBACK_LINES) or None
 
     def error_line(self) -> str:
-        """The last line that names an error, and what follows it; empty if none does.
+        """Return the last line that names an error, and what follows it; empty if none does.
 
-        Only what the rank wrote last and in one go counts.
+        Only lines after the last pause count.
         """
         lines = list(self._tail)
         pauses = [n for n, (a, b) in enumerate(pairwise(lines), 1) if b[0] - a[0] > PAUSE_SECONDS]
@@ -156,19 +156,17 @@ class Output:
         if not named:
             return ""
         after = texts[named[-1] :]
-        end = next((n for n, text in enumerate(after) if _is_no_word(text) and text), len(after))
+        end = next((n for n, text in enumerate(after) if _is_noise(text) and text), len(after))
         return _bounded(_trimmed(after[:end]), MESSAGE_LINES)
 
     def last_words(self) -> str:
-        """`error_line`, or the last line that says anything, with what it is a part of.
-
-        That is the text between two rulers, or the line above those that are indented.
-        """
+        """Return `error_line`, or the last line with text and the block to which it belongs: the
+        text between two rulers, or an unindented line and the indented ones below it."""
         if error := self.error_line():
             return error
         texts = [text for _, text in self._tail]
         ruled = False
-        while texts and _is_no_word(texts[-1]):
+        while texts and _is_noise(texts[-1]):
             ruled = _is_ruler(texts.pop()) or ruled
         rulers = [number for number, text in enumerate(texts) if _is_ruler(text)]
         if ruled and rulers:
@@ -180,14 +178,14 @@ class Output:
 
 
 def begins(text: str) -> bool:
-    """Whether a line is the first of a traceback."""
+    """Return whether a line is the first of a traceback."""
     return _BEGINS.match(without_rank(text)) is not None
 
 
 def folded(batches: Iterable[list[LogLine]]) -> Iterator[list[LogLine]]:
-    """The same lines, but torchrun's report of a failure, a traceback of its own, as one line.
+    """Yield the same lines, with torchrun's own traceback about a failed rank as one line.
 
-    A launcher's traceback of another kind may be the failure itself, and stays.
+    Another traceback of a launcher may be the failure itself, and is kept.
     """
     held: dict[int, list[LogLine]] = {}
     for batch in batches:
@@ -196,7 +194,7 @@ def folded(batches: Iterable[list[LogLine]]) -> Iterator[list[LogLine]]:
 
 
 def _unless_report(line: LogLine, held: dict[int, list[LogLine]]) -> list[LogLine]:
-    """What can be shown once ``line`` has come; ``held`` keeps each node's begun traceback."""
+    """Return the lines to show after ``line``; ``held`` keeps each node's unfinished traceback."""
     if line.rank is not None or (line.node not in held and not begins(line.text)):
         return [line]
     block = held.setdefault(line.node, [])
@@ -208,12 +206,12 @@ def _unless_report(line: LogLine, held: dict[int, list[LogLine]]) -> list[LogLin
         return [] if more else held.pop(line.node)
     if "ChildFailedError" in report.text and sum(o.text.startswith("=====") for o in block) < 2:
         return []
-    what = report.text.rpartition(".")[2].strip().rstrip(":")
-    text = f"torchrun's own traceback ({what}): {len(block)} lines; logs --raw shows them"
+    error = report.text.rpartition(".")[2].strip().rstrip(":")
+    text = f"torchrun's own traceback ({error}): {len(block)} lines; logs --raw shows them"
     return [msgspec.structs.replace(held.pop(line.node)[0], text=text)]
 
 
-def _is_no_word(text: str) -> bool:
+def _is_noise(text: str) -> bool:
     return not text.strip() or _is_ruler(text) or _ADVICE_LINE.match(text) is not None
 
 
@@ -222,13 +220,13 @@ def _is_ruler(text: str) -> bool:
 
 
 def _trimmed(lines: Sequence[str]) -> list[str]:
-    """Without empty lines at either end."""
+    """Return the lines without empty ones at either end."""
     full = [number for number, text in enumerate(lines) if text.strip()]
     return list(lines[full[0] : full[-1] + 1]) if full else []
 
 
 def _bounded(lines: list[str], most: int) -> str:
-    """Lines as one text; of a very long one the beginning and the end, with a note between."""
+    """Join the lines; of a very long text keep the beginning and the end, with a note between."""
     if len(lines) > most:
         half = most // 2
         lines[half:-half] = [f"... {len(lines) - 2 * half} lines left out, the log has them ..."]

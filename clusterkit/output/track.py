@@ -1,8 +1,8 @@
-"""A run's metrics for a tracker, written where runs are submitted, from the marked lines of rank 0.
+"""Sends a run's metrics to experiment trackers, from the marked lines of rank 0.
 
-The run's supervisor does it beside its work: nothing of it can end a run or hold it up, and neither
-the program nor its nodes need the tracker's library. A tracker takes its key and its addresses from
-the environment in which the run is submitted, as its library does: nothing of them is written down.
+Threads of the run's supervisor do it, so it can neither end nor delay the run, and neither the
+program nor its nodes need the tracker's library. The library reads its key and addresses from the
+environment in which the run is submitted; they are stored nowhere.
 """
 
 from __future__ import annotations
@@ -28,46 +28,46 @@ from clusterkit.run.status import State
 from clusterkit.spec import JobSpec
 
 SECONDS = 1.0
-"""Between two looks at the logs."""
+"""Pause between two reads of the logs."""
 END_SECONDS = 30.0
-"""How long what a run wrote last may take to write, after its end."""
+"""How long sending the last metrics may take after the run's end."""
 
 
 class Tracker(ABC):
-    """What writes a run's metrics; whatever its library raises, the run goes on without it."""
+    """Sends a run's metrics to one library. If that raises, the run continues without it."""
 
-    anew: ClassVar = False
-    """It begins from the first line whatever an earlier supervisor has written; others go on."""
+    rewrites: ClassVar = False
+    """Whether it starts with the first line, not where an earlier supervisor stopped."""
     needs: ClassVar[str]
-    """What pip installs for it."""
+    """The package that pip installs for it."""
 
     @abstractmethod
     def __init__(self, folder: RunFolder, job: JobSpec) -> None: ...
 
     @abstractmethod
     def add(self, at: float, step: int, values: dict[str, float]) -> None:
-        """What was reported of one step, at a Unix time."""
+        """Add the metrics of one step, which were reported at a Unix time."""
 
-    def flush(self) -> None:  # noqa: B027 - most send by themselves
-        """Let readers see all of it."""
+    def flush(self) -> None:  # noqa: B027 - most libraries flush by themselves
+        """Send what was added."""
 
     @abstractmethod
     def close(self, state: State) -> None:
-        """There is no more: so the run has ended."""
+        """End the tracker's run, in the state in which the run has ended."""
 
 
 class TensorBoard(Tracker):
-    """An event file in the run's folder, in place of the one that an earlier supervisor wrote.
+    """An event file in the run's folder; replaces that of an earlier supervisor.
 
-    Where a step is reported again, after a restart from a checkpoint, the mark of a start from that
-    step is written first: TensorBoard then leaves out what it has read from that step on.
+    Before a step that is reported again, after a restart from a checkpoint, a session start with
+    that step is written: TensorBoard then drops what it has read from that step on.
     """
 
-    anew = True
+    rewrites = True
     needs = "clusterkit[track]"
 
     def __init__(self, folder: RunFolder, job: JobSpec) -> None:
-        # What these import takes a quarter of a second; tensorboardX would import torch.
+        # These imports take a quarter of a second; tensorboardX would import torch.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -82,7 +82,7 @@ class TensorBoard(Tracker):
         self._file = RecordWriter((files / name).open("wb"))
         self._last: dict[str, int] = {}
         self._write(wall_time=now, file_version="brain.Event:2")
-        # Of an event file the first start is no restart; in place of an earlier file it is one.
+        # TensorBoard ignores the first start of an event file, unless it has read an earlier file.
         self._write(wall_time=now, session_log={"status": self._start})
 
     def add(self, at: float, step: int, values: dict[str, float]) -> None:
@@ -106,17 +106,17 @@ class TensorBoard(Tracker):
 
 
 class WandB(Tracker):
-    """Weights & Biases: a run of the project that is named as the job, or by WANDB_PROJECT.
+    """Weights & Biases: a run in the project WANDB_PROJECT, by default the job's name.
 
-    Without a key its files are written to the run's folder, for `wandb sync`. Values stand by
-    ``step``, not by its own count, which takes no step twice.
+    Without a key its files are written to the run's folder, for `wandb sync`. The x-axis is the
+    metric ``step``: W&B's own step accepts no step twice.
     """
 
     needs = "wandb"
 
     def __init__(self, folder: RunFolder, job: JobSpec) -> None:
         wandb = import_module("wandb")
-        # Nothing of this process is theirs: neither its output, its load, nor where it stands.
+        # This process is the supervisor: its output, load, code and Git state are not the run's.
         settings = wandb.Settings(
             console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True
         )
@@ -139,7 +139,7 @@ class WandB(Tracker):
 
 
 def _has_key() -> bool:
-    """Whether W&B has been told what to do, or could log in."""
+    """Return whether W&B has a mode or a key."""
     if {"WANDB_API_KEY", "WANDB_MODE"} & os.environ.keys():
         return True
     host = re.sub(r"^https?://", "", os.environ.get("WANDB_BASE_URL", "api.wandb.ai"))
@@ -149,18 +149,18 @@ def _has_key() -> bool:
 
 
 class MLflow(Tracker):
-    """A run of the experiment that is named as the job, or by MLFLOW_EXPERIMENT_NAME.
+    """A run in the experiment MLFLOW_EXPERIMENT_NAME, by default the job's name.
 
-    It goes to MLFLOW_TRACKING_URI, or without one to `mlflow.db` beside the runs of this machine.
+    The server is MLFLOW_TRACKING_URI, by default `mlflow.db` in CLUSTERKIT_HOME.
     """
 
     needs = "mlflow"
-    _MOST = 1000  # metrics that one request may have
+    _BATCH = 1000  # how many metrics a request can have
 
     def __init__(self, folder: RunFolder, job: JobSpec) -> None:
         self._metric = import_module("mlflow.entities").Metric
-        here = None if "MLFLOW_TRACKING_URI" in os.environ else f"sqlite:///{home() / 'mlflow.db'}"
-        self._client = import_module("mlflow.tracking").MlflowClient(tracking_uri=here)
+        local = None if "MLFLOW_TRACKING_URI" in os.environ else f"sqlite:///{home() / 'mlflow.db'}"
+        self._client = import_module("mlflow.tracking").MlflowClient(tracking_uri=local)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", job.name)
         experiment = self._client.get_experiment_by_name(name)
         number = experiment.experiment_id if experiment else self._client.create_experiment(name)
@@ -176,13 +176,13 @@ class MLflow(Tracker):
 
     def add(self, at: float, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
-            # Of a name that it does not take the rest is as it was.
+            # MLflow refuses names with other characters.
             key = re.sub(r"[^\w\-. :/]", "_", name)
             self._waiting.append(self._metric(key, value, int(at * 1000), step))
 
     def flush(self) -> None:
-        for start in range(0, len(self._waiting), self._MOST):
-            self._client.log_batch(self._run, metrics=self._waiting[start : start + self._MOST])
+        for start in range(0, len(self._waiting), self._BATCH):
+            self._client.log_batch(self._run, metrics=self._waiting[start : start + self._BATCH])
         self._waiting.clear()
 
     def close(self, state: State) -> None:
@@ -191,14 +191,13 @@ class MLflow(Tracker):
 
 
 class Trackio(Tracker):
-    """A run of the project that is named as the job, in Trackio's own folder, or where TRACKIO_...
-    variables say."""
+    """Trackio: a run in the project with the job's name, where its TRACKIO_... variables say."""
 
     needs = "trackio"
 
     def __init__(self, folder: RunFolder, job: JobSpec) -> None:
         trackio = import_module("trackio")
-        # Of this machine, which only submits, it need not log the load.
+        # The load of this machine, which only submits, is not the run's.
         self._run = trackio.init(
             project=job.name,
             name=folder.run_id,
@@ -222,14 +221,10 @@ TRACKERS: Mapping[str, type[Tracker]] = {
 
 
 def check_trackers(job: JobSpec) -> None:
-    """Refuse a job whose metrics nothing on this machine can write.
-
-    Raises:
-        BadInput: a library is not installed.
-    """
+    """Raise `BadInput` if a tracker's library is not installed on this machine."""
     for name in job.track:
         found = importlib.util.find_spec(name)
-        # A folder of that name, such as one of event files, is no library.
+        # A folder of that name, such as one with event files, is no library.
         if found is None or found.origin is None:
             raise BadInput(
                 f"track: {name} is not installed on this machine, which submits",
@@ -242,11 +237,11 @@ def check_trackers(job: JobSpec) -> None:
 def tracking(
     job: JobSpec, folder: RunFolder, attempt: Callable[[], int], note: Callable[[str], None]
 ) -> Iterator[None]:
-    """Have the job's trackers written while this runs, and to the end of the logs after it.
+    """Send the run's metrics to the job's trackers meanwhile, and then to the end of the logs.
 
     Args:
-        attempt: the newest; the logs of those before it are whole.
-        note: is given why one is not written any more.
+        attempt: returns the newest attempt; the logs of earlier ones are complete.
+        note: called with the reason if a tracker fails.
     """
     ended = threading.Event()
     threads = {
@@ -276,12 +271,12 @@ def _track(
     note: Callable[[str], None],
     ended: threading.Event,
 ) -> None:
-    kept = f"tracked-{name}.json"
+    saved = f"tracked-{name}.json"
     try:
         tracker = TRACKERS[name](folder, job)
         try:
-            # What an earlier supervisor has written, in lines: they come in the same order again.
-            written = 0 if tracker.anew else folder.maybe_json(kept, int) or 0
+            # How many lines an earlier supervisor has sent: they are read in the same order again.
+            sent = 0 if tracker.rewrites else folder.maybe_json(saved, int) or 0
             lines, names = Rank0(folder), set[str]()
             count, more = 0, True
             while more:
@@ -289,13 +284,13 @@ def _track(
                 for line in lines.read(attempt()):
                     if (found := _metrics(line, names)) is not None:
                         count += 1
-                        if count > written:
+                        if count > sent:
                             tracker.add(line.time, *found)
                 tracker.flush()
-                if count > written:
-                    written = count
-                    if not tracker.anew:
-                        folder.write_json(kept, written)
+                if count > sent:
+                    sent = count
+                    if not tracker.rewrites:
+                        folder.write_json(saved, sent)
                 ended.wait(SECONDS)
         finally:
             status = folder.saved_status()
@@ -306,10 +301,10 @@ def _track(
 
 
 def _metrics(line: LogLine, names: set[str]) -> tuple[int, dict[str, float]] | None:
-    """Step and values of a line; a loss that is no number (NaN) is one here.
+    """Return the step and the values of a line, NaN included; None: it has none.
 
     Args:
-        names: that were reported so far; beyond the most that are kept there are no new ones.
+        names: the metrics reported so far; at most MOST_METRICS are added.
     """
     event = line.event
     if event is None or event["event"] != "metrics":
@@ -318,16 +313,15 @@ def _metrics(line: LogLine, names: set[str]) -> tuple[int, dict[str, float]] | N
     if step is None or not abs(step) < LARGEST_STEP:
         return None
     values = {}
-    for name, said in event.items():
-        if (value := _float(said)) is not None and (name in names or len(names) < MOST_METRICS):
+    for name, given in event.items():
+        if (value := _float(given)) is not None and (name in names or len(names) < MOST_METRICS):
             names.add(name)
             values[name] = value
     return (int(step), values) if values else None
 
 
 def _float(value: object) -> float | None:
-    """A number; None for anything else."""
     if isinstance(value, int | float) and not isinstance(value, bool):
-        with contextlib.suppress(OverflowError):  # an int may have any number of digits
+        with contextlib.suppress(OverflowError):  # an int can have any number of digits
             return float(value)
     return None
