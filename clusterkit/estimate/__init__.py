@@ -1,7 +1,7 @@
-"""Will it fit? The memory that a job takes on a GPU, for every way to divide it.
+"""Estimate the memory of a job on each GPU, for every strategy.
 
-`memory` holds the formulas, `models` the sizes of models, `jobs` what a job says, `advice` the
-comparison. Imports no torch.
+`memory` holds the formulas, `models` the sizes of models, `jobs` reads a job's settings, `advice`
+compares the strategies. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from clusterkit.estimate.units import gib, parse_count, parse_size
 from clusterkit.spec import JobSpec
 
 _SHAPE = ("layers", "hidden", "heads", "kv_heads", "intermediate", "gated", "vocabulary")
-"""What describes a model of ``parameters``."""
+"""Fields that describe a model given by ``parameters``."""
 _LONG_CONTEXT = 8192
 OVERHEAD = 1536 << 20
-"""CUDA context, cuBLAS workspaces, NCCL buffers and fragmentation, assumed and not measured."""
+"""Bytes of CUDA context, cuBLAS workspaces, NCCL buffers and fragmentation: assumed, not
+measured."""
 ATTENTION = ("fused", "eager")
 
 
 class Question(Struct, frozen=True, kw_only=True):
-    """What a person says beside the job; None where the job or the cluster decides.
+    """The flags of `clusterkit estimate`. None: taken from the job or the cluster.
 
     Sizes and counts are text such as ``80GB`` and ``7B``.
     """
@@ -56,7 +57,7 @@ class Question(Struct, frozen=True, kw_only=True):
 
 
 class ModelSize(Struct, frozen=True, kw_only=True):
-    """The model, as far as its memory goes."""
+    """The sizes of the model, for the output."""
 
     name: str
     parameters: int
@@ -69,7 +70,7 @@ class ModelSize(Struct, frozen=True, kw_only=True):
 
 
 class Estimate(Struct, frozen=True, kw_only=True):
-    """The answer: a row for every way, the job's own first."""
+    """The result: a row for every strategy, the job's own first."""
 
     def __repr__(self) -> str:
         return f"<Estimate of {self.model.name} on {self.nodes * self.gpus_per_node} GPUs>"
@@ -89,10 +90,10 @@ class Estimate(Struct, frozen=True, kw_only=True):
 
 
 def check(question: Question) -> Question:
-    """The question, if every part of it can be used.
+    """Check the values of the flags, and return the question.
 
     Raises:
-        BadInput: naming the flag and its value.
+        BadInput: names the flag and its value.
     """
     for name in (*_SHAPE, "context", "micro_batch"):
         value = getattr(question, name)
@@ -131,18 +132,18 @@ def estimate(
     gpus: int | None = None,
     question: Question | None = None,
 ) -> Estimate:
-    """The memory of a job, or of a model alone, on so many nodes and GPUs.
+    """Estimate the memory of a job, or of a model alone.
 
     Args:
-        job: what it says goes before what is guessed.
-        facts: of the cluster, for its GPUs; None where they do not matter.
-        nodes: instead of the job's.
-        gpus: GPUs per node, instead of the job's.
-        question: what a person said beside the job.
+        job: None for a model that `question` names.
+        facts: of the cluster, for its GPUs; None if they do not matter.
+        nodes: number of nodes; None: the job's.
+        gpus: GPUs per node; None: the job's.
+        question: the flags of the command.
 
     Raises:
-        BadInput: the model is not known, something cannot be divided, or a value of the question.
-        Unavailable: counting the model takes packages that are not there.
+        BadInput: the model is unknown, a size does not divide, or a flag has a bad value.
+        Unavailable: a package that is needed to count the model is missing.
     """
     question = check(question or Question())
     spec = job or JobSpec(name="model", command=("none",))
@@ -180,10 +181,10 @@ def estimate(
 
 
 def warning(job: JobSpec, facts: Facts) -> str | None:
-    """A sentence if the job will not fit the GPUs that were found; None if it will, or who knows.
+    """Return a warning if the job will not fit the GPUs of ``facts``; None if it fits or may fit.
 
-    Quick and without torch. Says nothing of programs and models it does not know for certain:
-    a false alarm is worse than none.
+    Takes milliseconds, needs no torch. Returns None for unknown programs and models, because a
+    false alarm is worse than none.
     """
     try:
         gpus = [gpu for host in facts.hosts for gpu in host.gpus]
@@ -198,7 +199,7 @@ def warning(job: JobSpec, facts: Facts) -> str | None:
         setup = jobs.setup_of(
             job, program, ranks=nodes * local, local_ranks=local, device="cuda", model=model
         )
-        # What is assumed and not known must not be what makes it too large.
+        # The assumed overhead must not be the reason for a warning.
         memory = predict(model, replace(setup, overhead=0))
     except ClusterkitError:
         return None
@@ -213,7 +214,7 @@ def warning(job: JobSpec, facts: Facts) -> str | None:
 
 
 def _gpus_per_node(job: JobSpec, facts: Facts | None) -> int:
-    """Ranks per node: the job's number, else the GPUs there are, shared between its nodes."""
+    """Return the ranks per node: the job's number, or one for each GPU of a node."""
     if job.gpus_per_node != "auto":
         return job.gpus_per_node
     if facts is None or not facts.hosts[0].gpus or job.device == "cpu":

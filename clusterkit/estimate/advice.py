@@ -1,4 +1,4 @@
-"""Every way to divide a model over the GPUs there are, which of them fit, and which to choose."""
+"""Compare the strategies for a number of GPUs: which fit, and which one to choose."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clusterkit.estimate.setup import Model, Setup
 from clusterkit.estimate.units import gib
 
 MOST_RANKS = 4096
-"""Beyond so many, no advice to take more."""
+"""The largest number of GPUs that is suggested."""
 
 _WHY = {
     "ddp": "it sends least: one all-reduce of the gradients a step",
@@ -34,29 +34,29 @@ _WHY = {
 
 
 class Row(Memory, frozen=True, kw_only=True):
-    """One way to train; sizes in bytes, on the GPU that needs most."""
+    """One strategy; sizes in bytes, of the GPU that needs most."""
 
     strategy: str
     mesh: str
     own: bool
-    """Whether it is what the job says."""
+    """Whether it is the job's own strategy."""
     micro_batch: int
     accumulation: int
     fits: bool | None
-    """None where the memory of the GPUs is not known."""
+    """None if the memory of the GPUs is not known."""
     largest_micro_batch: int | None
     host_fits: bool | None = None
 
 
 class Advice(Struct, frozen=True, kw_only=True):
-    """What to choose, in a sentence, or that nothing fits and what would."""
+    """The strategy to choose, with the reason; None if nothing fits, with what would."""
 
     strategy: str | None
     reason: str
 
 
 def label(setup: Setup) -> str:
-    """A strategy's name, with what distinguishes it here."""
+    """Return the name of a strategy with its variant."""
     name = setup.strategy
     if setup.offload_optimizer:
         name += " offload"
@@ -66,7 +66,7 @@ def label(setup: Setup) -> str:
 
 
 def alternatives(model: Model, own: Setup, ranks: int) -> Iterator[Setup]:
-    """Other ways than the job's own, quickest first; only those that make sense here."""
+    """Yield the strategies to compare with the job's own, fastest first."""
     local = own.local_ranks
     data = Mesh(shard=ranks)
     plain = replace(
@@ -90,7 +90,7 @@ def alternatives(model: Model, own: Setup, ranks: int) -> Iterator[Setup]:
 
 
 def _cuts(model: Model, ranks: int, local: int) -> Iterator[tuple[str, Mesh]]:
-    """Meshes that cut the model: slices inside a node, stages across nodes."""
+    """Yield meshes of tensor parallel ranks inside a node and pipeline stages across nodes."""
     if not model.divisible:
         return
     slices = [n for n in range(2, local + 1) if local % n == 0 and model.heads % n == 0]
@@ -108,11 +108,11 @@ def _cuts(model: Model, ranks: int, local: int) -> Iterator[tuple[str, Mesh]]:
 
 
 def row(model: Model, setup: Setup, *, own: bool, limit: int | None, host_limit: int | None) -> Row:
-    """One line of the table.
+    """Return one row of the table.
 
     Args:
-        limit: memory of a GPU in bytes, if known.
-        host_limit: memory of a node, if known.
+        limit: memory of a GPU in bytes; None: unknown.
+        host_limit: memory of a node in bytes; None: unknown.
     """
     memory = predict(model, setup)
     host_fits = None if host_limit is None else memory.host_per_node <= host_limit
@@ -130,7 +130,7 @@ def row(model: Model, setup: Setup, *, own: bool, limit: int | None, host_limit:
 
 
 def choose(model: Model, setups: list[Setup], rows: list[Row], limit: int) -> Advice:
-    """The quickest way that fits, and why; or what would make one fit."""
+    """Choose the fastest strategy that fits, or say what would make one fit."""
     order = list(_WHY)
     pairs = zip(setups, rows, strict=True)
     known = [(setup, line) for setup, line in pairs if line.strategy in _WHY]
@@ -161,15 +161,15 @@ def choose(model: Model, setups: list[Setup], rows: list[Row], limit: int) -> Ad
                     reason=f"{short}; {other.strategy} with {what} would: {gib(needs.total)} GiB"
                     f"{_host(needs.host_per_node)}",
                 )
-    return Advice(strategy=None, reason=f"{short}; {_more(model, setups[0], limit)}")
+    return Advice(strategy=None, reason=f"{short}; {_gpus_needed(model, setups[0], limit)}")
 
 
 def _host(size: float) -> str:
     return f" and {gib(size)} GiB of each node's own memory" if size else ""
 
 
-def _more(model: Model, own: Setup, limit: int) -> str:
-    """How many GPUs would be enough."""
+def _gpus_needed(model: Model, own: Setup, limit: int) -> str:
+    """Say how many GPUs would be enough."""
     ranks = 2 * max(1, own.mesh.size)
     while ranks <= MOST_RANKS:
         setup = replace(

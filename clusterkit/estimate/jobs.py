@@ -1,8 +1,7 @@
-"""What a job trains and how, as far as its file and its program's text tell.
+"""Read the model and the setup of a job from its file and its program's text.
 
-Known programs are those of jobs/train (also where they were copied to): their flags are ours, so
-what they mean is known. Of any other program only the DeepSpeed section is, and its model must be
-given.
+The programs of jobs/train, and copies of them, are known by their flags. Of any other program only
+the DeepSpeed section is known, and its model must be given.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from clusterkit.jobfile.deepspeed_config import precision
 from clusterkit.spec import JobSpec
 
 _DEFAULT_GLOBAL_BATCH = 32
-"""Of programs with our flags, when nothing is said (jobs/train/gpt/choices.py)."""
+"""The default of jobs/train/gpt/choices.py."""
 _HUGGING_FACE_CONTEXT = 256
-"""Tokens in a sample of a Hugging Face model in train.py, when nothing is said."""
+"""The default of train.py for Hugging Face models, in tokens."""
 _RECOMPUTE = ("--activation-checkpointing", "--gradient-checkpointing", "--gradient_checkpointing")
 _OURS = re.compile(r"\b(settings\.Parser|make_parser)\(__doc__")
 _HAS_PRESETS = re.compile(r"^from model import .*\bPRESETS\b", re.MULTILINE)
@@ -45,12 +44,12 @@ class Program:
     defaults: Mapping[str, str]  # of flags that are not given, from the program's text
 
     def get(self, flag: str) -> str | None:
-        """The value of a flag, given or by default."""
+        """Return the value of a flag, or its default."""
         return self.flags.get(flag, self.defaults.get(flag))
 
 
 def read_program(job: JobSpec) -> Program:
-    """The job's program, from its arguments and its text; an unreadable one is not ours."""
+    """Read a job's program from its arguments and its text; an unreadable one is not ours."""
     text = ""
     if job.program is not None:
         with suppress(OSError, UnicodeDecodeError):
@@ -78,9 +77,9 @@ def _flags(words: Sequence[str]) -> dict[str, str]:
 
 
 def _defaults(text: str) -> dict[str, str]:
-    """Defaults of flags that a program adds to the common parser: ``add("--model", default=...)``.
+    """Return the defaults of flags in a program's text: ``add("--model", default=...)``.
 
-    Of one that was given a name or is worked out, nothing is known.
+    Only literal defaults are known.
     """
     try:
         tree = ast.parse(text)
@@ -105,14 +104,13 @@ def _defaults(text: str) -> dict[str, str]:
 
 
 def model_of(program: Program, *, count: bool) -> Model | None:
-    """The model that a known program trains; None if it cannot be known.
+    """Return the model that a known program trains; None if unknown.
 
     Args:
-        count: count Hugging Face models on the meta device, which takes seconds, where their
-            config alone does not tell.
+        count: count Hugging Face models on the meta device, which takes seconds.
 
     Raises:
-        BadInput: with ``count``, a model that is named and cannot be found.
+        BadInput: with ``count``, the model cannot be found.
     """
     name = program.get("--model")
     if not program.ours or not name:
@@ -140,10 +138,10 @@ def _number(text: str | None) -> int | None:
 def setup_of(
     job: JobSpec, program: Program, *, ranks: int, local_ranks: int, device: str, model: Model
 ) -> Setup:
-    """How the job trains on so many ranks.
+    """Return how the job trains on a number of ranks.
 
     Raises:
-        BadInput: a batch or mesh that does not divide, unknown values.
+        BadInput: a batch or mesh does not divide, or a value is unknown.
     """
     config = _deepspeed_config(job, program)
     strategy, mesh = "ddp", Mesh(shard=ranks)
@@ -191,7 +189,7 @@ def setup_of(
 
 
 def _check_cuts(mesh: Mesh, model: Model, *, sequence: bool) -> None:
-    """Whether the model's layers, heads and context can be cut like this."""
+    """Check that the mesh divides the model's layers, heads and context."""
     if mesh.pp == 1 and mesh.tp == 1:
         return
     if not model.divisible:
@@ -274,10 +272,10 @@ def _precision(program: Program, config: Mapping[str, Any] | None, device: str) 
 
 
 def batch_of(job: JobSpec, program: Program) -> dict[str, int]:
-    """The batch sizes that are said, under the names that ``batch.solve`` takes.
+    """Return the batch sizes that are set, by the names of ``batch.solve``'s parameters.
 
-    By flags of our programs, by the job's ``batch``, by flags of transformers' Trainer, else by
-    the DeepSpeed config.
+    From flags of our programs, the job's ``batch``, flags of transformers' Trainer, or the
+    DeepSpeed config, in this order.
     """
     asked = job.batch
     sizes = {
@@ -299,6 +297,6 @@ def batch_of(job: JobSpec, program: Program) -> dict[str, int]:
 
 
 def _trainer_flag(program: Program, name: str) -> int | None:
-    """A number given to transformers' Trainer, whose parser takes both spellings."""
+    """Return a number given to transformers' Trainer, whose parser takes both spellings."""
     dashed = name.replace("_", "-")
     return _number(program.flags.get(f"--{name}") or program.flags.get(f"--{dashed}"))

@@ -1,6 +1,6 @@
-"""How much memory a training step takes on one GPU: formulas, and nothing but formulas.
+"""Formulas for the memory of a training step on one GPU.
 
-docs/estimate.md derives them and says what they were checked against. The sources:
+docs/estimate.md derives them and lists the measurements that they were checked against. Sources:
 
 - ZeRO: Rajbhandari et al. 2019, https://arxiv.org/abs/1910.02054, section 3 and figure 1: 16 bytes
   a parameter with Adam in mixed precision, and which of them a stage divides.
@@ -28,7 +28,7 @@ _STAGE_0_BUCKET = 5e8
 
 
 class Memory(Struct, frozen=True, kw_only=True):
-    """What one rank needs; of a pipeline, the rank of the stage that needs most."""
+    """Bytes that one rank needs; in a pipeline, the rank of the stage that needs most."""
 
     parameters: int  # weights that are there all the time, with a float32 copy if there is one
     gradients: int  # once all of them are there
@@ -51,7 +51,7 @@ class Memory(Struct, frozen=True, kw_only=True):
 
 
 def predict(model: Model, setup: Setup) -> Memory:
-    """The memory of one rank at every moment of a training step."""
+    """Predict the memory of one rank at every moment of a training step."""
     stages = setup.mesh.pp
     if stages == 1:
         return _predict(model, setup, _Share(model.layers, True, True, 1))
@@ -67,7 +67,7 @@ def predict(model: Model, setup: Setup) -> Memory:
 
 
 def largest_micro(model: Model, setup: Setup, limit: float, *, most: int = 4096) -> int:
-    """The largest micro batch that fits into ``limit`` bytes; 0 if none does."""
+    """Return the largest micro batch that fits into ``limit`` bytes; 0 if none does."""
     sizes = range(1, most + 1)
     return bisect(sizes, limit, key=lambda size: predict(model, replace(setup, micro=size)).total)
 
@@ -77,7 +77,7 @@ def largest_micro(model: Model, setup: Setup, limit: float, *, most: int = 4096)
 
 @dataclass(frozen=True)
 class _Share:
-    """What of the model a pipeline stage has, and how many micro batches it keeps."""
+    """The part of the model in a pipeline stage, and its micro batches in flight."""
 
     layers: int
     first: bool
@@ -87,7 +87,7 @@ class _Share:
 
 @dataclass(frozen=True)
 class _Static:
-    """What is there between two forward passes, and how it changes at the ends of a step."""
+    """Bytes allocated between two forward passes, and the changes during a step."""
 
     weights: float  # and their float32 copy
     gradients: float  # all of them
@@ -310,7 +310,7 @@ def _state_bytes(model: Model, setup: Setup) -> float:
 def _optimizer_temporary(
     setup: Setup, elements: float, largest: float, *, flat: bool = False
 ) -> float:
-    """What torch's Adam makes while it steps.
+    """Return the bytes that torch's Adam allocates during a step.
 
     On GPUs it takes all parameters at once (foreach) and holds one copy: the square roots of the
     second moments. On CPUs it takes one parameter after the other and holds three of its size;
@@ -332,7 +332,7 @@ def _largest(model: Model, setup: Setup) -> float:
 
 
 def layer_activations(model: Model, setup: Setup) -> float:
-    """Bytes that one layer saves of one sample for its backward pass.
+    """Return the bytes that one layer saves of one sample for its backward pass.
 
     Equations 1 to 4 of Korthikanti et al., for the layer that the model has.
     """
@@ -370,7 +370,7 @@ def _layer_input(model: Model, setup: Setup) -> float:
 
 
 def _around(model: Model, setup: Setup, share: _Share, tokens: float) -> float:
-    """What is saved before and after the layers, without the loss."""
+    """Return the bytes saved outside the layers, without the loss."""
     measured = _measured(model, setup)
     if measured is not None:
         return setup.micro * measured[1]

@@ -1,4 +1,4 @@
-"""The ranks as a grid, as ``--mesh`` of jobs/train/gpt describes it; its own mesh.py says more."""
+"""The mesh of ranks that ``--mesh`` of jobs/train/gpt describes (see its mesh.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STRATEGIES = tuple(_TAKES)
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many ranks along each dimension."""
+    """The number of ranks along each dimension."""
 
     pp: int = 1  # pipeline stages, each with a run of the layers
     replicate: int = 1  # groups of ranks that each hold a whole copy of the (sharded) state
@@ -34,7 +34,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """All ranks."""
+        """The number of ranks."""
         return self.pp * self.dp * self.tp
 
     def __str__(self) -> str:
@@ -45,10 +45,10 @@ class Mesh:
 
 
 def choose(strategy: str, text: str | None, *, ranks: int, local_ranks: int) -> Mesh:
-    """The mesh of ``--mesh``; what it leaves out follows from the number of ranks.
+    """Parse ``--mesh``; a dimension that is not given follows from the number of ranks.
 
     Raises:
-        BadInput: not of that form, or sizes that do not make up the number of ranks.
+        BadInput: not of that form, or the sizes do not multiply to the number of ranks.
     """
     sizes: dict[str, int] = {}
     for word in filter(None, (text or "").replace(" ", "").split(",")):

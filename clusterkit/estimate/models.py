@@ -1,4 +1,4 @@
-"""How large a model is: our GPT's presets, a config on disk or published, or bare numbers."""
+"""The sizes of a model: a preset of our GPT, a config on disk or as published, or numbers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _COUNTING_SECONDS = 300.0
 _GUESSED_VOCABULARY = 32_000
 _GUESSED_CONTEXT = 2048
 _ASPECT = 128
-"""Width over layers of common models (GPT-3: 128, Llama 7B: 128); for a guess."""
+"""Width divided by layers of common models (GPT-3: 128, Llama 7B: 128)."""
 
 
 def gpt(name: str, context: int | None = None) -> Model:
-    """One of our GPT's presets, with its own context or another."""
+    """Return a preset of our GPT. ``context`` None: the preset's."""
     config = {**published.PRESETS[name], **({"n_positions": context} if context else {})}
     return _gpt2(f"gpt {name}", config, divisible=True, origin="jobs/train/gpt/model.py")
 
@@ -36,14 +36,14 @@ def _transformer(
     keys: int, inner: int, gated: bool, tied: bool = True, positions: int = 0, extra: int = 0,
     **more: Any,
 ) -> Model:  # fmt: skip
-    """A decoder: with layer norms and biases as GPT-2, or gated and with RMS norms as Llama.
+    """Return a decoder: with layer norms and biases as GPT-2, or gated with RMS norms as Llama.
 
     Args:
         query, keys: widths of queries, and of keys and of values.
         inner: width of the perceptron.
         positions: how many are embedded.
         extra: parameters of a layer that are no matrices, besides the usual ones.
-        more: other fields, also instead of those that follow from the sizes.
+        more: other fields; they override those derived from the sizes.
     """
     matrices = 2 * hidden * (query + keys) + (3 if gated else 2) * hidden * inner
     # Two norms; biases of four linear layers.
@@ -87,7 +87,7 @@ def from_numbers(
     vocabulary: int | None = None,
     context: int | None = None,
 ) -> Model:
-    """A transformer of so many parameters; what is not given is guessed, and ``origin`` says so.
+    """Return a transformer with a number of parameters. Guesses what is not given; see ``origin``.
 
     Args:
         kv_heads: heads of keys and values; as many as ``heads`` if not given.
@@ -150,7 +150,7 @@ def from_numbers(
 
 @dataclass(frozen=True)
 class Located:
-    """A Hugging Face model's config: on this disk, or as it was published."""
+    """The config of a Hugging Face model: on this disk, or as published."""
 
     name: str
     folder: Path | None
@@ -158,11 +158,13 @@ class Located:
 
 
 def locate(name: str) -> Located | None:
-    """The config of a folder, of a name in the hub's cache, or of one in the table of published
-    models; None if it is nowhere.
+    """Find the config of a folder, of a model in the hub's cache, or of a published model.
+
+    Returns:
+        None if there is none.
 
     Raises:
-        BadInput: there is a ``config.json``, and it is no JSON object.
+        BadInput: ``config.json`` is not a JSON object.
     """
     folder = Path(name).expanduser()
     if not (folder / "config.json").is_file():
@@ -182,7 +184,7 @@ def locate(name: str) -> Located | None:
 
 
 def _cached(name: str) -> Path | None:
-    """The newest snapshot of a model in the cache that huggingface_hub keeps."""
+    """Return the newest snapshot of a model in huggingface_hub's cache."""
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     hub = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
     model = hub / f"models--{name.replace('/', '--')}"
@@ -195,13 +197,13 @@ def _cached(name: str) -> Path | None:
 
 
 def hugging_face(name: str, context: int | None = None) -> Model:
-    """A model by name or folder, counted on the meta device by a process that has torch.
+    """Count a model on the meta device, in a process that imports torch.
 
-    Without torch or transformers, the formulas of `from_config` do for the kinds they know.
+    Without torch or transformers, uses the formulas of `from_config` if they know the model's type.
 
     Raises:
         BadInput: no such folder, not in the cache, or a config that builds no model.
-        Unavailable: it takes transformers to count it, and there is none.
+        Unavailable: transformers is needed to count the model, and is not installed.
     """
     found = locate(name)
     if found is None:
@@ -246,10 +248,10 @@ def hugging_face(name: str, context: int | None = None) -> Model:
 
 
 def from_config(found: Located, context: int | None = None) -> Model | None:
-    """A model from its config alone, by formulas; None for kinds they do not know.
+    """Return a model from its config by formulas; None for an unknown model type.
 
-    Quick, and needs neither torch nor transformers. tests/live/test_estimate.py holds them
-    against the models that transformers builds.
+    Needs neither torch nor transformers. tests/live/test_estimate.py compares the formulas with the
+    models that transformers builds.
     """
     config = found.config
     kind = config.get("model_type")

@@ -1,6 +1,6 @@
-"""Shapes of our GPT and of well-known models, as their authors published them in ``config.json``.
+"""Shapes of our GPT and of well-known models, from their published ``config.json``.
 
-Data alone: what `models.from_config` reads of the config. A model of the same shape under another
+Only the values that `models.from_config` reads. A model of the same shape under another
 name (chat, instruct) needs no line of its own.
 """
 
@@ -72,10 +72,10 @@ def _config(kind: str, numbers: list[str]) -> Mapping[str, Any]:
 PRESETS = {
     name: _config("gpt2", numbers) for name, *numbers in map(str.split, _OURS.strip().splitlines())
 }
-"""Our GPT's sizes by name, as configs."""
+"""The presets of our GPT by name, as configs."""
 _ROWS = [line.split() for line in _TABLE.strip().splitlines()]
 NAMES = tuple(short for _, short, *_ in _ROWS)
-"""The short names, for people."""
+"""The short names."""
 _KNOWN = {
     name.lower(): (hub, _config(kind, numbers))
     for kind, short, hub, *numbers in _ROWS
@@ -84,8 +84,8 @@ _KNOWN = {
 
 
 def config(name: str) -> tuple[str, Mapping[str, Any]] | None:
-    """The name on the hub and the config of a model, by its short name or that on the hub.
+    """Return the hub name and the config of a model by its short or hub name; None if unknown.
 
-    The case of letters does not matter. None of one that is not in the table.
+    The case of letters does not matter.
     """
     return _KNOWN.get(name.lower())

@@ -1,4 +1,4 @@
-"""What a prediction of memory starts from: the sizes of a model, and how it is trained."""
+"""The input of a prediction: the sizes of a model, and how it is trained."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HALF = 2
 
 @dataclass(frozen=True)
 class Model:
-    """What of a model decides its memory; parameter counts are of elements."""
+    """The sizes of a model that decide its memory; counts are of elements."""
 
     name: str
     parameters: int  # all; shared ones once
@@ -93,7 +93,7 @@ class Setup:
 
     @property
     def autocast(self) -> bool:
-        """Whether float32 weights are cast to 16 bits where they are used."""
+        """Whether float32 weights are cast to 16 bits when they are used."""
         return self.precision != "fp32" and self.strategy not in ZERO and not self.gathers
 
     @property

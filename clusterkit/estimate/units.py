@@ -1,4 +1,4 @@
-"""Sizes and counts as people write them: ``80GB``, ``40960MiB``, ``7B``, and back."""
+"""Parse and format sizes and counts: ``80GB``, ``40960MiB``, ``7B``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _LARGEST = 1 << 60
 
 
 def parse_size(text: str, what: str) -> int:
-    """``80GB`` or ``80G`` (10^9 bytes), ``80GiB`` or ``80Gi`` (2^30), ``40960MiB`` in bytes.
+    """Return the bytes of ``80GB`` or ``80G`` (10^9), ``80GiB`` or ``80Gi`` (2^30), ``40960MiB``.
 
     Args:
         text: a number and a unit; upper or lower case.
-        what: the flag or key it was given to, for the error.
+        what: the flag or key, for the error.
 
     Raises:
-        BadInput: no number, no unit or an unknown one, nothing or less, more than there is.
+        BadInput: not a number with a known unit, not above 0, or above 2^60.
     """
     number, factor = _split(text, what, _BYTES, "80GB, 80GiB or 40960MiB")
     if factor == 1:
@@ -36,17 +36,17 @@ def parse_size(text: str, what: str) -> int:
 
 
 def parse_count(text: str, what: str) -> int:
-    """``7B`` (10^9), ``350M``, ``124439808`` as a number.
+    """Return the number of ``7B`` (10^9), ``350M`` or ``124439808``.
 
     Raises:
-        BadInput: no number, an unknown letter, nothing or less, more than there is.
+        BadInput: not a number with a known suffix, not above 0, or above 2^60.
     """
     number, factor = _split(text, what, _COUNTS, "7B, 350M or 124439808")
     return _whole(number * factor, text, what)
 
 
 def _split(text: str, what: str, units: dict[str, int], example: str) -> tuple[float, int]:
-    """The number, and what its unit stands for."""
+    """Return the number and the factor of its unit."""
     match = _NUMBER.match(text.strip().replace(",", "").replace("_", ""))
     if match is None:
         raise BadInput(f"{what}: {text!r} is not of the form NUMBER UNIT", hint=example)
@@ -61,12 +61,12 @@ def _whole(value: float, text: str, what: str) -> int:
     if value < 1:
         raise BadInput(f"{what}: {text!r}: it must be above 0")
     if value > _LARGEST:
-        raise BadInput(f"{what}: {text!r}: there is no such amount")
+        raise BadInput(f"{what}: {text!r}: it is too large")
     return round(value)
 
 
 def gib(size: float) -> str:
-    """Bytes in GiB: three digits at least, and ``<0.01`` where that says nothing."""
+    """Format bytes in GiB with two decimals; ``<0.01`` for less."""
     value = size / GIB
     if 0 < value < 0.005:
         return "<0.01"
