@@ -1,8 +1,8 @@
-"""What `clusterkit bench` asks for, and what it makes of the answer. Pure.
+"""The job of `clusterkit bench`, and the report of its run. Pure.
 
-A job from options (`job_of`), a report from the marked lines of its run (`report`): algorithm
-and bus bandwidth as nccl-tests define them, and, between pairs of nodes, which link or host is
-slow (`clusterkit.bench.slow_links`). The ranks measure by `clusterkit.runtime.bandwidth`.
+`choose` checks the options, `job_of` makes a job of them, `report` reads the marked lines of its
+run: algorithm and bus bandwidth as nccl-tests define them, and, between pairs of nodes, which link
+or host is slow (`clusterkit.bench.slow_links`). The ranks run `clusterkit.runtime.bandwidth`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from msgspec import Struct, field
 
 from clusterkit.bench.slow_links import Finding, judge
 from clusterkit.cluster import Facts
-from clusterkit.errors import BadInput, ClusterkitError, counted, did_you_mean
+from clusterkit.errors import BadInput, ClusterkitError, choices, counted
 from clusterkit.plan import Plan
 from clusterkit.spec import JobSpec
 
@@ -30,10 +30,9 @@ FACTORS: dict[str, Callable[[int], float]] = {
     "broadcast": lambda ranks: 1.0,
     "sendrecv": lambda ranks: 1.0,
 }
-"""Bus bandwidth / algorithm bandwidth for a number of ranks n, as in nccl-tests
-(doc/PERFORMANCE.md).
+"""Bus bandwidth / algorithm bandwidth for n ranks, as in nccl-tests (doc/PERFORMANCE.md).
 
-It is what a rank's link must carry, in one direction and at best, in units of the array's size.
+The least that a rank's link has to carry in one direction, in units of the array's size.
 all_reduce: every element is added n-1 times and its sum copied n-1 times, each time over a link;
 that is 2(n-1) arrays, divided between n links. reduce_scatter only adds, all_gather only copies.
 broadcast and sendrecv: the whole array leaves one rank.
@@ -43,13 +42,13 @@ ITEMSIZES = {
     "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1,
     "int32": 4, "int64": 8, "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
-"""Type to its bytes, by torch's names."""
+"""Name of a torch type to its bytes."""
 ONLY_NCCL = ("float8_e4m3fn", "float8_e5m2")
 """Types that gloo does not take (torch 2.13: "Invalid scalar type")."""
 
 SIZES = "1K:64M:x4"
 PAIR_SIZES = "1K,16M"
-"""Between pairs the smallest size gives the latency and the largest the bandwidth."""
+"""Of pairs: the smallest size gives the latency, the largest the bandwidth."""
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _SIZE = re.compile(r"([0-9]{1,12})([KMG]?)(?:iB)?\Z", re.IGNORECASE)
 _FACTOR = re.compile(r"x([0-9]{1,4})\Z")
@@ -60,7 +59,7 @@ T = TypeVar("T")
 
 
 class Options(Struct, frozen=True, kw_only=True):
-    """What to measure, checked; see `choose`."""
+    """What to measure; see `choose`."""
 
     collectives: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -72,7 +71,7 @@ class Options(Struct, frozen=True, kw_only=True):
 
 
 class Node(Struct, frozen=True):
-    """One node: its number, its name, the ranks on it."""
+    """One node: number, name, ranks."""
 
     node: int
     host: str
@@ -80,7 +79,7 @@ class Node(Struct, frozen=True):
 
 
 class Ranks(Struct, frozen=True, kw_only=True):
-    """Between whom it was measured, and by what."""
+    """Ranks between which it was measured, and the software."""
 
     world_size: int
     nodes: tuple[Node, ...]
@@ -116,7 +115,7 @@ class MeasuredPair(Struct, frozen=True, kw_only=True):
     target: int = field(name="to")
     size: int
     median_us: float
-    """There, with one element back."""
+    """Of a round trip: the message, and one element back."""
     latency_us: float
     """Half of the quickest round trip of ``latency_size``."""
     latency_size: int
@@ -131,7 +130,7 @@ class Row(Measured, frozen=True, kw_only=True):
 
 
 class Pairs(Struct, frozen=True, kw_only=True):
-    """All nodes against one another; rows of the matrices are senders, columns receivers."""
+    """All pairs of nodes; rows of the matrices are senders, columns receivers."""
 
     hosts: tuple[str, ...]
     size: int
@@ -150,14 +149,14 @@ class Report(Ranks, frozen=True, kw_only=True):
 
     run: str
     wrong: int
-    """Elements that came out wrong, in all checks together."""
+    """Number of wrong elements, of all measurements."""
     rows: tuple[Row, ...] = ()
     latency_us: dict[str, float] = {}
     """Collective to its median time at its smallest size."""
     pairs: Pairs | None = None
 
 
-# ---------------------------------------------------------------- asking
+# ---------------------------------------------------------------- the job
 
 
 def choose(
@@ -167,7 +166,7 @@ def choose(
     pairwise: bool = False,
     **others: Any,
 ) -> Options:
-    """What to measure.
+    """Check the options of a measurement.
 
     Args:
         collectives: names, in a list or separated by commas; None: all of `FACTORS`.
@@ -176,7 +175,7 @@ def choose(
         others: of `Options`, as follows.
         dtype: type of the elements, one of `ITEMSIZES`.
         iterations: timed operations per measurement; None: 20, fewer of slow ones.
-        warmup: operations before them, 2 at least (one connects, one tells how long they take);
+        warmup: operations before them, at least 2 (one connects, the next shows the duration);
             None: 5, fewer of slow ones.
         sequential: one pair at a time; otherwise disjoint pairs measure at once.
 
@@ -208,21 +207,18 @@ def choose(
     return options
 
 
-def _one_of(key: str, word: str, known: Iterable[str]) -> None:
-    names = list(known)
-    if word not in names:
-        hint = f"{did_you_mean(word, names)} one of {', '.join(names)}".lstrip()
-        raise BadInput(f"{key}: {word!r} is unknown", hint=hint)
+def _one_of(key: str, word: str, known: Collection[str]) -> None:
+    if word not in known:
+        raise BadInput(f"{key}: {word!r} is unknown", hint=choices(known, word))
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """``64K``, ``1K,1M`` or ``1K:64M:x4`` as bytes, ascending; K, M, G are powers of 1024.
+    """Parse ``64K``, ``1K,1M`` or ``1K:64M:x4``; return bytes, ascending; 1K is 1024.
 
-    A range multiplies its first size by the factor (4 unless given) as long as the last is not
-    exceeded.
+    A range multiplies its first size by the factor (by default 4) up to the last.
 
     Raises:
-        BadInput: not of that form, no bytes, or a range that goes down.
+        BadInput: not of that form, 0 bytes, or a range that goes down.
     """
     if ":" not in text:
         return tuple(sorted({_size(word.strip(), text) for word in text.split(",")}))
@@ -252,7 +248,7 @@ def _size(word: str, text: str) -> int:
 
 
 def job_of(options: Options) -> JobSpec:
-    """The job that measures: an ordinary one, which any backend runs."""
+    """Return the job that measures; any backend can run it."""
     program = Path(__file__).parents[1] / "runtime" / "bandwidth.py"
     args = ["--sizes", ",".join(map(str, options.sizes)), "--dtype", options.dtype]
     if options.pairwise:
@@ -273,7 +269,7 @@ def job_of(options: Options) -> JobSpec:
 
 
 def check(options: Options, plan: Plan, facts: Facts) -> None:
-    """Refuse what is known to fail before anything is started.
+    """Refuse what would fail after the start.
 
     Raises:
         BadInput: too few ranks or nodes, a type that gloo does not take, or buffers larger than
@@ -301,53 +297,53 @@ def check(options: Options, plan: Plan, facts: Facts) -> None:
         if host.host not in ranks:
             continue
         if device == "cuda" and host.gpus:
-            there = min(gpu.memory_mib for gpu in host.gpus) << 20
-            _check_fits(options, needed, there, f"a GPU of {host.host}")
+            memory = min(gpu.memory_mib for gpu in host.gpus) << 20
+            _check_memory(options, needed, memory, f"a GPU of {host.host}")
         elif device == "cpu":
             together = ranks[host.host] * nproc * needed
-            _check_fits(options, together, host.memory_mib << 20, host.host)
+            _check_memory(options, together, host.memory_mib << 20, host.host)
 
 
-def _check_fits(options: Options, needed: int, there: int, where: str) -> None:
-    if needed > there:
+def _check_memory(options: Options, needed: int, memory: int, place: str) -> None:
+    if needed > memory:
         raise BadInput(
             f"sizes: {size_text(max(options.sizes))} needs {size_text(needed >> 20 << 20)} of "
-            f"buffers, {where} has {size_text(there)}",
+            f"buffers, {place} has {size_text(memory)}",
             hint="smaller --sizes",
         )
 
 
 def needed_bytes(options: Options, ranks: int) -> int:
-    """Bytes of the largest buffers that one rank has at a time."""
+    """Return the bytes of the largest buffers that one rank has at a time."""
     largest = max(options.sizes)
     if options.pairwise:
         return largest + 2 * min(options.sizes)
-    beside = {"sendrecv": 1.0, "all_gather": 1 / ranks, "reduce_scatter": 1 / ranks}
-    return int(largest * (1 + max(beside.get(name, 0.0) for name in options.collectives)))
+    second = {"sendrecv": 1.0, "all_gather": 1 / ranks, "reduce_scatter": 1 / ranks}
+    return int(largest * (1 + max(second.get(name, 0.0) for name in options.collectives)))
 
 
-# ---------------------------------------------------------------- reporting
+# ---------------------------------------------------------------- the report
 
 
 def report(run: str, marks: Sequence[Mapping[str, Any]], hosts: Sequence[str] = ()) -> Report:
-    """What a finished run measured.
+    """Return the report of a finished run.
 
     Args:
         run: its id.
         marks: the objects of its marked lines.
-        hosts: the cluster's names of the nodes; the nodes' own are taken where these do not
-            tell them apart.
+        hosts: the cluster's names of the nodes; if they are not unique, the nodes' own names are
+            used.
 
     Raises:
         ClusterkitError: measurements are missing.
     """
     begins = [at for at, mark in enumerate(marks) if mark["event"] == "bench_setup"]
-    since = marks[begins[-1] :] if begins else []  # of the last attempt
-    setup = next(iter(_read_all(since, "bench_setup", Setup)), None)
+    last_attempt = marks[begins[-1] :] if begins else []
+    setup = next(iter(_read_all(last_attempt, "bench_setup", Setup)), None)
     if setup is None:
         raise ClusterkitError(f"run {run} measured nothing", hint=f"clusterkit logs {run}")
-    measured = _read_all(since, "bench_row", Measured)
-    exchanged = _read_all(since, "bench_pair", MeasuredPair)
+    measured = _read_all(last_attempt, "bench_row", Measured)
+    exchanged = _read_all(last_attempt, "bench_pair", MeasuredPair)
     found = len(measured) + len(exchanged)
     if found != setup.measurements:
         raise ClusterkitError(
@@ -375,7 +371,7 @@ def report(run: str, marks: Sequence[Mapping[str, Any]], hosts: Sequence[str] = 
 
 
 def _read_all(marks: Iterable[Mapping[str, Any]], event: str, kind: type[T]) -> list[T]:
-    """The marks of this event as structs; those of another form are passed over."""
+    """Return the marks of this event as structs, without those of another form."""
     found = []
     for mark in marks:
         if mark["event"] == event:
@@ -394,50 +390,51 @@ def _row(measured: Measured, ranks: int) -> Row:
 
 
 def _gb_per_s(size: int, microseconds: float) -> float:
-    # A GPU's clock may tell 0 of what is shorter than its tick.
+    # A GPU's clock can measure 0 for less than its tick.
     return size / max(microseconds, 1e-3) / 1e3
 
 
 def distinct(names: Sequence[str]) -> list[str]:
-    """The names, those that occur several times with the number of their node."""
+    """Return the names; add the number of the node to those that are not unique."""
     times = Counter(names)
     return [f"{name} node {node}" if times[name] > 1 else name for node, name in enumerate(names)]
 
 
 def _pairs(names: Sequence[str], nodes: Sequence[int], links: Sequence[MeasuredPair]) -> Pairs:
-    place = {node: at for at, node in enumerate(nodes)}
-    bandwidth: list[list[float | None]] = [[None] * len(nodes) for _ in nodes]
-    latency: list[list[float | None]] = [[None] * len(nodes) for _ in nodes]
-    for link in links:
-        source, target = place[link.source], place[link.target]
-        bandwidth[source][target] = pair_bandwidth(link)
-        latency[source][target] = link.latency_us
+    by_ends = {(link.source, link.target): link for link in links}
+
+    def matrix(value: Callable[[MeasuredPair], float]) -> tuple[tuple[float | None, ...], ...]:
+        return tuple(
+            tuple(value(by_ends[a, b]) if (a, b) in by_ends else None for b in nodes) for a in nodes
+        )
+
+    bandwidth, latency = matrix(pair_bandwidth), matrix(lambda link: link.latency_us)
     findings, judgement = judge(names, bandwidth, latency)
     return Pairs(
         hosts=tuple(names),
         size=links[0].size,
         latency_size=links[0].latency_size,
-        gb_per_s=tuple(map(tuple, bandwidth)),
-        latency_us=tuple(map(tuple, latency)),
+        gb_per_s=bandwidth,
+        latency_us=latency,
         findings=tuple(findings),
         judgement=judgement,
     )
 
 
 def pair_bandwidth(link: MeasuredPair) -> float:
-    """GB/s one way: the round trip without the way back of one element.
+    """Return GB/s one way: of the round trip without the way back of one element.
 
-    That way back takes the latency, measured apart, and never more than half of the round trip.
+    That way back takes the latency, measured separately, and at most half of the round trip.
     """
-    there = max(link.median_us - link.latency_us, link.median_us / 2)
-    return _gb_per_s(link.size, there)
+    one_way = max(link.median_us - link.latency_us, link.median_us / 2)
+    return _gb_per_s(link.size, one_way)
 
 
-# ---------------------------------------------------------------- words
+# ---------------------------------------------------------------- texts
 
 
 def size_text(size: int) -> str:
-    """``4 KiB``; ``12 bytes`` for what is no whole number of KiB."""
+    """Format bytes: ``4 KiB``, or ``12 bytes`` if it is no whole number of KiB."""
     for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if size >= 1 << power and size % (1 << power) == 0:
             return f"{size >> power} {unit}"
@@ -445,7 +442,7 @@ def size_text(size: int) -> str:
 
 
 def doing_text(mark: Mapping[str, Any]) -> str:
-    """A mark ``bench_doing`` in words."""
+    """Describe the current measurement, by a mark ``bench_doing``."""
     if "pairs" in mark:
         pairs = ", ".join(f"{a} and {b}" for a, b in mark["pairs"][:4])
         more = ", ..." if len(mark["pairs"]) > 4 else ""

@@ -1,27 +1,28 @@
-"""Which links and hosts between nodes are slow. Pure: matrices in, findings and sentences out."""
+"""Finding slow links and hosts in matrices of bandwidth and latency. Pure."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from msgspec import Struct
 
 SLOW_BANDWIDTH = 1 / 0.6
 SLOW_LATENCY = 3.0
-"""A link is slow when a byte, or an answer, takes this many times as long as usual ..."""
+"""A link is slow if its cost is this many times the usual ..."""
 SLOW_SPREADS = 4.0
-"""... and this many standard deviations of the usual links longer, so that noise blames nobody."""
+"""... and this many standard deviations above the usual, so that noise makes no link slow."""
 _MAD_TO_SIGMA = 1.4826
 """Standard deviation / median absolute deviation of normally distributed numbers."""
 
 Matrix = Sequence[Sequence[float | None]]
-"""By node of origin, then by node of destination; None where they are the same."""
-
+"""By sender, then by receiver; None where they are the same."""
 
 Link = tuple[int, int]
-"""Node of origin and node of destination."""
+"""Sender and receiver, as numbers of nodes."""
 
 
 class Finding(Struct, frozen=True, kw_only=True):
@@ -41,12 +42,11 @@ class Finding(Struct, frozen=True, kw_only=True):
 
 
 def judge(names: Sequence[str], bandwidth: Matrix, latency: Matrix) -> tuple[list[Finding], str]:
-    """Which hosts and links are slow, and the judgement in sentences.
+    """Return slow hosts and links, and a text for people.
 
-    Usual is the median of the links that are not slow. To begin with, those are the quickest
-    part of them that remains when one host, whichever, is left out: (n-2)/n of the links. So one
-    slow host, even of three, does not shift what it is compared with; from six hosts on that
-    holds for two of them.
+    The usual value is the median of the links that are not slow. At first, those are the quickest
+    (n-2)/n of all links: as many as have no part in one of the n hosts. So one slow host, even of
+    three, does not shift the usual value; from six hosts on that holds for two slow hosts.
 
     Args:
         names: of the nodes.
@@ -57,8 +57,8 @@ def judge(names: Sequence[str], bandwidth: Matrix, latency: Matrix) -> tuple[lis
     # Both ends of a link timed the same round trip.
     trips = {(a, b): min(one, delays.get((b, a), one)) for (a, b), one in delays.items()}
     findings = [
-        *_findings(names, {link: 1 / one for link, one in speeds.items()}, "bandwidth"),
-        *_findings(names, trips, "latency"),
+        *_findings(names, {link: 1 / one for link, one in speeds.items()}, _BANDWIDTH),
+        *_findings(names, trips, _LATENCY),
     ]
     if findings:
         return findings, ". ".join(finding.sentence for finding in findings) + "."
@@ -84,73 +84,69 @@ def _links(matrix: Matrix) -> dict[Link, float]:
     }
 
 
-def _findings(names: Sequence[str], costs: Mapping[Link, float], what: str) -> Iterator[Finding]:
-    """Slow hosts, and the slow links that are not theirs.
+@dataclass(frozen=True)
+class _Quantity:
+    """Bandwidth or latency, whose cost grows as a link gets slower."""
 
-    Args:
-        costs: the latency of each link, or the time of a byte (1 / bandwidth).
-        what: ``latency`` or ``bandwidth``.
-    """
-    unit, ratio = ("us", SLOW_LATENCY) if what == "latency" else ("GB/s", SLOW_BANDWIDTH)
-    slow = slow_links(costs, len(names), ratio)
+    name: str
+    unit: str
+    ratio: float
+    """A link with so many times the usual cost can be slow."""
+    value: Callable[[float], float]
+    """Cost to value."""
+
+    def text(self, cost: float) -> str:
+        return f"{figure(self.value(cost))} {self.unit}"
+
+
+_BANDWIDTH = _Quantity("bandwidth", "GB/s", SLOW_BANDWIDTH, lambda cost: 1 / cost)
+_LATENCY = _Quantity("latency", "us", SLOW_LATENCY, lambda cost: cost)
+
+
+def _findings(
+    names: Sequence[str], costs: Mapping[Link, float], of: _Quantity
+) -> Iterator[Finding]:
+    """Yield slow hosts, and the slow links that are not theirs."""
+    slow = slow_links(costs, len(names), of.ratio)
     if not slow:
         return
-
-    def value(cost: float) -> float:
-        return cost if what == "latency" else 1 / cost
-
-    def text(cost: float) -> str:
-        return f"{what} {figure(value(cost))} {unit}"
-
     usual = statistics.median(cost for link, cost in costs.items() if link not in slow)
-    compared = "" if len(names) == 2 else f", usual is {figure(value(usual))} {unit}"
+    compared = "" if len(names) == 2 else f", usual is {of.text(usual)}"
+
+    def finding(cost: float, text: str, **fields: Any) -> Finding:
+        value, usually = of.value(cost), of.value(usual)
+        sentence = text + compared
+        return Finding(what=of.name, value=value, usual=usually, sentence=sentence, **fields)
+
     rest = set(slow)
     for host, direction, explained in slow_hosts(slow, len(names)):
         rest -= explained
         median = statistics.median(costs[link] for link in explained)
         peers = {end for link in explained for end in link} - {host}
         verb = {"sending": "sends slowly", "receiving": "receives slowly"}.get(direction, "is slow")
-        yield Finding(
-            kind="host",
-            hosts=(names[host],),
-            direction=direction,
-            what=what,
-            value=value(median),
-            usual=value(usual),
-            sentence=f"Host {names[host]} {verb}: {text(median)} with {len(peers)} of "
-            f"{len(names) - 1} hosts (median){compared}",
-        )
+        text = f"Host {names[host]} {verb}: {of.name} {of.text(median)}"
+        text += f" with {len(peers)} of {len(names) - 1} hosts (median)"
+        yield finding(median, text, kind="host", hosts=(names[host],), direction=direction)
     for source, target in sorted(rest):
-        back = (target, source)
-        both = back in rest
-        if both and target < source:
-            continue  # named with the other direction
-        first, second = names[source], names[target]
-        if both:
-            worst = max(costs[source, target], costs[back])
-            where, other = f"between {first} and {second}", ""
-        else:
-            worst = costs[source, target]
-            where = f"from {first} to {second}"
-            other = f", the other way {figure(value(costs[back]))} {unit}"
-        yield Finding(
-            kind="link",
-            hosts=(first, second),
-            direction="both" if both else "one",
-            what=what,
-            value=value(worst),
-            usual=value(usual),
-            sentence=f"The link {where} is slow: {text(worst)}{other}{compared}",
-        )
+        first, second = hosts = names[source], names[target]
+        cost, back = costs[source, target], costs[target, source]
+        if (target, source) not in rest:
+            text = f"The link from {first} to {second} is slow: {of.name} {of.text(cost)}"
+            text += f", the other way {of.text(back)}"
+            yield finding(cost, text, kind="link", hosts=hosts, direction="one")
+        elif source < target:
+            cost = max(cost, back)
+            text = f"The link between {first} and {second} is slow: {of.name} {of.text(cost)}"
+            yield finding(cost, text, kind="link", hosts=hosts, direction="both")
 
 
 def slow_links(costs: Mapping[Link, float], nodes: int, ratio: float) -> set[Link]:
-    """The links that cost much more than usual (see `judge`)."""
+    """Return the links that cost much more than usual (see `judge`)."""
     ordered = sorted(costs.values())
     usual = ordered[: max(1, math.ceil(len(ordered) * (nodes - 2) / nodes))]
     slow = _above(costs, usual, ratio)
     while slow:
-        # The quickest are quicker than usual by chance: look again at all that are not slow.
+        # The quickest links are quicker than usual by chance: compare with all that are not slow.
         fewer = slow & _above(costs, [costs[link] for link in costs.keys() - slow], ratio)
         if fewer == slow:
             break
@@ -166,9 +162,9 @@ def _above(costs: Mapping[Link, float], usual: Sequence[float], ratio: float) ->
 
 
 def slow_hosts(slow: set[Link], nodes: int) -> list[tuple[int, str, set[Link]]]:
-    """Hosts most of whose links are slow, the worst first: host, direction, those links.
+    """Return hosts most of whose links are slow, the worst first: host, direction, those links.
 
-    Most are three quarters, and two at least, of the links to hosts that are not blamed already.
+    Most are three quarters, and at least two, of the links to hosts that are not in the result.
     """
     found: list[tuple[int, str, set[Link]]] = []
     rest = set(slow)
@@ -179,7 +175,7 @@ def slow_hosts(slow: set[Link], nodes: int) -> list[tuple[int, str, set[Link]]]:
         for host in sorted(set(range(nodes)) - blamed):
             sending = {link for link in rest if link[0] == host}
             receiving = {link for link in rest if link[1] == host}
-            if len(sending) >= enough and len(receiving) >= enough:
+            if min(len(sending), len(receiving)) >= enough:
                 suspects.append((host, "both", sending | receiving))
             elif len(sending) >= enough:
                 suspects.append((host, "sending", sending))
@@ -198,7 +194,7 @@ def _spread(names: Sequence[str], links: Mapping[Link, float], unit: str) -> str
 
 
 def figure(number: float) -> str:
-    """Three significant digits without an exponent: 1234, 85.3, 0.0123."""
+    """Format with three significant digits and no exponent: 1234, 85.3, 0.0123."""
     if number <= 0:
         return "0"
     return f"{number:.{max(0, 2 - math.floor(math.log10(number)))}f}"

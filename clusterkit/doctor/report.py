@@ -1,4 +1,4 @@
-"""What the doctor found: as a table for people, as a document for programs, as a refusal."""
+"""The report of an examination: a table, a document for ``--json``, the error of a submit."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
 
 WIDTH = 100
 Progress = Callable[[int, Sequence[str]], None]
-"""Called with the phase (1, 2, 3) and those who have not answered yet."""
+"""Called with the phase (1, 2, 3) and the hosts that have not answered yet."""
 Style = Callable[[str, Level], str]
-"""Gives a text the colour of a level."""
+"""Colours a text by level."""
 _NAMED = 5
-"""Faults that a refusal names; the table has them all."""
-_WORD: dict[Level, str] = {"ok": "ok", "warn": "warn", "fail": "FAIL", "skip": "-"}
+"""Most faults in the error of a submit; the table has them all."""
+_CELL: dict[Level, str] = {"ok": "ok", "warn": "warn", "fail": "FAIL", "skip": "-"}
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)\Z", re.DOTALL)
 
 
@@ -31,7 +31,7 @@ class Report(Struct, frozen=True, kw_only=True):
     checks: tuple[str, ...]
     findings: tuple[Finding, ...]
     everything: str = ""
-    """What all of the hosts are together, where that is not ``N hosts``."""
+    """Name for all of the hosts together, instead of ``N hosts``."""
 
     def __repr__(self) -> str:
         verdict = "ok" if self.ok else "not ok"
@@ -51,12 +51,16 @@ class Report(Struct, frozen=True, kw_only=True):
         return {**msgspec.structs.asdict(self), "ok": self.ok, "worst": self.worst}
 
     def table(self, *, width: int = WIDTH, style: Style = lambda text, level: text) -> str:
-        """Checks x hosts, hosts that agree in one column; then every fault once."""
-        parts = [self._matrix(width, style), *self._faults(style), self.summary()]
-        return "\n\n".join(parts)
+        """Return checks x hosts, with hosts that agree in one column; then every fault once."""
+        faults = []
+        for finding, hosts in self.faults():
+            text = fault_text(finding, hosts, self.hosts, self.everything)
+            fix = "\n  fix: " + finding.remedy.replace("\n", "\n       ") if finding.remedy else ""
+            faults.append(f"{style(_CELL[finding.level], finding.level)}  {text}{fix}")
+        return "\n\n".join([self._matrix(width, style), *faults, self.summary()])
 
     def summary(self) -> str:
-        """One line."""
+        """Return one line: the number of hosts, of checks, and of those that warn or fail."""
         where = self.everything or counted(len(self.hosts), "host")
         where += f", {counted(len(self.checks), 'check')}"
         bad = []
@@ -66,8 +70,6 @@ class Report(Struct, frozen=True, kw_only=True):
                 bad.append(f"{counted(number, 'check')} {one if number == 1 else several}")
         return f"{self.cluster}: {where}: {', '.join(bad) if bad else 'all is well'}"
 
-    # ------------------------------------------------------------ the matrix
-
     def _matrix(self, width: int, style: Style) -> str:
         levels: dict[tuple[str, str], Level] = {}
         for finding in self.findings:
@@ -75,7 +77,7 @@ class Report(Struct, frozen=True, kw_only=True):
             levels[key] = worst((levels.get(key, "skip"), finding.level))
         groups: dict[tuple[str, ...], list[str]] = {}
         for host in self.hosts:
-            # Hosts without a fault in common cells stand together, whatever else differs.
+            # Hosts with the same faults share a column, whatever else differs.
             faults = tuple(
                 f"{check} {level}"
                 for check in self.checks
@@ -91,7 +93,7 @@ class Report(Struct, frozen=True, kw_only=True):
             cells: list[tuple[str, Level | None]] = [(f"{check:<{names}}", None)]
             for title, hosts in columns:
                 level = worst(levels.get((check, host), "skip") for host in hosts)
-                cells.append((f"{_WORD[level]:<{max(len(title), 4)}}", level))
+                cells.append((f"{_CELL[level]:<{max(len(title), 4)}}", level))
             if check in remarks:
                 cells.append((shortened(remarks[check], room), "skip"))
             else:
@@ -104,7 +106,8 @@ class Report(Struct, frozen=True, kw_only=True):
     def _columns(
         self, groups: list[tuple[tuple[str, ...], list[str]]], room: int
     ) -> list[tuple[str, list[str]]]:
-        """Titles and hosts: the healthy first, then the many; who finds no room is `N others`."""
+        """Return titles and hosts of the columns: the healthy hosts first, then the largest groups.
+        Hosts for which there is no room are together in ``N others``."""
         columns: list[tuple[str, list[str]]] = []
         others: list[str] = []
         room -= 2 + len("100000 others")
@@ -122,22 +125,20 @@ class Report(Struct, frozen=True, kw_only=True):
         return columns
 
     def _remarks(self) -> dict[str, str]:
-        """What was seen, for checks that saw the same on every host."""
-        seen: dict[str, set[tuple[str, str]]] = {}
+        """Return the cause by check, for checks with the same result on every host."""
+        results: dict[str, set[tuple[str, str]]] = {}
         for finding in self.findings:
-            seen.setdefault(finding.check, set()).add((finding.level, finding.cause))
+            results.setdefault(finding.check, set()).add((finding.level, finding.cause))
         return {
             check: cause
-            for check, found in seen.items()
+            for check, found in results.items()
             if len(found) == 1
             for level, cause in found
             if level in ("ok", "skip") and cause
         }
 
-    # ------------------------------------------------------------ the faults
-
     def faults(self) -> list[tuple[Finding, list[str]]]:
-        """Every fault once, the worst first, and the hosts that have it."""
+        """Return every fault once, the worst first, with the hosts that have it."""
         found: dict[tuple[str, ...], tuple[Finding, list[str]]] = {}
         order = {check: number for number, check in enumerate(self.checks)}
         bad = [finding for finding in self.findings if finding.level in ("warn", "fail")]
@@ -145,42 +146,34 @@ class Report(Struct, frozen=True, kw_only=True):
         for finding in sorted(bad, key=lambda f: (-LEVELS.index(f.level), order[f.check])):
             key = _key(finding)
             if known[key] == 1:
-                # The same words about another host are the same fault.
+                # The same text with another host's name is the same fault.
                 key = tuple(text.replace(finding.host, "\0") for text in key)
             _, hosts = found.setdefault(key, (finding, []))
             if finding.host not in hosts:
                 hosts.append(finding.host)
         return list(found.values())
 
-    def _faults(self, style: Style) -> list[str]:
-        told = []
-        for finding, hosts in self.faults():
-            text = words(finding, hosts, self.hosts, self.everything)
-            fix = "\n  fix: " + finding.remedy.replace("\n", "\n       ") if finding.remedy else ""
-            told.append(f"{style(_WORD[finding.level], finding.level)}  {text}{fix}")
-        return told
-
 
 def _key(finding: Finding) -> tuple[str, ...]:
     return finding.check, finding.level, finding.cause, finding.remedy or ""
 
 
-def words(
+def fault_text(
     finding: Finding, hosts: Sequence[str], everyone: Sequence[str], everything: str = ""
 ) -> str:
-    """``clock on h1, h4-h6: ...``: one fault, in the same words everywhere."""
+    """Format one fault: ``clock on h1, h4-h6: ...``."""
     return f"{finding.check} on {ranges(hosts, everyone, everything)}: {finding.cause}"
 
 
 def refusal(report: Report) -> ClusterkitError | None:
-    """The error for a submit to hosts that are not fit; None where no check fails.
+    """Return the error of a submit to these hosts; None: no check fails.
 
-    It is `Unavailable` where a host does not answer, otherwise `BadInput`.
+    It is `Unavailable` if a host does not answer, otherwise `BadInput`.
     """
     bad = [(finding, hosts) for finding, hosts in report.faults() if finding.level == "fail"]
     if not bad:
         return None
-    lines = [words(finding, hosts, report.hosts) for finding, hosts in bad[:_NAMED]]
+    lines = [fault_text(finding, hosts, report.hosts) for finding, hosts in bad[:_NAMED]]
     if len(bad) > _NAMED:
         lines.append(f"and {len(bad) - _NAMED} more")
     remedies = [
@@ -200,12 +193,13 @@ def refusal(report: Report) -> ClusterkitError | None:
 
 
 def ranges(hosts: Iterable[str], everyone: Sequence[str] = (), everything: str = "") -> str:
-    """``h1-h3, h7, gpu``: names that count up written as ranges.
+    """Format names, consecutive numbers as ranges: ``h1-h3, h7, gpu``.
 
     Args:
         hosts: in order.
-        everyone: all hosts of the cluster: all of several are ``all 64 hosts``.
-        everything: instead of those words.
+        everyone: all hosts of the cluster; if these are all, and more than two, the result is
+            ``all 64 hosts``.
+        everything: the result in that case, instead.
     """
     names = list(dict.fromkeys(hosts))
     if len(names) > 2 and len(names) == len(everyone):
