@@ -1,23 +1,23 @@
-"""Measures the collectives between the ranks of a run; rank 0 reports them by marked lines.
+"""Measures the collectives between the ranks of a run; rank 0 reports them in marked lines.
 
 One file, standard library and torch only, so that it runs on a node where clusterkit is not
 installed. `clusterkit bench` starts it like any program; by hand it is
 
     torchrun --nproc-per-node 2 bandwidth.py --collectives all_reduce --sizes 1024,65536
 
-It reports bare measurements; `clusterkit.bench.bandwidth` makes bandwidths and a judgement of them:
+It reports times; `clusterkit.bench.bandwidth` computes bandwidths and judges them:
 
-    bench_setup    once: ranks, nodes, backend, how many measurements follow
-    bench_doing    before a measurement: what is measured now
+    bench_setup    once: ranks, nodes, backend, number of measurements
+    bench_doing    before each measurement: its subject
     bench_row      one collective at one size
     bench_pair     one direction between two nodes (``--pairwise``)
 
 "Size" is nccl-tests' (doc/PERFORMANCE.md): the bytes of the whole array, that is of all ranks'
 parts together for all_gather and reduce_scatter, and of one rank's message for the others.
 
-One operation after the other is issued and timed, without a barrier between them. The time of an
-operation is the mean of its times on all ranks, as in nccl-tests: each rank's times add up to
-the wall time, so their mean does, while their maximum would count waiting twice.
+Operations are issued and timed one after the other, without a barrier between them. The time of
+an operation is the mean over all ranks, as in nccl-tests: each rank's times add up to the wall
+time, and so does their mean, while their maximum would count waiting twice.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ EXIT_BAD_INPUT = 2
 
 WARMUP = 5
 CONNECTING = 2
-"""Operations that there always are before the timed ones: one connects, one tells how long."""
+"""Least number of warm-up operations: one connects, the next shows the duration."""
 ITERATIONS = 20
 FEWEST_ITERATIONS = 3
 SECONDS_PER_MEASUREMENT = 5.0
-"""Unless a number was asked for, a slow operation is repeated less often than `ITERATIONS`."""
+"""Limits the repetitions of a slow operation, unless their number is an option."""
 PING_PONGS = 100
 PASSES = 3
-"""Every pair is measured at so many different moments, so that a bad moment is not a bad link."""
+"""Number of times at which a pair is measured, so that a short disturbance is no slow link."""
 _TIMEOUT_SECONDS = 600.0
 _CHUNK = 1 << 20
-"""Elements that are filled or checked at once: bounds the memory beside the buffers."""
+"""Elements that are filled or checked at once; limits the memory beside the buffers."""
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -69,7 +69,7 @@ DTYPES = {
 
 
 class Refused(Exception):
-    """What a person can mend: reported in one line, without a traceback."""
+    """An error of the user, reported in one line, without a traceback."""
 
     def __init__(self, message: str, exit_code: int = EXIT_BAD_INPUT) -> None:
         super().__init__(message)
@@ -78,7 +78,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """The command line; ``None``: as many as fit into `SECONDS_PER_MEASUREMENT`."""
+    """The command line; a number that is None depends on `SECONDS_PER_MEASUREMENT`."""
 
     collectives: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -91,19 +91,21 @@ class Options:
     def counts(
         self, seconds: float, most: int = ITERATIONS, number: int = 0, passes: int = 1
     ) -> tuple[int, int]:
-        """How many more warm-ups and iterations in this one of the passes, for an operation that
-        takes ``seconds`` and of which ``most`` iterations are worth their time."""
-        fit = int(min(most, SECONDS_PER_MEASUREMENT / max(seconds, 1e-9)) / passes)
-        warmup = CONNECTING + min(WARMUP - CONNECTING, fit) if self.warmup is None else self.warmup
-        iterations = max(FEWEST_ITERATIONS // passes, fit)
+        """Return the numbers of warm-ups and iterations of an operation that takes ``seconds``, in
+        pass ``number`` of the passes; ``most``: iterations in all passes together."""
+        affordable = int(min(most, SECONDS_PER_MEASUREMENT / max(seconds, 1e-9)) / passes)
+        warmup = min(WARMUP - CONNECTING, affordable)
+        if self.warmup is not None:
+            warmup = max(0, self.warmup - CONNECTING)
+        iterations = max(FEWEST_ITERATIONS // passes, affordable)
         if self.iterations is not None:
             iterations = (self.iterations + passes - 1 - number) // passes
-        return max(0, warmup - CONNECTING), iterations
+        return warmup, iterations
 
 
 @dataclass(frozen=True)
 class World:
-    """This rank among all."""
+    """This rank, and what all ranks share."""
 
     rank: int
     size: int
@@ -111,20 +113,20 @@ class World:
     device: torch.device
     backend: str
 
-    def agree(self, values: Sequence[float], how: Any = dist.ReduceOp.SUM) -> list[float]:
-        """The sum (or another reduction) of each value over the ranks, on every rank."""
+    def reduce(self, values: Sequence[float], how: Any = dist.ReduceOp.SUM) -> list[float]:
+        """Return the sum (or another reduction) of each value over the ranks, on every rank."""
         total = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(total, how)
         return [float(value) for value in total.tolist()]
 
     def gather(self, value: Any) -> list[Any]:
-        """The ``value`` of every rank, in rank order, on every rank."""
+        """Return the ``value`` of every rank, in rank order, on every rank."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value)
         return values
 
     def report(self, event: str, **fields: object) -> None:
-        """Write a marked line, on rank 0, in one system call."""
+        """Write a marked line on rank 0, in one system call."""
         if self.rank == 0:
             sys.stdout.flush()
             os.write(1, f"{MARK}{json.dumps({'event': event} | fields)}\n".encode())
@@ -138,7 +140,7 @@ class Operation:
     """One collective at one size on this rank.
 
     Attributes:
-        run: issues operation number i and waits until it is done (on a GPU: queues it).
+        run: issues operation number i and waits for its end; on a GPU only queues it.
         source: buffer to fill before the check, with ``given`` of each index.
         result: buffer that must hold ``expected`` of each index afterwards.
     """
@@ -151,21 +153,21 @@ class Operation:
 
 
 def value(rank: int | Tensor, index: Tensor) -> Tensor:
-    """What rank ``rank`` sends at ``index``: 1 to 112, exact in every type of 8 bits but float8."""
+    """Return what a rank sends: 1 to 112, exact in every type of 8 bits but float8."""
     return 1 + (index * 31 + rank * 17 + index // 7 * rank) % 112
 
 
 def share(rank: int, size: int, index: Tensor) -> Tensor:
-    """What a rank adds at ``index``: one rank a number, the others 0.
+    """Return what a rank adds: at each index one rank a number, the others 0.
 
-    So the sum is exact in every type, however many ranks there are, and yet any rank that is
-    left out or counted twice shows.
+    So the sum is exact in every type for any number of ranks, and wrong if a rank is left out or
+    counted twice.
     """
     return torch.where(index % size == rank, total(size, index), 0)
 
 
 def total(size: int, index: Tensor) -> Tensor:
-    """The sum of `share` over the ranks."""
+    """Return the sum of `share` over the ranks."""
     return 1 + index // size % 7
 
 
@@ -181,7 +183,7 @@ def all_reduce(world: World, elements: int, empty: Callable[[int], Tensor]) -> O
 def reduce_scatter(world: World, elements: int, empty: Callable[[int], Tensor]) -> Operation:
     part = elements // world.size
     whole, mine = empty(elements), empty(part)
-    # The newer name; the older one warns where both are.
+    # The newer name; the older one warns if both exist.
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return Operation(
         lambda i: scatter(mine, whole),
@@ -205,7 +207,7 @@ def broadcast(world: World, elements: int, empty: Callable[[int], Tensor]) -> Op
     data = empty(elements)
     return Operation(
         # Each rank is the root in turn: a fixed root would run ahead of the others, and the
-        # time of a small message would be that of putting it into a buffer.
+        # time of a small message would be that of copying it into a buffer.
         lambda i: dist.broadcast(data, i % world.size),
         data, lambda index: value(0, index) if world.rank == 0 else torch.zeros_like(index),
         data, lambda index: value(0, index),
@@ -232,17 +234,17 @@ COLLECTIVES: dict[str, Callable[[World, int, Callable[[int], Tensor]], Operation
     make.__name__: make for make in (all_reduce, all_gather, reduce_scatter, broadcast, sendrecv)
 }
 _DIVIDED = ("all_gather", "reduce_scatter")
-"""Collectives in which every rank has its part of the array."""
+"""Collectives in which every rank has a part of the array."""
 
 
 def whole_elements(collective: str, size: int, itemsize: int, ranks: int) -> int:
-    """Elements of ``size`` bytes, rounded down to what the ranks can divide; one each at least."""
+    """Return the elements of ``size`` bytes: a multiple of the ranks for those with parts."""
     unit = ranks if collective in _DIVIDED else 1
     return max(1, size // itemsize // unit) * unit
 
 
 def allocator(world: World, dtype: torch.dtype) -> Callable[[int], Tensor]:
-    """What makes buffers: zeros that were written, since pages never touched cost nothing."""
+    """Return a function that makes buffers of zeros, written so that their pages exist."""
     return lambda elements: torch.empty(elements, dtype=dtype, device=world.device).zero_()
 
 
@@ -250,35 +252,35 @@ def allocator(world: World, dtype: torch.dtype) -> Callable[[int], Tensor]:
 
 
 def timed(world: World, run: Callable[[int], object], times: int) -> list[float]:
-    """Seconds of each of ``times`` operations, issued one after the other."""
+    """Return the seconds of each of ``times`` operations, issued one after the other."""
     if world.device.type == "cuda":
-        new_event: Any = torch.cuda.Event  # it has no types
+        new_event: Any = torch.cuda.Event  # without type annotations
         events = [new_event(enable_timing=True) for _ in range(times + 1)]
         events[0].record()
         for i, event in enumerate(events[1:]):
             run(i)
             event.record()
         torch.cuda.synchronize(world.device)
-        return [begun.elapsed_time(ended) / 1000 for begun, ended in itertools.pairwise(events)]
-    moments = [time.perf_counter()]
+        return [start.elapsed_time(end) / 1000 for start, end in itertools.pairwise(events)]
+    clock = [time.perf_counter()]
     for i in range(times):
         run(i)
-        moments.append(time.perf_counter())
-    return [ended - begun for begun, ended in itertools.pairwise(moments)]
+        clock.append(time.perf_counter())
+    return [end - start for start, end in itertools.pairwise(clock)]
 
 
 def measure(world: World, operation: Operation, options: Options) -> dict[str, object]:
-    """Warm up, measure, check."""
+    """Warm up, measure and check one collective at one size."""
     connecting = timed(world, operation.run, CONNECTING)
-    (seconds,) = world.agree(connecting[-1:], dist.ReduceOp.MAX)
+    (seconds,) = world.reduce(connecting[-1:], dist.ReduceOp.MAX)
     warmup, iterations = options.counts(seconds)
     timed(world, operation.run, warmup)
     dist.barrier()
-    sums = world.agree(timed(world, operation.run, iterations))
-    # Once more, on numbers that tell ranks and places apart.
+    sums = world.reduce(timed(world, operation.run, iterations))
+    # Once more, on numbers that differ between ranks and indices.
     fill(operation.source, operation.given)
     operation.run(0)
-    (wrong,) = world.agree([count_wrong(operation.result, operation.expected)])
+    (wrong,) = world.reduce([count_wrong(operation.result, operation.expected)])
     return summary([each / world.size for each in sums]) | {"wrong": int(wrong)}
 
 
@@ -299,20 +301,20 @@ def fill(tensor: Tensor, formula: Callable[[Tensor], Tensor]) -> None:
 def count_wrong(tensor: Tensor, formula: Callable[[Tensor], Tensor]) -> int:
     wrong = 0
     for piece, index in _pieces(tensor):
-        # Through the type itself: float8 rounds what is expected as it rounded what was sent.
+        # Rounded to the type, as the sender did; float8 cannot hold every value.
         wrong += int((piece.double() != formula(index).to(piece.dtype).double()).sum())
     return wrong
 
 
 def _pieces(tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Views of the whole tensor, one after the other, and the indices of their elements."""
+    """Yield parts of the tensor, with the indices of their elements."""
     for start in range(0, tensor.numel(), _CHUNK):
         piece = tensor[start : start + _CHUNK]
         yield piece, torch.arange(start, start + piece.numel(), device=tensor.device)
 
 
 def collectives(world: World, options: Options) -> None:
-    """Every collective at every size."""
+    """Measure every collective at every size."""
     itemsize = options.dtype.itemsize
     todo = list(
         dict.fromkeys(
@@ -334,22 +336,22 @@ def collectives(world: World, options: Options) -> None:
 
 
 def tournament(players: int) -> list[list[tuple[int, int]]]:
-    """Rounds of disjoint pairs in which everybody meets everybody once (circle method)."""
-    seats: list[int | None] = [*range(players), *([None] if players % 2 else [])]
+    """Return rounds of disjoint pairs in which each meets each once (circle method)."""
+    circle: list[int | None] = [*range(players), *([None] if players % 2 else [])]
+    half = len(circle) // 2
     rounds = []
-    for _ in range(len(seats) - 1):
-        half = len(seats) // 2
-        facing = zip(seats[:half], reversed(seats[half:]), strict=True)
+    for _ in range(len(circle) - 1):
+        facing = zip(circle[:half], reversed(circle[half:]), strict=True)
         rounds.append([
             (min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None
         ])  # fmt: skip
-        seats.insert(1, seats.pop())
+        circle.insert(1, circle.pop())
     return rounds
 
 
 @dataclass
 class OneWay:
-    """What one pass measured of messages in one direction, in seconds."""
+    """Measurements of one pass in one direction, in seconds."""
 
     seconds: list[float]
     latencies: list[float]
@@ -357,45 +359,45 @@ class OneWay:
 
 
 def pairs(world: World, options: Options) -> None:
-    """Every pair of nodes, by the first rank of each, both ways."""
+    """Measure every pair of nodes, between the first ranks of each, both ways."""
     leaders: dict[int, int] = {}
     for rank, node in enumerate(world.gather(world.node)):
         leaders.setdefault(node, rank)
     if len(leaders) < 2:
         raise Refused("--pairwise measures between nodes, and this run has one")
     nodes = sorted(leaders)
-    rounds = tournament(len(nodes))
+    rounds = [[(nodes[a], nodes[b]) for a, b in each] for each in tournament(len(nodes))]
     if options.sequential:
         rounds = [[pair] for pair in itertools.chain.from_iterable(rounds)]
     setup(world, options, len(nodes) * (len(nodes) - 1))
     passes = min(PASSES, options.iterations or PASSES)
     found: dict[tuple[int, int], list[OneWay]] = {}
     for number, together in enumerate(rounds * passes):
-        named = [(nodes[a], nodes[b]) for a, b in together]
-        world.report("bench_doing", pairs=named, number=number + 1, of=len(rounds) * passes)
-        for pair in named:
-            first, second = (leaders[node] for node in pair)
-            if world.rank in (first, second):
-                peer = first + second - world.rank
-                for leader, way in ((first, pair), (second, pair[::-1])):
-                    part = number // len(rounds), passes
-                    measured = one_way(world, options, part, peer, leads=world.rank == leader)
-                    if measured is not None:
-                        found.setdefault(way, []).append(measured)
+        world.report("bench_doing", pairs=together, number=number + 1, of=len(rounds) * passes)
+        part = number // len(rounds), passes
+        for pair in together:
+            ranks = [leaders[node] for node in pair]
+            if world.rank not in ranks:
+                continue
+            peer = sum(ranks) - world.rank
+            for sender, way in zip(ranks, (pair, pair[::-1]), strict=True):
+                measured = one_way(world, options, part, peer, leads=world.rank == sender)
+                if measured is not None:
+                    found.setdefault(way, []).append(measured)
         dist.barrier()
     small, large = (elements * options.dtype.itemsize for elements in pair_elements(options))
     for results in world.gather(found):
         for (source, target), parts in results.items():
-            ends = {"from": source, "to": target, "size": large, "latency_size": small}
+            seconds = [each for part in parts for each in part.seconds]
             # Busy hosts delay any answer, and no answer is quicker than the link.
-            latency = min(min(one.latencies) for one in parts)
-            ends |= {"latency_us": latency * 1e6, "wrong": sum(one.wrong for one in parts)}
-            seconds = list(itertools.chain.from_iterable(one.seconds for one in parts))
+            latency = min(min(part.latencies) for part in parts)
+            ends = {"from": source, "to": target, "size": large, "latency_size": small}
+            ends |= {"latency_us": latency * 1e6, "wrong": sum(part.wrong for part in parts)}
             world.report("bench_pair", **ends, **summary(seconds))
 
 
 def pair_elements(options: Options) -> tuple[int, int]:
-    """Elements of the messages between pairs: for the latency, and for the bandwidth."""
+    """Return the elements of messages between pairs: for latency, and for bandwidth."""
     itemsize = options.dtype.itemsize
     return max(1, min(options.sizes) // itemsize), max(1, max(options.sizes) // itemsize)
 
@@ -403,21 +405,24 @@ def pair_elements(options: Options) -> tuple[int, int]:
 def one_way(
     world: World, options: Options, part: tuple[int, int], peer: int, *, leads: bool
 ) -> OneWay | None:
-    """Messages from the rank that leads to its peer; timed by the former, None on the latter.
+    """Measure messages from the rank that leads to its peer; return None on the peer.
 
-    The message goes there and one element comes back, since only round trips can be timed by
-    one clock. The latency is half the quickest round trip of the smallest size.
+    A round trip is a message and an answer of one element, since one clock can time nothing less.
+    The latency is half the quickest round trip of the smallest size.
+
+    Args:
+        part: number of this pass, number of passes.
     """
 
-    def trip(there: Tensor, back: Tensor) -> None:
-        (dist.send if leads else dist.recv)(there, peer)
-        (dist.recv if leads else dist.send)(back, peer)
+    def trip(message: Tensor, answer: Tensor) -> None:
+        (dist.send if leads else dist.recv)(message, peer)
+        (dist.recv if leads else dist.send)(answer, peer)
 
-    def trips(there: Tensor, back: Tensor, most: int) -> list[float]:
-        """Seconds of each; the rank that leads decides how many there are."""
+    def trips(message: Tensor, answer: Tensor, most: int) -> list[float]:
+        """Return the seconds of each; the rank that leads decides on their number."""
 
         def run(i: int) -> None:
-            trip(there, back)
+            trip(message, answer)
 
         seconds = timed(world, run, CONNECTING)[-1]
         counts = torch.tensor(options.counts(seconds, most, *part), device=world.device)
@@ -442,11 +447,11 @@ def one_way(
     return OneWay(seconds, [each / 2 for each in latencies], int(wrong.item()))
 
 
-# ---------------------------------------------------------------- setting up, and ending
+# ---------------------------------------------------------------- start and end
 
 
 def setup(world: World, options: Options, measurements: int) -> None:
-    """Tell who takes part; refuse what cannot work before anything is measured."""
+    """Report the ranks and nodes; refuse what cannot work before anything is measured."""
     everyone = world.gather((world.node, socket.gethostname()))
     check_memory(world, options, [host for _, host in everyone].count(socket.gethostname()))
     check_dtype(world, options)
@@ -469,7 +474,7 @@ def setup(world: World, options: Options, measurements: int) -> None:
 def check_memory(world: World, options: Options, sharing: int) -> None:
     """Refuse a size whose buffers, of all ranks that share this host, exceed its free memory.
 
-    Linux promises more memory than it has and ends a process that takes it at its word.
+    Linux promises more memory than it has and kills a process that uses what it was promised.
     """
     needed = needed_bytes(options, world.size)
     if world.device.type == "cuda":
@@ -485,16 +490,16 @@ def check_memory(world: World, options: Options, sharing: int) -> None:
 
 
 def needed_bytes(options: Options, ranks: int) -> int:
-    """Bytes of the largest buffers that one rank has at a time."""
+    """Return the bytes of the largest buffers that one rank has at a time."""
     largest = max(options.sizes)
     if options.pairwise:
         return largest + 2 * min(options.sizes)
-    beside = {"sendrecv": 1.0, "all_gather": 1 / ranks, "reduce_scatter": 1 / ranks}
-    return int(largest * (1 + max(beside.get(name, 0.0) for name in options.collectives)))
+    second = {"sendrecv": 1.0, "all_gather": 1 / ranks, "reduce_scatter": 1 / ranks}
+    return int(largest * (1 + max(second.get(name, 0.0) for name in options.collectives)))
 
 
 def available_memory() -> int | None:
-    """Bytes that processes can have now (proc(5), MemAvailable); None: unknown."""
+    """Return bytes that processes can allocate (proc(5), MemAvailable); None: unknown."""
     try:
         with open("/proc/meminfo") as file:
             match = re.search(r"^MemAvailable:\s+(\d+) kB", file.read(), re.MULTILINE)
@@ -504,7 +509,7 @@ def available_memory() -> int | None:
 
 
 def check_dtype(world: World, options: Options) -> None:
-    """Refuse a type that the backend does not take; every rank finds the same."""
+    """Refuse a type that the backend does not take; all ranks get the same error."""
     for name in ("sendrecv",) if options.pairwise else options.collectives:
         elements = whole_elements(name, 1, options.dtype.itemsize, world.size)
         try:
@@ -547,13 +552,13 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def join() -> World:
-    """The process group that the environment of a rank describes."""
+    """Join the process group that the environment describes."""
     number = {}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         text = os.environ.get(name, "")
         if not text.isdecimal():
-            what = f"is {text!r}" if text else "is not set"
-            raise Refused(f"{name} {what}: start the ranks with a launcher, torchrun for one")
+            state = f"is {text!r}" if text else "is not set"
+            raise Refused(f"{name} {state}: start the ranks with a launcher, torchrun for one")
         number[name] = int(text)
     rank, size = number["RANK"], number["WORLD_SIZE"]
     if size < 2:
@@ -572,12 +577,12 @@ def join() -> World:
 
 
 def choose_device(local_rank: int) -> torch.device:
-    """CLUSTERKIT_DEVICE (cpu or cuda), else a GPU when there is one."""
+    """Return the device by CLUSTERKIT_DEVICE (cpu or cuda), by default a GPU if there is one."""
     kind = os.environ.get("CLUSTERKIT_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind != "cuda":
         return torch.device(kind)
     count = torch.cuda.device_count()
-    # A rank may be shown one GPU, its own.
+    # CUDA_VISIBLE_DEVICES may name one GPU per rank.
     index = 0 if count == 1 else local_rank
     if index >= count:
         raise Refused(f"local rank {local_rank} has no GPU: torch sees {count} (fewer --gpus)")
@@ -604,7 +609,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(arguments: Sequence[str]) -> NoReturn:
-    """`main`, and the end of the process with its exit code."""
+    """Run `main` and end the process with its exit code."""
     try:
         code = main(arguments)
     except Refused as refused:
@@ -615,7 +620,7 @@ def run(arguments: Sequence[str]) -> NoReturn:
         code = EXIT_FAILURE
     sys.stdout.flush()
     sys.stderr.flush()
-    # At once: ranks sometimes abort when the interpreter ends after gloo was used.
+    # Not sys.exit(): ranks sometimes abort when the interpreter ends after gloo was used.
     os._exit(code)
 
 

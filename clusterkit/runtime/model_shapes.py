@@ -1,10 +1,10 @@
-"""Sizes of a Hugging Face model, counted on the meta device: no weights, no memory.
+"""Sizes of a Hugging Face model, counted on the meta device, without weights or memory.
 
     python -m clusterkit.runtime.model_shapes Qwen/Qwen2-1.5B --context 1024
 
-prints one JSON object, or one line on stderr and exit code 2. `clusterkit estimate` runs it in a
-process of its own, because the orchestrator imports no torch. How many bytes a layer saves for its
-backward pass is the difference between the model with two layers and with one.
+prints one JSON object, or one line on stderr with exit code 2. `clusterkit estimate` runs it in a
+process of its own, because the orchestrator imports no torch. The bytes that a layer saves for its
+backward pass are the difference between the model with two layers and with one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def sizes(name: str, context: int | None) -> dict[str, Any]:
-    """The fields of `clusterkit.estimate.setup.Model`, but its name.
+    """Return the fields of `clusterkit.estimate.setup.Model` without its name.
 
     Raises:
         BadInput: transformers is missing, or cannot find or build the model.
@@ -83,7 +83,7 @@ def sizes(name: str, context: int | None) -> dict[str, Any]:
 
 
 def _build(name: str, config: Any, layers: int | None) -> nn.Module:
-    """The model on the meta device, with its own number of layers or another."""
+    """Build the model on the meta device; ``layers`` replaces its number of layers."""
     transformers = _transformers()
     config = type(config).from_dict(config.to_dict())
     if layers is not None:
@@ -92,8 +92,7 @@ def _build(name: str, config: Any, layers: int | None) -> nn.Module:
         kinds = getattr(text, "layer_types", None)
         if kinds:
             text.layer_types = list(kinds[-1:]) * layers
-    named = (config.architectures or [""])[0]
-    kind = getattr(transformers, named, None)
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
 
     def build() -> Any:
         if kind is not None:
@@ -106,7 +105,11 @@ def _build(name: str, config: Any, layers: int | None) -> nn.Module:
 
 
 def _transformers() -> Any:
-    """The package, silent; that it is missing is a BadInput."""
+    """Import the package, silenced.
+
+    Raises:
+        BadInput: it is missing.
+    """
     try:
         import transformers
     except ImportError:
@@ -116,7 +119,7 @@ def _transformers() -> Any:
 
 
 def _loading(name: str, load: Callable[[], Any]) -> Any:
-    """What ``load`` returns; that it cannot is a BadInput."""
+    """Return what ``load`` returns; raise its errors as `BadInput`."""
     try:
         return load()
     except (OSError, ValueError) as error:
@@ -125,7 +128,7 @@ def _loading(name: str, load: Callable[[], Any]) -> Any:
 
 
 def _count(model: nn.Module, *, matrices: bool = False) -> int:
-    """Parameters, shared ones once; of matrices alone, or all."""
+    """Return the number of parameters, shared ones once; ``matrices``: of matrices only."""
     return sum(p.numel() for p in model.parameters() if p.dim() > 1 or not matrices)
 
 
@@ -137,13 +140,13 @@ def _only_in(two: nn.Module, one: nn.Module) -> list[Tensor]:
 def _saved_by_layer(
     one: nn.Module, two: nn.Module, dtype: torch.dtype, vocabulary: int, context: int
 ) -> tuple[int, int]:
-    """Bytes that a layer saves of one sample, and that everything else saves."""
+    """Return the bytes that a layer saves for one sample, and that all else saves."""
     first, second = (_saved(model.to(dtype), vocabulary, context) for model in (one, two))
     return second - first, max(0, 2 * first - second)
 
 
 def _saved(model: nn.Module, vocabulary: int, context: int) -> int:
-    """Bytes kept for the backward pass of one sample, weights and buffers not counted."""
+    """Return the bytes saved for the backward pass of one sample, without weights and buffers."""
     own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
     kept: dict[int, Tensor] = {}
 
@@ -159,12 +162,12 @@ def _saved(model: nn.Module, vocabulary: int, context: int) -> int:
 
 
 class _Fused(torch.autograd.Function):
-    """Attention as fused kernels have it: no scores, but their log-sum-exp in float32."""
+    """Attention that saves what fused kernels save: no scores, but their log-sum-exp in float32."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         batch, heads, length, _ = query.shape
-        # Laid out as the kernels do it, so that joining the heads copies nothing.
+        # In the layout of the kernels, in which joining the heads copies nothing.
         mixed = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
         ctx.save_for_backward(
             query, key, value, mixed, query.new_empty(query.shape[:-1], dtype=torch.float32)
@@ -174,7 +177,7 @@ class _Fused(torch.autograd.Function):
 
 @contextmanager
 def _fused_attention() -> Iterator[None]:
-    """Within, attention saves what fused kernels save; on the meta device torch would take none."""
+    """Replace torch's attention by `_Fused`; torch uses no fused kernel on the meta device."""
     usual = F.scaled_dot_product_attention
 
     def fused(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:

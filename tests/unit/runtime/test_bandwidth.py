@@ -181,7 +181,7 @@ def test_not_a_number_is_wrong() -> None:
 class Alike(World):
     """One of ranks that all measure the same."""
 
-    def agree(
+    def reduce(
         self, values: Sequence[float], how: Any = torch.distributed.ReduceOp.SUM
     ) -> list[float]:
         times = 1 if how == torch.distributed.ReduceOp.MAX else self.size
