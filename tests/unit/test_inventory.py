@@ -16,8 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from clusterkit.addresses import check_hosts
 from clusterkit.backends.ssh import inventory
-from clusterkit.backends.ssh.inventory import check_hosts, chosen, read_hosts
+from clusterkit.backends.ssh.hosts import choose_hosts
+from clusterkit.backends.ssh.inventory import read_hosts
 from clusterkit.backends.ssh.variables import SECRETS, host_of
 from clusterkit.cluster import Host
 from clusterkit.errors import BadInput, Unavailable
@@ -1034,7 +1036,7 @@ HOSTS = (
     ],
 )
 def test_hosts_and_gpus_are_chosen_as_deepspeed_users_know_it(include, exclude, expected):
-    found = chosen(HOSTS, include, exclude)
+    found = choose_hosts(HOSTS, include, exclude)
     assert {host.name: host.devices for host in found} == expected
     for host in found:
         if host.devices is not None and (include or exclude):
@@ -1062,7 +1064,7 @@ def test_hosts_and_gpus_are_chosen_as_deepspeed_users_know_it(include, exclude, 
 )
 def test_choices_that_cannot_be_made(include, exclude, said, hint):
     with pytest.raises(BadInput) as error:
-        chosen(HOSTS, include, exclude)
+        choose_hosts(HOSTS, include, exclude)
     assert error.value.message.startswith(said)
     assert hint in (error.value.hint or "")
 
@@ -1086,7 +1088,7 @@ def both(deepspeed, text, flag):
     pool = {name: list(range(slots)) for name, slots in POOL.items()}
     theirs = lambda: deepspeed["parse_resource_filter"](pool, **{f"{flag}_str": text})  # noqa: E731
     hosts = [Host(name=name, slots=slots) for name, slots in POOL.items()]
-    ours = lambda: chosen(hosts, **({"include": None, "exclude": None} | {flag: text}))  # noqa: E731
+    ours = lambda: choose_hosts(hosts, **({"include": None, "exclude": None} | {flag: text}))  # noqa: E731
     return theirs, ours
 
 
@@ -1126,10 +1128,10 @@ def test_choices_that_deepspeed_refuses_are_refused(deepspeed, text, flag):
 )
 def test_choices_that_deepspeed_has_no_form_for(text, expected):
     hosts = (Host(name="2001:db8::1", slots=4), Host(name="w0", slots=4))
-    found = chosen(hosts, text, None)
+    found = choose_hosts(hosts, text, None)
     assert {host.name: host.devices for host in found} == expected
 
 
 def test_hosts_without_slots_alone_are_refused():
     with pytest.raises(BadInput, match="every host has slots=0"):
-        chosen((Host(name="w0", slots=0),), None, None)
+        choose_hosts((Host(name="w0", slots=0),), None, None)

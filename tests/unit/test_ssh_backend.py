@@ -14,9 +14,11 @@ import msgspec
 import pytest
 
 from clusterkit import api, backends
+from clusterkit.addresses import check_hosts
 from clusterkit.backends import placing
-from clusterkit.backends.ssh import inventory, observe
+from clusterkit.backends.ssh import observe
 from clusterkit.backends.ssh.backend import SshBackend
+from clusterkit.backends.ssh.hosts import choose_hosts
 from clusterkit.cluster import Facts, Gpu, Host, HostFacts, Project, SshCluster
 from clusterkit.errors import BadInput, PortTaken, Unavailable
 from clusterkit.output import mirror
@@ -603,8 +605,8 @@ def test_a_host_that_cannot_be_reached_is_another_exit_code(write_job, refused, 
 def test_hosts_of_five_thousand_are_chosen_quickly():
     hosts = [Host(name=f"h{n}", slots=8) for n in range(5000)]
     began = time.process_time()
-    found = inventory.chosen(hosts, None, "@".join(f"h{n}:0" for n in range(2500)))
-    inventory.check_hosts(found, "hosts")
+    found = choose_hosts(hosts, None, "@".join(f"h{n}:0" for n in range(2500)))
+    check_hosts(found, "hosts")
     assert len(found) == 5000
     assert time.process_time() - began < 2
 

@@ -45,7 +45,7 @@ class SshBackend(Backend, SupportsPreflight, SupportsFile, SupportsForget):
     def resolved(
         cls, cluster: SshCluster, folder: Path, include: str | None, exclude: str | None
     ) -> SshCluster:
-        from clusterkit.backends.ssh.probe import resolved
+        from clusterkit.backends.ssh.hosts import resolved
 
         return resolved(cluster, folder, include, exclude)
 
@@ -68,7 +68,7 @@ class SshBackend(Backend, SupportsPreflight, SupportsFile, SupportsForget):
     # -- probing --------------------------------------------------------------
 
     def subject(self, name: str, cluster: SshCluster, job: JobSpec | None = None) -> HostSubject:
-        from clusterkit.backends.ssh.probe import hosts_for, ranks_python
+        from clusterkit.backends.ssh.hosts import job_hosts, ranks_python
         from clusterkit.doctor.hosts.base import HostSubject, Machine, Needs
 
         wanted = None if job is None or job.gpus_per_node == "auto" else job.gpus_per_node
@@ -81,7 +81,7 @@ class SshBackend(Backend, SupportsPreflight, SupportsFile, SupportsForget):
                     python=ranks_python(cluster, host, job)[0],
                     slots=wanted or host.slots,
                 )
-                for host in hosts_for(cluster, job)
+                for host in job_hosts(cluster, job)
             ),
             workdir=cluster.workdir,
             port=None if cluster.port == "auto" else cluster.port,

@@ -22,19 +22,18 @@ from typing import Any
 
 from clusterkit import addresses
 from clusterkit.addresses import check_hosts
-from clusterkit.backends.ssh.filters import BRACKETED, chosen
-from clusterkit.backends.ssh.variables import absolute, host_of
+from clusterkit.backends.ssh.variables import host_of
 from clusterkit.cluster import Host
 from clusterkit.errors import BadInput, Unavailable, did_you_mean, listed
 from clusterkit.files import read_file, reason
 from clusterkit.yaml_file import Document, parse_yaml
 
-__all__ = ["absolute", "check_hosts", "chosen", "read_hosts"]
-
 MOST_HOSTS = 100_000
 ANSIBLE_SECONDS = 120.0
 """Longer than an inventory plugin needs to ask a cloud."""
 _FORMS = "`inventory` names an Ansible inventory or a DeepSpeed hostfile (`host slots=N`)"
+BRACKETED = re.compile(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?\Z")
+"""An IPv6 address in brackets, and what follows a colon behind them."""
 _RANGE = re.compile(r"\[([0-9]*):([0-9]+)(?::[0-9]+)?\]")
 _INI_LINE = re.compile(r"\[[^\]]*\]\Z|\S+\s.*\b(ansible|clusterkit)_\w+\s*=")
 """A line of an INI inventory that no hostfile has: a group, variables of Ansible's or ours."""

@@ -1,4 +1,4 @@
-"""Which hosts a job's nodes get, and where its project lies there. Pure."""
+"""Where a job's nodes run on the hosts, and where its project is copied to. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from clusterkit.backends.placing import (
     project_copies,
     threads_of,
 )
-from clusterkit.backends.ssh.probe import too_few
+from clusterkit.backends.ssh.hosts import check_host_count
 from clusterkit.cluster import Facts, HostFacts, SshCluster
 from clusterkit.errors import BadInput, counted, listed
 from clusterkit.plan import Note
@@ -22,10 +22,9 @@ from clusterkit.spec import JobSpec
 
 
 def place(job: JobSpec, cluster: SshCluster, facts: Facts, run_id: str) -> Placement:
-    """As `clusterkit.backends.base.Backend.place`."""
+    """Implement `clusterkit.backends.base.Backend.place`."""
     least, most = job.node_range
-    if len(facts.hosts) < least + job.spares:
-        raise too_few(job, len(facts.hosts), cluster)
+    check_host_count(cluster, job, len(facts.hosts))
     nodes = min(most, len(facts.hosts) - job.spares)
     hosts = facts.hosts[: nodes + job.spares]
     head = hosts[0]
@@ -63,11 +62,12 @@ def place(job: JobSpec, cluster: SshCluster, facts: Facts, run_id: str) -> Place
         hosts=tuple(host.host for host in hosts),
         names=tuple(host.address for host in hosts),
         cluster=cluster,
-        network_env=network_env | (_own({"PYTHONPATH": shipped}, job, cluster) if shipped else {}),
+        network_env=network_env
+        | (_defaults({"PYTHONPATH": shipped}, job, cluster) if shipped else {}),
         node_env=tuple(
             {
                 **({NODE_ADDRESS.name: host.address} if topology.elastic else {}),
-                **({} if network_env else _own(interface_env(host.interface), job, cluster)),
+                **({} if network_env else _defaults(interface_env(host.interface), job, cluster)),
                 **gpu_env(host.gpus, device, 0, nproc),
             }
             for host in hosts
@@ -107,9 +107,9 @@ def _ranks_per_node(job: JobSpec, hosts: tuple[HostFacts, ...], device: str) -> 
                 )
         return wanted, "job: gpus_per_node"
     if device == "cuda":
-        room = {host.host: min(len(host.gpus), host.slots or len(host.gpus)) for host in hosts}
-        fewest = min(room, key=room.__getitem__)
-        return room[fewest], f"the fewest GPUs of a host: {fewest}"
+        usable = {host.host: min(len(host.gpus), host.slots or len(host.gpus)) for host in hosts}
+        fewest = min(usable, key=usable.__getitem__)
+        return usable[fewest], f"the fewest GPUs of a host: {fewest}"
     slots = [host.slots for host in hosts if host.slots is not None]
     if slots:
         return min(slots), "inventory: slots"
@@ -117,31 +117,37 @@ def _ranks_per_node(job: JobSpec, hosts: tuple[HostFacts, ...], device: str) -> 
 
 
 def _check_devices(others: Sequence[HostFacts], device: str, nproc: int) -> None:
-    """Refuse GPUs of other hosts than the first that mpirun could not confine the ranks to."""
+    """Check that the ranks on other hosts than the first use GPUs 0, 1, ... of their host.
+
+    mpirun gives all hosts the first host's environment, and so its CUDA_VISIBLE_DEVICES.
+
+    Raises:
+        BadInput: a host's GPUs are others.
+    """
     for host in others if device == "cuda" else ():
-        its = [gpu.index for gpu in host.gpus[:nproc]]
-        if its != [str(number) for number in range(nproc)]:
+        indices = [gpu.index for gpu in host.gpus[:nproc]]
+        if indices != [str(number) for number in range(nproc)]:
             raise BadInput(
-                f"launcher: mpirun cannot restrict {host.host} to GPUs {','.join(its)}",
+                f"launcher: mpirun cannot restrict {host.host} to GPUs {','.join(indices)}",
                 hint="launcher: forkserver can",
                 job="launcher",
             )
 
 
-def _own(env: Mapping[str, str], job: JobSpec, cluster: SshCluster) -> dict[str, str]:
-    """What neither the job nor the cluster entry sets by itself."""
-    return {k: value for k, value in env.items() if k not in job.env and k not in cluster.env}
+def _defaults(env: Mapping[str, str], job: JobSpec, cluster: SshCluster) -> dict[str, str]:
+    """Return the variables that neither the job nor the cluster entry sets."""
+    return {key: env[key] for key in env if key not in job.env and key not in cluster.env}
 
 
 def _interface_notes(facts: Facts, hosts: tuple[HostFacts, ...]) -> list[Note]:
     if facts.interface:
         return [Note("interface", facts.interface, "carries the hosts' addresses")]
-    nameless = [host.host for host in hosts if host.interface is None]
-    if nameless:
+    without = [host.host for host in hosts if host.interface is None]
+    if without:
         return [
             Note(
                 "",
-                f"no interface of {listed(nameless, 4)} carries the address it was reached at: "
+                f"no interface of {listed(without, 4)} carries the address it was reached at: "
                 "gloo and NCCL choose by themselves (`interface:` names one)",
                 "",
             )
@@ -152,12 +158,12 @@ def _interface_notes(facts: Facts, hosts: tuple[HostFacts, ...]) -> list[Note]:
 def _version_notes(hosts: tuple[HostFacts, ...]) -> list[Note]:
     notes = []
     for package in ("torch", "deepspeed", "transformers"):
-        found: dict[str, list[str]] = {}
+        by_version: dict[str, list[str]] = {}
         for host in hosts:
-            found.setdefault(host.versions.get(package, "none"), []).append(host.host)
-        if len(found) > 1:
+            by_version.setdefault(host.versions.get(package, "none"), []).append(host.host)
+        if len(by_version) > 1:
             differing = "; ".join(
-                f"{version} on {listed(names, 4)}" for version, names in found.items()
+                f"{version} on {listed(names, 4)}" for version, names in by_version.items()
             )
             notes.append(Note("", f"the hosts differ in {package}: {differing}", ""))
     return notes
