@@ -1,7 +1,7 @@
-"""Where and as whom to connect to a host: the inventory, and OpenSSH's configuration behind it.
+"""Address, user and keys of a host: from its `Host`, and below that OpenSSH's configuration.
 
-paramiko reads configurations; here is what it does not do as ssh_config(5) says: ``Include``, and
-``Match exec`` without our standard input.
+paramiko parses the configuration. This module adds what it lacks of ssh_config(5): ``Include``, and
+``Match exec`` commands that do not read our standard input.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _BLOCK = re.compile(r"\s*(?:host|match)(?:\s*=\s*|\s+)", re.IGNORECASE)
 
 
 class HostUnreachable(Unavailable):
-    """A host does not answer, or lets nobody in; the message names it."""
+    """A host does not answer, or refuses the login; the message names it."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where and as whom to connect: a `Host` with the SSH configuration applied."""
+    """A `Host` with the SSH configuration applied."""
 
     host: Host
     address: str
@@ -48,13 +48,13 @@ class Target:
     identities_only: bool
     known_hosts: tuple[str, ...]
     key_name: str
-    """Under which name the host's key is known."""
+    """The name of the host's key in ``known_hosts``."""
     jump: str | None = None
     proxy_command: str | None = None
 
     @property
     def login(self) -> str:
-        """User and address as a word of a shell command, for hints that people copy."""
+        """``user@address``, quoted for a shell: for commands in hints."""
         return shell.quote(f"{self.user}@{self.address}")
 
     def __str__(self) -> str:
@@ -65,68 +65,70 @@ class Target:
 
 
 def resolve(host: Host) -> Target:
-    """Apply ``~/.ssh/config`` (or the host's own file) to what the inventory says of a host.
+    """Apply ``~/.ssh/config``, or the host's own configuration file, to a host.
 
     Raises:
         Unavailable: the configuration cannot be read.
     """
-    asked = host.address or host.name
-    found = _looked_up(host, asked)
-    address = found.get("hostname", asked)
-    port = host.port or int(found.get("port", 22))
-    identities = [host.identity] if host.identity else list(found.get("identityfile", ()))
-    usual = "~/.ssh/known_hosts ~/.ssh/known_hosts2"
-    own = [host.known_hosts] if host.known_hosts else _paths(found.get("userknownhostsfile", usual))
-    shared = _paths(found.get("globalknownhostsfile", "/etc/ssh/ssh_known_hosts"))
-    proxy = found.get("proxycommand")
-    jump = host.jump or found.get("proxyjump")
-    name = address if port == 22 else f"[{address}]:{port}"
+    name = host.address or host.name
+    options = _options(host, name)
+    address = options.get("hostname", name)
+    port = host.port or int(options.get("port", 22))
+    identities = [host.identity] if host.identity else list(options.get("identityfile", ()))
+    user_files = options.get("userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2")
+    own = [host.known_hosts] if host.known_hosts else _paths(user_files)
+    shared = _paths(options.get("globalknownhostsfile", "/etc/ssh/ssh_known_hosts"))
+    proxy = options.get("proxycommand")
+    jump = host.jump or options.get("proxyjump")
+    key_name = address if port == 22 else f"[{address}]:{port}"
     return Target(
         host=host,
         address=address,
         port=port,
-        user=host.user or found.get("user") or getpass.getuser(),
+        user=host.user or options.get("user") or getpass.getuser(),
         identities=tuple(os.path.expanduser(path) for path in identities),
-        identities_only=bool(host.identity) or found.get("identitiesonly", "no") == "yes",
+        identities_only=bool(host.identity) or options.get("identitiesonly", "no") == "yes",
         known_hosts=tuple(os.path.expanduser(path) for path in [*own, *shared]),
-        key_name=found.get("hostkeyalias") or name,
+        key_name=options.get("hostkeyalias") or key_name,
         jump=None if jump == "none" else jump,
         proxy_command=None if host.jump or proxy == "none" else proxy,
     )
 
 
 def jump_host(hop: str, final: Host) -> Host:
-    """``[user@]host[:port]`` on the way to a host, entered with the same key and files.
+    """Return the jump host ``[user@]host[:port]``, with the key and files of the final host.
 
     Raises:
-        BadInput: a port that there is not.
+        BadInput: the port is not from 1 to 65535.
     """
     return msgspec.structs.replace(
-        host_from(hop), known_hosts=final.known_hosts, ssh_config=final.ssh_config,
+        host_from(hop),
+        known_hosts=final.known_hosts,
+        ssh_config=final.ssh_config,
         identity=final.identity,
-    )  # fmt: skip
+    )
 
 
 def _paths(text: str) -> list[str]:
-    """Several files in one value; a path with spaces is quoted there."""
+    """Split a value that lists files; paths with spaces are quoted in it."""
     with contextlib.suppress(BadInput):
         return shell.split(text)
     return text.split()
 
 
-def _looked_up(host: Host, asked: str) -> Mapping[str, Any]:
+def _options(host: Host, name: str) -> Mapping[str, Any]:
     path = host.ssh_config or _CONFIG
     try:
         text = _config_text(Path(path).expanduser())
-        found = _config(text).lookup(asked)
-        if "proxycommand" in found and (host.port or host.user):
-            # Its %p and %r are what the inventory says.
+        options = _config(text).lookup(name)
+        if "proxycommand" in options and (host.port or host.user):
+            # The command's %p and %r are the host's own port and user.
             first = f"Port {host.port}\n" if host.port else ""
             first += f"User {host.user}\n" if host.user else ""
-            found = _config(f"{first}Host *\n{text}").lookup(asked)
-        if not 0 < int(found.get("port", 22)) < 1 << 16:
-            raise ValueError(f"Port {found['port']}")
-        return found
+            options = _config(f"{first}Host *\n{text}").lookup(name)
+        if not 0 < int(options.get("port", 22)) < 1 << 16:
+            raise ValueError(f"Port {options['port']}")
+        return options
     except FileNotFoundError:
         if host.ssh_config is None:
             return {}
@@ -136,23 +138,23 @@ def _looked_up(host: Host, asked: str) -> Mapping[str, Any]:
 
 
 class _Config(paramiko.SSHConfig):
-    """Runs the command of a ``Match exec`` itself: paramiko's way would read our standard input."""
+    """Runs ``Match exec`` commands without standard input; paramiko's would read ours."""
 
-    # This and _tokenize are methods of paramiko 5.1 that it neither documents nor types.
+    # `_does_match` and `_tokenize` are undocumented, untyped methods of paramiko 5.1.
     def _does_match(
         self, criteria: Any, target: str, canonical: Any, final: Any, options: Any
     ) -> Any:
-        commands = [one for one in criteria if one["type"] == "exec"]
-        others = [one for one in criteria if one["type"] != "exec"]
+        commands = [each for each in criteria if each["type"] == "exec"]
+        others = [each for each in criteria if each["type"] != "exec"]
         if others or not commands:
             matched = super()._does_match(others, target, canonical, final, options)  # type: ignore[misc]
             if not matched or not commands:
                 return matched
-        for one in commands:
-            command = self._tokenize(options, target, "match-exec", one["param"])  # type: ignore[attr-defined]
-            nothing = subprocess.DEVNULL
-            ended = subprocess.run(["/bin/sh", "-c", command], stdin=nothing, stdout=nothing)
-            if (ended.returncode == 0) == one["negate"]:
+        for each in commands:
+            command = self._tokenize(options, target, "match-exec", each["param"])  # type: ignore[attr-defined]
+            null = subprocess.DEVNULL
+            done = subprocess.run(["/bin/sh", "-c", command], stdin=null, stdout=null)
+            if (done.returncode == 0) == each["negate"]:
                 return False
         return True
 
@@ -163,11 +165,11 @@ def _config(text: str) -> paramiko.SSHConfig:
 
 
 def config_text(path: Path, depth: int = 0) -> str:
-    """A configuration, with what its ``Include`` lines name in their places.
+    """Return a configuration with its ``Include`` lines replaced by the files that they name.
 
     Raises:
         OSError, UnicodeDecodeError: ``path`` cannot be read.
-        ValueError: files include each other without end.
+        ValueError: files include each other more than 16 deep.
     """
     if depth > _MOST_INCLUDES:
         raise ValueError(f"more than {_MOST_INCLUDES} files include each other")
@@ -181,10 +183,10 @@ def config_text(path: Path, depth: int = 0) -> str:
             continue
         for name in shell.split(include[1]):
             pattern = os.path.join(os.path.expanduser("~/.ssh"), os.path.expanduser(name))
-            for found in sorted(glob.glob(pattern)):
+            for included in sorted(glob.glob(pattern)):
                 with contextlib.suppress(OSError):
-                    lines.append(config_text(Path(found), depth + 1))
-        # The blocks of an included file end with it.
+                    lines.append(config_text(Path(included), depth + 1))
+        # A block of an included file does not go beyond it.
         lines.append(block)
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,4 @@
-"""One authenticated connection to a host, on paramiko."""
+"""Makes an authenticated connection to a host, with paramiko."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from clusterkit.backends.ssh.known_hosts import check_key, known_keys
 
 KEEPALIVE_SECONDS = 5
 SILENT_SECONDS = 20
-"""Unacknowledged data or keep-alives for so long end a connection (TCP_USER_TIMEOUT)."""
+"""A connection ends when data or keep-alives stay unacknowledged for so long (TCP_USER_TIMEOUT)."""
 IDLE_SECONDS = 2.0
-"""Between two looks of a connection's thread whether there is more to do than to read: paramiko's
-own 0.1 s would take a core for a thousand hosts that are quiet."""
+"""How often a connection's thread wakes without data: paramiko's own 0.1 s would take a processor
+core for a thousand idle hosts."""
 BANNER_TRIES = 4
 """A busy sshd drops connections before it greets (MaxStartups)."""
 WINDOW_BYTES = 1 << 24
-# Authenticated ciphers first: they are the fast ones, and need no HMAC of their own.
+# Authenticated ciphers first: they are the fastest, as they need no separate HMAC.
 CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes256-ctr")
 _Keys = Generator[tuple[paramiko.PKey, str], None, None]
-"""Keys, and what to call them."""
-# Our connections log here: what goes wrong is said by our own errors, not by paramiko's threads.
+"""Keys, each with a name for messages."""
+# Our errors report what goes wrong; paramiko's threads would also print it through this logger.
 _LOG = "clusterkit.paramiko"
 logging.getLogger(_LOG).addHandler(logging.NullHandler())
 logging.getLogger(_LOG).propagate = False
@@ -40,14 +40,14 @@ logging.getLogger(_LOG).propagate = False
 def connect(
     target: Target, timeout: float, through: paramiko.Transport | None = None
 ) -> paramiko.Transport:
-    """A connection that is authenticated.
+    """Return an authenticated connection to a host.
 
     Args:
-        timeout: seconds until the host must have answered.
+        timeout: seconds for the host to answer.
         through: a connection to the jump host.
 
     Raises:
-        HostUnreachable: it does not answer or does not let us in.
+        HostUnreachable: the host does not answer, or refuses the login.
         HostKeyProblem: its key is not known, or has changed.
     """
     for attempt in range(BANNER_TRIES):
@@ -64,9 +64,9 @@ def connect(
                 ) from None
             busy = isinstance(error, (EOFError, ConnectionResetError)) or "banner" in str(error)
             if attempt + 1 == BANNER_TRIES or not busy:
-                way = f" through {target.proxy_command!r}" if target.proxy_command else ""
+                proxy = f" through {target.proxy_command!r}" if target.proxy_command else ""
                 raise HostUnreachable(
-                    f"{target}: the SSH connection{way} failed: "
+                    f"{target}: the SSH connection{proxy} failed: "
                     f"{str(error) or 'closed by the host'}"
                 ) from None
             time.sleep(0.1 * 2**attempt)
@@ -76,7 +76,7 @@ def connect(
 def _connect(
     target: Target, timeout: float, through: paramiko.Transport | None
 ) -> paramiko.Transport:
-    # A key kept for the address alone counts for any port, as it does for OpenSSH.
+    # As in OpenSSH, a key that is known for the address alone is valid for any port.
     known = known_keys(target, target.key_name) or known_keys(target, target.address)
     kinds = {key.kind for key in known if not key.revoked}
     transport = paramiko.Transport(_socket(target, timeout, through), WINDOW_BYTES)
@@ -99,21 +99,21 @@ def _connect(
 
 
 def hang_up(transport: paramiko.Transport) -> None:
-    """End a connection; the host learns of it at once."""
+    """Close a connection so that the host notices at once."""
     if isinstance(transport.sock, socket.socket):
-        with contextlib.suppress(OSError):  # wakes the thread that reads, which keeps it open
+        with contextlib.suppress(OSError):  # wakes the reading thread, which holds the socket open
             transport.sock.shutdown(socket.SHUT_RDWR)
     transport.close()
-    transport.sock.close()  # returns when a ProxyCommand is gone; the thread may be about to do it
+    transport.sock.close()  # waits until a ProxyCommand has ended
 
 
 def _socket(
     target: Target, timeout: float, through: paramiko.Transport | None
 ) -> socket.socket | paramiko.Channel:
-    where = (target.address, target.port)
+    address = (target.address, target.port)
     if through is not None:
         try:
-            return through.open_channel("direct-tcpip", where, ("127.0.0.1", 0), timeout=timeout)
+            return through.open_channel("direct-tcpip", address, ("127.0.0.1", 0), timeout=timeout)
         except (paramiko.SSHException, EOFError) as error:
             raise HostUnreachable(
                 f"{target}: jump host {target.jump} cannot reach it: {error}"
@@ -121,7 +121,7 @@ def _socket(
     if target.proxy_command is not None:
         return _Proxy(target.proxy_command)
     try:
-        found = socket.create_connection(where, timeout)
+        connected = socket.create_connection(address, timeout)
     except (socket.gaierror, UnicodeError):
         raise HostUnreachable(
             f"{target}: the name {target.address} cannot be resolved",
@@ -138,22 +138,24 @@ def _socket(
         ) from None
     except OSError as error:
         raise HostUnreachable(f"{target}: {(error.strerror or str(error)).lower()}") from None
-    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):
-        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_SECONDS * 1000)
-    return found
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_SECONDS * 1000)
+    return connected
 
 
 class _Proxy(socket.socket):
-    """The way through a ProxyCommand. paramiko's own does not notice when the command ends, and
-    leaves it behind."""
+    """A socket to a ProxyCommand.
+
+    paramiko's own does not notice that the command ends, and does not end it.
+    """
 
     def __init__(self, command: str) -> None:
-        ours, its = socket.socketpair()
+        ours, theirs = socket.socketpair()
         super().__init__(fileno=ours.detach())
-        with its:
+        with theirs:
             self._process = subprocess.Popen(
-                ["/bin/sh", "-c", f"exec {command}"], stdin=its.fileno(), stdout=its.fileno()
+                ["/bin/sh", "-c", f"exec {command}"], stdin=theirs.fileno(), stdout=theirs.fileno()
             )
 
     def close(self) -> None:
@@ -177,10 +179,10 @@ def _authenticate(target: Target, transport: paramiko.Transport) -> None:
 
 
 def _keys(target: Target, problems: list[str]) -> _Keys:
-    """Keys named for the host first, then those of the SSH agent, then the usual files.
+    """Yield the keys named for the host, then those of the SSH agent, then the default files.
 
     Args:
-        problems: gets why a file's key cannot be used.
+        problems: collects why the key of a file cannot be used.
     """
     named = [Path(path) for path in target.identities]
 
@@ -195,13 +197,13 @@ def _keys(target: Target, problems: list[str]) -> _Keys:
             yield from _agent_keys(target, named)
     if not target.identities_only:
         folder = Path("~/.ssh").expanduser()
-        usual = [folder / name for name in ("id_ed25519", "id_ecdsa", "id_rsa")]
-        there = [path for path in usual if path not in named and path.exists()]
-        yield from of_files(there, needed=False)
+        default = [folder / name for name in ("id_ed25519", "id_ecdsa", "id_rsa")]
+        existing = [path for path in default if path not in named and path.exists()]
+        yield from of_files(existing, needed=False)
 
 
 def _agent_keys(target: Target, named: list[Path]) -> _Keys:
-    """With IdentitiesOnly those of the agent's keys that belong to the files named."""
+    """Yield the SSH agent's keys; with IdentitiesOnly, only those of the named files."""
     public = {text for path in named if (text := _public_text(path))}
     agent = paramiko.Agent()
     try:
@@ -231,10 +233,10 @@ def _public_text(path: Path) -> str | None:
 def _private_key(
     path: Path, target: Target, problems: list[str], *, needed: bool
 ) -> paramiko.PKey | None:
-    """A key from its file; what is wrong with it goes to ``problems``, or is raised.
+    """Return the key of a file; None: it cannot be used, and ``problems`` gets the reason.
 
     Raises:
-        HostUnreachable: ``needed``, and it cannot be used.
+        HostUnreachable: ``needed``, and the key cannot be used.
     """
     try:
         mode = path.stat().st_mode & 0o777
@@ -243,7 +245,7 @@ def _private_key(
             remedy = f"chmod 600 {shell.quote(str(path))}"
         else:
             return _load_key(str(path), path.stat().st_mtime)
-    except (paramiko.PasswordRequiredException, TypeError):  # TypeError: cryptography's word for it
+    except (paramiko.PasswordRequiredException, TypeError):  # TypeError: cryptography's
         problem = f"key {path} is protected by a passphrase"
         remedy = f"ssh-add {shell.quote(str(path))} hands it to your SSH agent"
         if os.environ.get("SSH_AUTH_SOCK"):

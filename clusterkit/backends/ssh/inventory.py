@@ -1,8 +1,8 @@
-"""The hosts of a cluster from an Ansible inventory or a DeepSpeed hostfile.
+"""Reads hosts from an Ansible inventory or a DeepSpeed hostfile.
 
 Hostfiles and plain YAML inventories (``hosts``, ``children`` and ``vars``, every host written out)
-are read here. Whatever else Ansible knows, INI, ranges, plugins, programs, folders, ``group_vars``
-and vaults, is read by ``ansible-inventory``, which takes 0.5 s.
+are parsed here. All else that Ansible reads (INI, ranges, plugins, programs, folders,
+``group_vars``, vaults) goes to ``ansible-inventory``, which takes 0.5 s.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from clusterkit.yaml_file import Document, parse_yaml
 
 MOST_HOSTS = 100_000
 ANSIBLE_SECONDS = 120.0
-"""Longer than an inventory plugin needs to ask a cloud."""
+"""Timeout of ``ansible-inventory``, whose plugins may query a cloud."""
 _FORMS = "`inventory` names an Ansible inventory or a DeepSpeed hostfile (`host slots=N`)"
 BRACKETED = re.compile(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?\Z")
 """An IPv6 address in brackets, and what follows a colon behind them."""
 _RANGE = re.compile(r"\[([0-9]*):([0-9]+)(?::[0-9]+)?\]")
 _INI_LINE = re.compile(r"\[[^\]]*\]\Z|\S+\s.*\b(ansible|clusterkit)_\w+\s*=")
-"""A line of an INI inventory that no hostfile has: a group, variables of Ansible's or ours."""
+"""A line of an INI inventory that no hostfile has: a group, or variables of a host."""
 _ONLY_ANSIBLE = {
     "it is encrypted": re.compile(r"\A\$ANSIBLE_VAULT;"),
     "it configures an inventory plugin": re.compile(r"^plugin:", re.MULTILINE),
@@ -49,19 +49,20 @@ _ONLY_ANSIBLE = {
         re.MULTILINE | re.VERBOSE,
     ),
 }
+"""Forms that only Ansible can read, and the patterns that show them."""
 
 
 class _NeedsAnsible(Exception):
-    """What only Ansible can read: where it stands, and what it is."""
+    """The inventory has a form that only Ansible can read: file and line, and the form."""
 
 
 def read_hosts(path: Path, group: str) -> tuple[Host, ...]:
-    """The hosts of one group, in the file's order.
+    """Return the hosts of one group, in the file's order.
 
     Raises:
         BadInput: no such file, not an inventory, no such group, no hosts, the same host or
-            address twice, a value that cannot be used; the message names file and host.
-        Unavailable: a form that needs ``ansible-inventory``, which is not installed.
+            address twice, an unusable value; the message names file and host.
+        Unavailable: the file needs ``ansible-inventory``, which is not installed.
     """
     try:
         text = _text(path)
@@ -71,15 +72,12 @@ def read_hosts(path: Path, group: str) -> tuple[Host, ...]:
             hosts = addresses.hostfile(str(path), lines)
         else:
             raise BadInput(f"{path}: a hostfile has no group {group!r}", hint="leave `group` out")
-    except _NeedsAnsible as found:
-        hosts = _by_ansible(path, group, *found.args)
+    except _NeedsAnsible as needs:
+        hosts = _by_ansible(path, group, *needs.args)
     if not hosts:
         where = "" if group == "all" else f" in group {group}"
         raise BadInput(f"{path}: no hosts{where}", hint="add hosts below `hosts:`")
     return check_hosts(hosts, str(path))
-
-
-# ---------------------------------------------------------------- hostfiles
 
 
 def _text(path: Path) -> str:
@@ -98,14 +96,14 @@ def _text(path: Path) -> str:
         raise BadInput(
             f"{path}: not a text file (byte {error.start} is not UTF-8)", hint=_FORMS
         ) from None
-    # On some disks all files are executable.
+    # The mode alone does not tell: on some disks all files are executable.
     if program and text.startswith("#!"):
         raise _NeedsAnsible(str(path), "it is a program")
     return text
 
 
 def _hostfile_lines(text: str) -> list[tuple[int, str]] | None:
-    """Numbered lines without comments, if this looks like a hostfile."""
+    """Return the numbered lines without comments; None: this is no hostfile."""
     lines = addresses.hostfile_lines(text)
     words = [line.split() for _, line in lines]
     if not lines or words[0][0].startswith(("---", "{", "$ANSIBLE_VAULT;")):
@@ -113,11 +111,8 @@ def _hostfile_lines(text: str) -> list[tuple[int, str]] | None:
     if any(_INI_LINE.match(line) and not BRACKETED.match(line) for _, line in lines):
         return None
     with_slots = any(re.search(r"\sslots?\s*=", line, re.IGNORECASE) for _, line in lines)
-    bare = all(len(found) == 1 and not found[0].endswith(":") for found in words)
-    return lines if with_slots or bare else None
-
-
-# ---------------------------------------------------------------- inventories
+    names_only = all(len(each) == 1 and not each[0].endswith(":") for each in words)
+    return lines if with_slots or names_only else None
 
 
 @dataclass
@@ -132,67 +127,68 @@ class _Inventory:
     where: str
     groups: dict[str, _Group] = field(default_factory=dict)
     hosts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Their own variables, by name, in the file's order."""
+    """The variables of each host itself, in the file's order."""
 
     def members(self, wanted: str) -> list[Host]:
-        """The hosts of one group with the variables of all groups that they are in."""
+        """Return the hosts of one group, with the variables of all groups that hold them."""
         names = {*self.groups, "all"}
         if wanted not in names:
             raise BadInput(
                 f"{self.where}: there is no group {wanted!r}",
                 hint=f"{did_you_mean(wanted, names)} groups: {listed(sorted(names), 8)}".lstrip(),
             )
-        depth, above = self._ancestors()
+        depth, ancestors = self._ancestors()
         groups_of = {host: {"all"} & depth.keys() for host in self.hosts}
         for name, group in self.groups.items():
             for host in group.hosts:
-                groups_of[host] |= above[name]
+                groups_of[host] |= ancestors[name]
         hosts = []
         for host in self.hosts if wanted == "all" else self.below(wanted):
             variables: dict[str, Any] = {}
-            # As for Ansible the deeper group wins, then by name, then the host's own.
+            # As in Ansible: deeper groups override others, equal depths go by name, and the
+            # host's own variables override all.
             for name in sorted(groups_of[host], key=lambda name: (depth[name], name)):
                 variables |= self.groups[name].variables
             hosts.append(host_of(self.where, host, variables | self.hosts[host]))
         return hosts
 
     def below(self, name: str) -> dict[str, None]:
-        """The hosts of a group and its descendants, each once: its own first."""
+        """Return the hosts of a group and of its descendants, each once, depth first."""
         hosts: dict[str, None] = {}
-        seen = set()
-        waiting = [name]
-        while waiting:
-            if (current := waiting.pop()) not in seen:
-                seen.add(current)
+        visited = set()
+        stack = [name]
+        while stack:
+            if (current := stack.pop()) not in visited:
+                visited.add(current)
                 hosts |= self.groups[current].hosts
-                waiting += reversed(self.groups[current].children)
+                stack += reversed(self.groups[current].children)
         return hosts
 
     def _ancestors(self) -> tuple[dict[str, int], dict[str, set[str]]]:
-        """The depth of every group, and the groups that it is in, itself included."""
+        """Return the depth of every group, and the groups that hold it, itself included."""
         parents: dict[str, list[str]] = {name: [] for name in self.groups}
         for name, group in self.groups.items():
             for child in group.children:
                 parents[child].append(name)
         depth: dict[str, int] = {}
-        above: dict[str, set[str]] = {}
+        ancestors: dict[str, set[str]] = {}
         try:
             for name in TopologicalSorter(parents).static_order():
-                its = parents[name]
-                depth[name] = 0 if name == "all" else 1 + max((depth[p] for p in its), default=0)
-                above[name] = {name}.union(*(above[parent] for parent in its))
+                depths = (depth[parent] for parent in parents[name])
+                depth[name] = 0 if name == "all" else 1 + max(depths, default=0)
+                ancestors[name] = {name}.union(*(ancestors[parent] for parent in parents[name]))
         except CycleError as error:
             raise BadInput(
                 f"{self.where}: a group is its own child: {' > '.join(error.args[1])}"
             ) from None
-        return depth, above
+        return depth, ancestors
 
 
 def _yaml(path: Path, text: str, group: str) -> list[Host]:
-    for what, pattern in _ONLY_ANSIBLE.items():
+    for form, pattern in _ONLY_ANSIBLE.items():
         if match := pattern.search(text):
             line = text.count("\n", 0, match.start()) + 1
-            raise _NeedsAnsible(f"{path}:{line}", what)
+            raise _NeedsAnsible(f"{path}:{line}", form)
     for name in ("group_vars", "host_vars"):
         if (path.parent / name).is_dir():
             raise _NeedsAnsible(str(path), f"there is a folder {name} beside it")
@@ -201,16 +197,16 @@ def _yaml(path: Path, text: str, group: str) -> list[Host]:
         raise BadInput(f"{path}: the file is empty")
     if not isinstance(document.data, dict):
         raise BadInput(f"{path}: not an inventory", hint=_FORMS)
-    found = _Inventory(str(path))
+    inventory = _Inventory(str(path))
     for name, body in document.data.items():
-        _collect(document, (name,), name, body, found)
-    return found.members(group)
+        _add_group(document, (name,), name, body, inventory)
+    return inventory.members(group)
 
 
-def _collect(
+def _add_group(
     document: Document, place: tuple[str, ...], name: str, body: Any, into: _Inventory
 ) -> None:
-    """One group and all below it; as for Ansible, what the file says later of a host wins."""
+    """Add a group and its descendants; as in Ansible, later variables of a host override."""
     group = into.groups.setdefault(name, _Group())
     if body is None:
         return
@@ -233,7 +229,7 @@ def _collect(
                 group.variables[item] = value
             elif key == "children":
                 group.children[item] = None
-                _collect(document, at, item, value, into)
+                _add_group(document, at, item, value, into)
             elif value is not None and not isinstance(value, dict):
                 raise document.error(at, "a host holds variables")
             else:
@@ -246,22 +242,25 @@ def _collect(
 
 
 def _range(document: Document, place: tuple[str, ...], pattern: str) -> Exception:
-    """``gpu[01:16]`` is Ansible's to expand; it passes over empty ranges, and huge ones kill it."""
+    """Return the exception for ``gpu[01:16]``, which Ansible expands.
+
+    Empty ranges, which it ignores, and huge ones, which kill it, are errors.
+    """
     hosts = 1
     for match in _RANGE.finditer(pattern):
         hosts *= max(0, int(match[2]) - int(match[1] or 0) + 1)
     if not 0 < hosts <= MOST_HOSTS:
-        wrong = f"more than {MOST_HOSTS} hosts" if hosts else "a range without hosts"
-        return document.error(place, wrong, hint="gpu[01:16]")
+        problem = f"more than {MOST_HOSTS} hosts" if hosts else "a range without hosts"
+        return document.error(place, problem, hint="gpu[01:16]")
     return _NeedsAnsible(document.where(place), f"{pattern!r} is a range of hosts")
 
 
-def _by_ansible(path: Path, group: str, where: str, what: str) -> list[Host]:
+def _by_ansible(path: Path, group: str, where: str, form: str) -> list[Host]:
     folders = [os.path.dirname(sys.executable), os.environ.get("PATH", "")]
     tool = shutil.which("ansible-inventory", path=os.pathsep.join(folders))
     if tool is None:
         raise Unavailable(
-            f"{where}: {what}: only Ansible can read such an inventory, and it is not installed",
+            f"{where}: {form}: only Ansible can read such an inventory, and it is not installed",
             hint="pip install 'clusterkit[ansible]', or list every host in plain YAML",
         )
     with tempfile.TemporaryDirectory(prefix="clusterkit-ansible-") as scratch:
@@ -272,7 +271,7 @@ def _by_ansible(path: Path, group: str, where: str, what: str) -> list[Host]:
             "ANSIBLE_INVENTORY_CACHE": "false",
             "ANSIBLE_LOCAL_TEMP": scratch,
             "ANSIBLE_NOCOLOR": "true",
-            "LC_ALL": "C.UTF-8",  # it refuses to start in any other
+            "LC_ALL": "C.UTF-8",  # Ansible refuses to start in a locale that is not UTF-8
             "PYTHONDONTWRITEBYTECODE": "1",
         }
         try:
@@ -291,23 +290,23 @@ def _by_ansible(path: Path, group: str, where: str, what: str) -> list[Host]:
     if not isinstance(listing, dict):
         raise BadInput(
             f"{path}: ansible-inventory cannot read it: "
-            + _complaint(done.stderr.decode(errors="replace"))
+            + _last_errors(done.stderr.decode(errors="replace"))
         )
-    # ansible-inventory has merged the groups' variables into the hosts' already.
+    # ansible-inventory has already merged the groups' variables into those of the hosts.
     variables = listing.pop("_meta", {}).get("hostvars", {})
-    found = _Inventory(str(path))
+    inventory = _Inventory(str(path))
     for name, body in listing.items():
         hosts, children = dict.fromkeys(body.get("hosts", ())), body.get("children", ())
-        found.groups[name] = _Group(hosts=hosts, children=dict.fromkeys(children))
+        inventory.groups[name] = _Group(hosts=hosts, children=dict.fromkeys(children))
         for child in children:
-            found.groups.setdefault(child, _Group())
-    if "all" in found.groups:
-        found.hosts = {host: variables.get(host, {}) for host in found.below("all")}
-    return found.members(group)
+            inventory.groups.setdefault(child, _Group())
+    if "all" in inventory.groups:
+        inventory.hosts = {host: variables.get(host, {}) for host in inventory.below("all")}
+    return inventory.members(group)
 
 
-def _complaint(stderr: str) -> str:
-    """What Ansible says went wrong, without what it tried before."""
+def _last_errors(stderr: str) -> str:
+    """Return Ansible's last messages: earlier ones are of parsers that it tried in vain."""
     parts = re.split(r"^(?:\[?(?:WARNING|ERROR)\]?): ", stderr, flags=re.MULTILINE)
-    found = [" ".join(part.split()) for part in parts if part.strip()]
-    return " / ".join(found[-3:])[:600] or "no output"
+    messages = [" ".join(part.split()) for part in parts if part.strip()]
+    return " / ".join(messages[-3:])[:600] or "no output"

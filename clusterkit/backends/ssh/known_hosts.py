@@ -1,7 +1,6 @@
-"""Host keys: ``known_hosts`` as sshd(8) describes it, and whether a host shows a key of those.
+"""Checks host keys against ``known_hosts`` files as sshd(8) describes them.
 
-paramiko reads such files without patterns and revoked keys, and slowly where they have thousands
-of lines.
+paramiko's `HostKeys` knows neither patterns nor revoked keys, and is slow with thousands of lines.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from clusterkit.backends.ssh.config import HostUnreachable, Target
 
 
 class HostKeyProblem(HostUnreachable):
-    """A host's key is not known, or another than before."""
+    """A host's key is not in ``known_hosts``, has changed, or is revoked."""
 
 
 @dataclass(frozen=True)
 class KnownKey:
-    """One line's key: its type, and the key itself in base64."""
+    """A key of ``known_hosts``: its type, and the key in base64."""
 
     kind: str
     text: str
@@ -37,7 +36,7 @@ class KnownKey:
 
 
 class KnownHosts:
-    """The lines of one file; what is no such line is passed over, as OpenSSH does."""
+    """One ``known_hosts`` file. Lines that cannot be parsed are ignored, as OpenSSH does."""
 
     def __init__(self, text: str) -> None:
         self._lines: list[tuple[str, KnownKey]] = []
@@ -49,12 +48,12 @@ class KnownHosts:
                 self._lines.append((fields[0], key))
 
     def keys(self, name: str) -> list[KnownKey]:
-        """The keys of a host, called ``name`` or, for another port than 22, ``[name]:port``."""
+        """Return the keys of the host ``name``; with a port other than 22: ``[name]:port``."""
         name = name.lower()
-        return [key for names, key in self._lines if _is_among(name, names)]
+        return [key for names, key in self._lines if _names_host(names, name)]
 
 
-def _is_among(name: str, names: str) -> bool:
+def _names_host(names: str, name: str) -> bool:
     if names.startswith("|1|"):
         try:
             salt, digest = map(base64.b64decode, names[3:].split("|"))
@@ -62,43 +61,44 @@ def _is_among(name: str, names: str) -> bool:
             return False
         return hmac.compare_digest(hmac.digest(salt, name.encode(), hashlib.sha1), digest)
     patterns = names.lower().split(",")
-    refused = any(pattern[0] == "!" and _fits(name, pattern[1:]) for pattern in patterns if pattern)
-    return not refused and any(_fits(name, pattern) for pattern in patterns)
+    if any(_matches(name, pattern[1:]) for pattern in patterns if pattern.startswith("!")):
+        return False
+    return any(_matches(name, pattern) for pattern in patterns)
 
 
-def _fits(name: str, pattern: str) -> bool:
+def _matches(name: str, pattern: str) -> bool:
     if "*" not in pattern and "?" not in pattern:
         return name == pattern
-    # Brackets stand for themselves there.
+    # Brackets are literal in known_hosts, but special to fnmatch.
     return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
 
 
 @cache
-def _known(path: str, changed: float) -> KnownHosts:
+def _read_cached(path: str, changed: float) -> KnownHosts:
     return KnownHosts(Path(path).read_text(errors="replace"))
 
 
 def known_keys(target: Target, name: str) -> list[KnownKey]:
-    """The keys that the target's files hold for this name."""
-    found = []
+    """Return the keys in the target's files for this name."""
+    keys = []
     for path in target.known_hosts:
         with contextlib.suppress(OSError):
-            found += _known(path, os.stat(path).st_mtime).keys(name)
-    return found
+            keys += _read_cached(path, os.stat(path).st_mtime).keys(name)
+    return keys
 
 
 def check_key(target: Target, key: paramiko.PKey, known: Sequence[KnownKey]) -> None:
-    """Compare the key that a host shows with those it is known by.
+    """Check that the key that a host presents is one of its known keys.
 
     Raises:
-        HostKeyProblem: it is not known, another than before, or revoked.
+        HostKeyProblem: it is not known, has changed, or is revoked.
     """
     file = target.known_hosts[0]
     port = "" if target.port == 22 else f"-p {target.port} "
     kind = key.get_name()
     offered = f"{kind} {key.fingerprint}"
-    same = [kept for kept in known if (kept.kind, kept.text) == (kind, key.get_base64())]
-    if any(kept.revoked for kept in same):
+    same = [each for each in known if (each.kind, each.text) == (kind, key.get_base64())]
+    if any(each.revoked for each in same):
         raise HostKeyProblem(
             f"{target}: its host key has been revoked: {offered}",
             hint="do not trust a host that has this key; the host needs a new one",
@@ -106,17 +106,17 @@ def check_key(target: Target, key: paramiko.PKey, known: Sequence[KnownKey]) -> 
     if same:
         return
     add = f"ssh-keyscan {port}{shell.quote(target.address)} >>{shell.quote(file)}"
-    its_own = [kept for kept in known_keys(target, target.key_name) if not kept.revoked]
-    if kept_ones := [kept for kept in its_own if kept.kind == kind]:
-        fingerprints = ", ".join(_fingerprint(kept) for kept in kept_ones)
+    valid = [each for each in known_keys(target, target.key_name) if not each.revoked]
+    if previous := [each for each in valid if each.kind == kind]:
+        fingerprints = ", ".join(map(_fingerprint, previous))
         raise HostKeyProblem(
             f"{target}: its host key has changed: known is {kind} {fingerprints}, "
             f"now it offers {offered}",
             hint="another machine answers there, or it was installed anew: only in the second "
             f"case, ssh-keygen -R {shell.quote(target.key_name)} -f {shell.quote(file)} && {add}",
         )
-    if its_own:
-        kinds = ", ".join(dict.fromkeys(kept.kind for kept in its_own))
+    if valid:
+        kinds = ", ".join(dict.fromkeys(each.kind for each in valid))
         raise HostKeyProblem(
             f"{target}: its host key is not the known one: known_hosts has one of type {kinds}, "
             f"it offers {offered}",

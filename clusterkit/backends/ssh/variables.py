@@ -1,8 +1,8 @@
-"""A host from its Ansible variables.
+"""Makes a host from its Ansible variables.
 
-These count: ``ansible_host ansible_port ansible_user ansible_ssh_private_key_file ansible_ssh_args
-ansible_ssh_common_args ansible_ssh_extra_args`` (and the older names that Ansible still takes for
-them) and clusterkit's own ``slots clusterkit_python clusterkit_address clusterkit_devices``.
+It reads ``ansible_host ansible_port ansible_user ansible_ssh_private_key_file ansible_ssh_args
+ansible_ssh_common_args ansible_ssh_extra_args`` (and their older names, which Ansible still
+accepts) and clusterkit's own ``slots clusterkit_python clusterkit_address clusterkit_devices``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ SECRETS = {
     "ansible_private_key_passphrase": "passphrases",
     "ansible_ssh_private_key_passphrase": "passphrases",
 }
+"""Variables that are refused, and the secret that each holds."""
 SSH_SWITCHES = "1246ab:c:e:fgi:kl:m:no:p:qstvxyAB:CD:E:F:GI:J:KL:MNO:PQ:R:S:TVw:W:XY"
-"""The switches of ssh(1), as getopt wants them."""
+"""The options of ssh(1), in the syntax of getopt."""
 _NAMED_SWITCHES = {
     "-F": "configfile",
     "-i": "identityfile",
@@ -44,61 +45,63 @@ _OPTION = re.compile(r"\s*(\w+)(?:\s*=\s*|\s+)(.*)\Z", re.DOTALL)
 
 
 def host_of(where: str, name: str, variables: Mapping[str, Any]) -> Host:
-    """A host from its Ansible variables; relative paths start at the inventory's folder.
+    """Return a host from its Ansible variables; relative paths start at the inventory's folder.
 
     Raises:
-        BadInput: a value that cannot be used; the message names the inventory, host and variable.
+        BadInput: a value cannot be used; the message names the inventory, host and variable.
     """
-    its = _Variables(where, name, variables)
-    for secret, what in SECRETS.items():
-        if variables.get(secret):
-            raise its.refuse(
-                secret, f"clusterkit takes no {what} from files", "use a key file and the SSH agent"
+    reader = _Variables(where, name, variables)
+    for variable, secret in SECRETS.items():
+        if variables.get(variable):
+            raise reader.error(
+                variable,
+                f"clusterkit takes no {secret} from files",
+                "use a key file and the SSH agent",
             )
-    connection = its.text("ansible_connection")
+    connection = reader.text("ansible_connection")
     if connection is not None and connection not in CONNECTIONS:
-        raise its.refuse("ansible_connection", f"{connection!r}: only SSH reaches a node")
-    options = its.ssh_options()
-    key = its.text("ansible_ssh_private_key_file", "ansible_private_key_file")
-    devices = its.devices()
-    slots = its.number("slots", 1, 999999)
-    port = its.number("ansible_port", 1, 65535, "ansible_ssh_port")
+        raise reader.error("ansible_connection", f"{connection!r}: only SSH reaches a node")
+    options = reader.ssh_options()
+    key = reader.text("ansible_ssh_private_key_file", "ansible_private_key_file")
+    devices = reader.devices()
+    slots = reader.number("slots", 1, 999999)
+    port = reader.number("ansible_port", 1, 65535, "ansible_ssh_port")
     if port is None and "port" in options:
         port = _Variables(where, name, {"ssh port": options["port"]}).number("ssh port", 1, 65535)
     return Host(
         name=name,
-        address=its.text("ansible_host", "ansible_ssh_host") or options.get("hostname"),
+        address=reader.text("ansible_host", "ansible_ssh_host") or options.get("hostname"),
         port=port,
-        user=its.text("ansible_user", "ansible_ssh_user") or options.get("user"),
-        identity=its.path(key or options.get("identityfile")),
-        known_hosts=its.path(options.get("userknownhostsfile")),
-        jump=options.get("proxyjump") or its.proxy(options, key),
-        ssh_config=its.path(options.get("configfile")),
+        user=reader.text("ansible_user", "ansible_ssh_user") or options.get("user"),
+        identity=reader.path(key or options.get("identityfile")),
+        known_hosts=reader.path(options.get("userknownhostsfile")),
+        jump=options.get("proxyjump") or reader.proxy(options, key),
+        ssh_config=reader.path(options.get("configfile")),
         slots=len(devices) if devices is not None and slots is None else slots,
         devices=devices,
-        python=its.text("clusterkit_python"),
-        cluster_address=its.text("clusterkit_address"),
+        python=reader.text("clusterkit_python"),
+        cluster_address=reader.text("clusterkit_address"),
     )
 
 
 def absolute(path: str | None, folder: Path) -> str | None:
-    """A path that a file names: ``~`` is the home, and what is relative is so to the folder."""
+    """Return the absolute path of what a file in the folder names; ``~`` is the user's home."""
     return None if path is None else os.path.normpath(folder / os.path.expanduser(path))
 
 
 @dataclass
 class _Variables:
-    """One host's variables, each read as the type that it should have."""
+    """Reads the variables of one host, each as a type."""
 
     where: str
     host: str
     given: Mapping[str, Any]
 
-    def refuse(self, key: str, why: str, hint: str | None = None) -> BadInput:
-        return BadInput(f"{self.where}: host {self.host}: {key}: {why}", hint)
+    def error(self, key: str, reason: str, hint: str | None = None) -> BadInput:
+        return BadInput(f"{self.where}: host {self.host}: {key}: {reason}", hint)
 
     def text(self, *keys: str) -> str | None:
-        """The first of these that is set, with ``{{ inventory_dir }}`` and its kind filled in."""
+        """Return the first of these that is set, with its templates filled in; None: none is."""
         for key in keys:
             value = self.given.get(key)
             if isinstance(value, dict) and "__ansible_unsafe" in value:
@@ -107,18 +110,18 @@ class _Variables:
                 continue
             if isinstance(value, (dict, list)):
                 kind = "in a vault" if "__ansible_vault" in value else "no text"
-                raise self.refuse(key, f"the value is {kind}", "write it out here")
-            return self._filled(key, str(value))
+                raise self.error(key, f"the value is {kind}", "write it out here")
+            return self._fill_templates(key, str(value))
         return None
 
-    def _filled(self, key: str, value: str) -> str:
-        # ansible-inventory, too, prints templates as they stand.
+    def _fill_templates(self, key: str, value: str) -> str:
+        # The output of ansible-inventory has templates as well.
         if "{{" not in value and "{%" not in value:
             return value
         known = {"inventory_dir": str(self._folder()), "inventory_hostname": self.host}
-        filled = re.sub(r"\{\{\s*(\w+)\s*\}\}", lambda found: known.get(found[1], found[0]), value)
+        filled = re.sub(r"\{\{\s*(\w+)\s*\}\}", lambda match: known.get(match[1], match[0]), value)
         if "{{" in filled or "{%" in filled:
-            raise self.refuse(
+            raise self.error(
                 key,
                 f"{value!r} is a template, which only a playbook can fill in",
                 f"of variables in templates only {' and '.join(known)} are known here",
@@ -126,15 +129,15 @@ class _Variables:
         return filled
 
     def _folder(self) -> Path:
-        place = Path(self.where).absolute()
-        return place if place.is_dir() else place.parent
+        path = Path(self.where).absolute()
+        return path if path.is_dir() else path.parent
 
     def number(self, key: str, least: int, most: int, *older: str) -> int | None:
         value = self.text(key, *older)
         if value is None:
             return None
         if not (re.fullmatch(r"[0-9]{1,9}", value) and least <= int(value) <= most):
-            raise self.refuse(key, f"{value!r} is not a number from {least} to {most}")
+            raise self.error(key, f"{value!r} is not a number from {least} to {most}")
         return int(value)
 
     def path(self, value: str | None) -> str | None:
@@ -149,38 +152,45 @@ class _Variables:
             listed = [listed]
         numbers = [str(item).strip() for item in listed] if isinstance(listed, list) else []
         if not numbers or not all(re.fullmatch(r"[0-9]{1,6}", number) for number in numbers):
-            raise self.refuse("clusterkit_devices", f"{value!r} is not a list of GPUs", "[0, 1]")
+            raise self.error("clusterkit_devices", f"{value!r} is not a list of GPUs", "[0, 1]")
         devices = tuple(map(int, numbers))
         if len(set(devices)) < len(devices):
-            raise self.refuse("clusterkit_devices", f"{value!r} names a GPU twice")
+            raise self.error("clusterkit_devices", f"{value!r} names a GPU twice")
         return devices
 
     def ssh_options(self) -> dict[str, str]:
-        """What the arguments for ``ssh`` say, by lower-case name; the first of a kind counts."""
+        """Return the options in the arguments for ``ssh``, by lower-case name.
+
+        As for ssh itself, the first of several values counts.
+        """
         options: dict[str, str] = {}
         for key in ("ansible_ssh_args", "ansible_ssh_common_args", "ansible_ssh_extra_args"):
             try:
                 options = _ssh_options(split(self.text(key) or ""))[0] | options
             except BadInput as error:
-                raise self.refuse(key, error.message) from None
+                raise self.error(key, error.message) from None
             except GetoptError as error:
-                raise self.refuse(key, f"not arguments of ssh: {error}") from None
+                raise self.error(key, f"not arguments of ssh: {error}") from None
         if options.get("userknownhostsfile") == "/dev/null":
-            # Said so that any host is believed; here the usual file counts.
+            # It would disable the check of host keys: the default file is used instead.
             del options["userknownhostsfile"]
         if options.get("configfile") == "none":
             options["configfile"] = os.devnull
         return options
 
     def proxy(self, options: Mapping[str, str], key: str | None) -> str | None:
-        """The jump host of a ``ProxyCommand=ssh -W %h:%p [user@]host``."""
+        """Return the jump host in a ``ProxyCommand=ssh -W %h:%p [user@]host``; None: no command.
+
+        Raises:
+            BadInput: the command has another form.
+        """
         command = options.get("proxycommand", "none")
         if command.lower() == "none":
             return None
         own = {"identityfile": key, **options} if key else options
         with contextlib.suppress(BadInput, GetoptError):
             found, words = _ssh_options(split(command))
-            # Jump host and host are reached with the same configuration and key.
+            # A jump host is entered with the host's configuration and key: others cannot be kept.
             same = all(
                 found.get(name, own.get(name)) == own.get(name)
                 for name in ("configfile", "identityfile")
@@ -190,7 +200,7 @@ class _Variables:
                 user = f"{found['user']}@" if "user" in found else ""
                 port = f":{found['port']}" if "port" in found else ""
                 return f"{user}{words[1]}{port}"
-        raise self.refuse(
+        raise self.error(
             "ansible_ssh_common_args",
             f"ProxyCommand {command!r} is not understood",
             "-J [user@]host[:port], or a ProxyCommand in ~/.ssh/config",
@@ -198,14 +208,14 @@ class _Variables:
 
 
 def _ssh_options(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Options of ``ssh`` by lower-case name, and the words that are no options."""
-    found: dict[str, str] = {}
-    switches, words = gnu_getopt(list(arguments), SSH_SWITCHES)
+    """Return the options of ``ssh`` by lower-case name, and the remaining arguments."""
+    options: dict[str, str] = {}
+    switches, rest = gnu_getopt(list(arguments), SSH_SWITCHES)
     for switch, value in switches:
         if switch in _NAMED_SWITCHES:
-            found.setdefault(_NAMED_SWITCHES[switch], value)
+            options.setdefault(_NAMED_SWITCHES[switch], value)
         elif switch == "-o" and (option := _OPTION.match(value)):
-            found.setdefault(
+            options.setdefault(
                 option[1].lower(), option[2].strip().removeprefix('"').removesuffix('"')
             )
-    return found, words
+    return options, rest
