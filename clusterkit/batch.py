@@ -16,12 +16,12 @@ DEEPSPEED_KEYS = {
     "micro": "train_micro_batch_size_per_gpu",
     "accumulation": "gradient_accumulation_steps",
 }
-"""The sizes under the names of a DeepSpeed config."""
+"""Field of `Batch` to key of a DeepSpeed config."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The three sizes for one data-parallel size.
+    """Batch sizes for one data-parallel size.
 
     Attributes:
         global_size: samples that one optimizer step sees, over all ranks.
@@ -36,7 +36,7 @@ class Batch:
     data_parallel: int
 
     def deepspeed(self) -> dict[str, int]:
-        """The three numbers under the names of a DeepSpeed config."""
+        """Return the three sizes as keys of a DeepSpeed config."""
         return {key: getattr(self, name) for name, key in DEEPSPEED_KEYS.items()}
 
 
@@ -47,10 +47,10 @@ def solve(
     micro: int | None = None,
     accumulation: int | None = None,
 ) -> Batch:
-    """Work out the sizes that are missing.
+    """Calculate the sizes that are missing.
 
-    ``global_size`` alone means no accumulation; ``micro`` alone or with
-    ``accumulation`` gives the global size; all three must agree.
+    ``global_size`` alone means no accumulation; ``micro`` alone or with ``accumulation`` gives the
+    global size; all three must agree.
 
     Raises:
         BadInput: a size below 1, nothing given, or sizes that do not divide; the
@@ -98,24 +98,18 @@ def _does_not_divide(
     )
     message = f"batch: global {global_size} is not a multiple of {what}"
     hints = [f"nearest global sizes that are: {near}"]
-    if micro is not None:
-        if global_size % ranks == 0:
-            share = global_size // ranks
-            fits = _nearest_divisors(share, micro)
-            hints.append(f"or micro {' or '.join(map(str, fits))} with global {global_size}")
-        if global_size % micro == 0:
-            fits = _nearest_divisors(global_size // micro, ranks)
-            hints.append(f"or {' or '.join(map(str, fits))} ranks")
-    if unit == "ranks":
-        fits = _nearest_divisors(global_size, ranks)
-        hints.append(f"or {' or '.join(map(str, fits))} ranks")
+    if micro is not None and global_size % ranks == 0:
+        fitting = _nearest_divisors(global_size // ranks, micro)
+        hints.append(f"or micro {fitting} with global {global_size}")
+    if unit == "ranks" or (micro is not None and global_size % micro == 0):
+        hints.append(f"or {_nearest_divisors(global_size // (micro or 1), ranks)} ranks")
     return message, "; ".join(hints)
 
 
-def _nearest_divisors(number: int, near: int) -> list[int]:
-    """The largest divisor of ``number`` not above ``near`` and the smallest above it."""
+def _nearest_divisors(number: int, near: int) -> str:
+    """Name the largest divisor of ``number`` up to ``near``, and the smallest above it."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     divisors = sorted({*small, *(number // d for d in small)})
     below = [d for d in divisors if d <= near]
     above = [d for d in divisors if d > near]
-    return below[-1:] + above[:1]
+    return " or ".join(map(str, below[-1:] + above[:1]))

@@ -1,4 +1,4 @@
-"""Where to run: the entries of ``clusters.yaml``, and the facts that probing one finds."""
+"""`ClusterSpec`: one entry of ``clusters.yaml``; `Facts`: what probing that cluster found."""
 
 # ruff: noqa: RUF012 (msgspec gives every struct an empty default of its own)
 
@@ -22,18 +22,18 @@ class NotifySpec(Spec, frozen=True, kw_only=True):
     """Who is notified of a run: a command, or a web address."""
 
     command: tuple[Word, ...] = ()
-    """Command that gets what happened as JSON on its standard input, where runs are submitted."""
+    """Command to run where runs are submitted; it gets the event as JSON on its standard input."""
     url_from: Annotated[str, Meta(pattern=f"^{NAME}$")] | None = None
-    """Variable of the submitter's environment that holds the address which gets it in a POST."""
+    """Variable of the submitter's environment with the URL to which the event is sent by POST."""
     on: tuple[Literal["ended", "failed", "restarted"], ...] = ("ended", "failed", "restarted")
-    """What is notified of; `ended`: it succeeded, or was cancelled."""
+    """Which events; `ended`: the run succeeded, or was cancelled."""
 
 
 class Entry(Spec, frozen=True, kw_only=True):
-    """What every entry of the cluster file may say."""
+    """Keys of every entry of the cluster file."""
 
     env: dict[str, str] = {}
-    """Environment of every job here; a job's `env` goes first."""
+    """Environment variables of every job on this cluster; a job's own `env` overrides them."""
     notify: NotifySpec | None = None
     """Who is notified when a run ends, fails or starts again."""
     stop_grace: Annotated[float, Meta(ge=0, le=86400)] = 10.0
@@ -55,15 +55,15 @@ class LocalCluster(Entry, frozen=True, kw_only=True):
     clusterkit."""
     lost_after: ClassVar[float] = 30.0
     warm: Duration | None = None
-    """How long what a run has imported stays in memory for the next one, such as `10m`; by default
-    what `clusterkit warm on` says, or not at all."""
+    """How long a run's fork server, with the modules it has imported, waits for another run,
+    such as `10m`; by default as `clusterkit warm on` has set, or not at all."""
 
 
 class Host(Spec, frozen=True, kw_only=True):
-    """One machine that is reached over SSH; what is left out comes from the SSH configuration."""
+    """One machine that is reached over SSH; missing values come from the SSH configuration."""
 
     name: Word
-    """What it is called everywhere."""
+    """Name in output and logs."""
     address: str | None = None
     """Name or address for SSH; by default the name."""
     port: Port | None = None
@@ -73,19 +73,19 @@ class Host(Spec, frozen=True, kw_only=True):
     identity: str | None = None
     """Private key file, relative to the cluster file."""
     known_hosts: str | None = None
-    """Host keys, instead of `~/.ssh/known_hosts`; relative to the same file."""
+    """File of host keys instead of `~/.ssh/known_hosts`; relative to the cluster file."""
     jump: str | None = None
-    """`[user@]host[:port]` to go through."""
+    """Jump host, as `[user@]host[:port]`."""
     ssh_config: str | None = None
-    """SSH configuration, instead of `~/.ssh/config`; relative likewise."""
+    """SSH configuration instead of `~/.ssh/config`; relative to the cluster file."""
     slots: Count | None = None
-    """Ranks that it takes at most."""
+    """Most ranks on this host."""
     devices: tuple[Amount, ...] | None = None
     """GPUs to use, by index; by default all."""
     python: str | None = None
     """Interpreter of the ranks on this host."""
     cluster_address: str | None = None
-    """Address that the other hosts reach it at; by default the one of SSH."""
+    """Address at which the other hosts reach it; by default the address for SSH."""
 
 
 class SshCluster(Entry, frozen=True, kw_only=True):
@@ -98,20 +98,20 @@ class SshCluster(Entry, frozen=True, kw_only=True):
     group: str = "all"
     """Group of the inventory to use."""
     hosts: tuple[Host, ...] = ()
-    """The hosts themselves, instead of an inventory."""
+    """List of hosts, instead of an inventory."""
     include: str | None = None
     """Only these hosts and GPUs: `host1@host2:0,1`."""
     exclude: str | None = None
-    """All but these, in the same form."""
+    """All but these hosts and GPUs, in the same form."""
     interface: str | Auto = "auto"
-    """Network interface of the ranks; `auto`: the one that carries the address under which the host
-    was reached."""
+    """Network interface of the ranks; `auto`: the one with the address at which the host was
+    reached."""
     workdir: Word = "~/clusterkit"
     """Folder on the hosts for runs and projects."""
     shared: str | None = None
-    """Folder that all hosts share (NFS); relative checkpoints lie there."""
+    """Folder that all hosts share, such as NFS; relative checkpoint folders are created in it."""
     sync: bool = True
-    """Copy the project to the hosts; `false` where they see it under the same path anyway."""
+    """Copy the project to the hosts; `false` if they have it at the same path."""
     port: Port | Auto = "auto"
     """Rendezvous port; `auto`: a free one on the first host."""
     python: Word = "python3"
@@ -133,20 +133,20 @@ class ComposeCluster(Entry, frozen=True, kw_only=True):
     context: Word | None = None
     """Docker context; by default what `docker` itself uses."""
     code: Literal["mounted", "baked"] = "mounted"
-    """`mounted`: the project's folder, read-only at its own path, and this clusterkit; `baked`:
-    what the image holds in its working folder."""
+    """`mounted`: the project's folder, read-only at its own path, and this clusterkit; `baked`: the
+    code in the image's working folder."""
     gpus: Amount | Auto = "auto"
     """How many of the machine's GPUs to divide; `auto`: all visible ones."""
     subnet: str | Auto = "auto"
     """Network of the nodes, such as `10.99.0.0/24`; `auto`: docker chooses."""
     shm_size: str = "8g"
-    """Size of `/dev/shm`: NCCL and data loaders live there."""
+    """Size of `/dev/shm`, which NCCL and data loaders use."""
     memory: str | None = None
     """Memory limit of a node, such as `64g`; swap is not added."""
     cpus: Annotated[float, Meta(gt=0)] | None = None
     """Cores of a node, such as `1.5`."""
     ulimits: dict[str, int] = {}
-    """Limits such as `{memlock: -1}`, which InfiniBand needs; -1: none."""
+    """Limits such as `{memlock: -1}`, which InfiniBand needs; -1: no limit."""
     volumes: tuple[str, ...] = ()
     """`SOURCE:TARGET` or `SOURCE:TARGET:ro`; the source is a folder (relative to this file) or a
     docker volume that exists."""
@@ -164,9 +164,9 @@ class Claim(Spec, frozen=True, kw_only=True):
     claim: Word
     """Name of the PersistentVolumeClaim."""
     path: Absolute
-    """Where the pods see it."""
+    """Folder at which the pods mount it."""
     read_only: bool = False
-    """Not to be written to."""
+    """Whether pods may only read it."""
 
 
 class KubernetesCluster(Entry, frozen=True, kw_only=True):
@@ -175,96 +175,97 @@ class KubernetesCluster(Entry, frozen=True, kw_only=True):
     backend: Literal["kubernetes"] = "kubernetes"
     """Pods."""
     kubeconfig: str | None = None
-    """Instead of `$KUBECONFIG`, or `~/.kube/config`."""
+    """Kubeconfig file instead of `$KUBECONFIG`, or `~/.kube/config`."""
     context: str | None = None
     """Context of the kubeconfig; by default its current one."""
     namespace: str | None = None
-    """By default the context's own, otherwise `default`."""
+    """Namespace of the pods; by default the context's, otherwise `default`."""
     flavor: Literal["auto", "pytorchjob", "mpijob", "trainjob", "jobset", "job"] = "auto"
-    """What keeps the pods. `auto`: `mpijob` for launcher mpirun; otherwise `pytorchjob`,
-    `trainjob` or `jobset`, the first that the cluster has, and `job`, which every cluster has."""
+    """Kind of object that creates the pods. `auto`: `mpijob` for launcher mpirun; otherwise the
+    first of `pytorchjob`, `trainjob` and `jobset` that the cluster has, or `job`, which all
+    have."""
     image: Word | None = None
     """Image of the pods; by default `clusterkit:gpu` where the job gets GPUs, otherwise
     `clusterkit:cpu`."""
     image_pull_policy: Literal["IfNotPresent", "Always", "Never"] = "IfNotPresent"
-    """When it is pulled."""
+    """When Kubernetes pulls the image."""
     image_pull_secrets: tuple[str, ...] = ()
-    """Secrets with the registry's credentials."""
+    """Kubernetes secrets with the registry's credentials."""
     code: Literal["baked", "copied"] = "baked"
-    """`baked`: the project is in the image, or in a volume; `copied`: the working tree as it is, in
-    a config map, which takes 1 MiB compressed."""
+    """`baked`: the project is in the image, or in a volume; `copied`: the current working tree, in
+    a config map, which can hold 1 MiB compressed."""
     workdir: Absolute = "/opt/clusterkit"
     """Folder of the project in the image, or in a volume."""
     python: Word = "python3"
     """Interpreter of the ranks in the image."""
     gpus: Amount | Auto = "auto"
-    """GPUs of a pod; `auto`: all that one of the cluster's nodes has."""
+    """GPUs of a pod; `auto`: all GPUs of one of the cluster's nodes."""
     gpu_resource: Word = "nvidia.com/gpu"
-    """What the cluster calls a GPU."""
+    """The cluster's resource name of GPUs."""
     cpus: Annotated[float, Meta(gt=0)] | None = None
     """Cores that a pod asks for."""
     memory: str | None = None
     """Memory that a pod asks for and may use, such as `64Gi`."""
     resources: dict[str, str | int | float] = {}
-    """Anything else that a pod asks for, such as `{rdma/hca: 1}`."""
+    """Other resources that a pod asks for, such as `{rdma/hca: 1}`."""
     shm_size: str = "8Gi"
-    """Size of `/dev/shm`: NCCL and data loaders live there."""
+    """Size of `/dev/shm`, which NCCL and data loaders use."""
     volumes: tuple[Claim, ...] = ()
-    """Volume claims that exist."""
+    """Existing volume claims to mount."""
     shared: Absolute | None = None
-    """Folder in a volume of all pods; relative checkpoints lie there. Without it they are gone with
-    their pod."""
+    """Folder in a volume that all pods mount; relative checkpoint folders are created in it.
+    Without it checkpoints are lost with their pod."""
     node_selector: dict[str, str] = {}
-    """Labels of the nodes that may be used."""
+    """Labels that a node must have."""
     topology_key: Word | None = None
-    """Label of nodes, such as `topology.kubernetes.io/rack`: all pods of a run go to nodes of one
-    value of it."""
+    """Label of nodes, such as `topology.kubernetes.io/rack`: all pods of a run are placed on nodes
+    with the same value of it."""
     tolerations: tuple[dict[str, Any], ...] = ()
-    """Taints that do not matter."""
+    """Tolerations of the pods, as Kubernetes writes them."""
     priority_class: str | None = None
     """Priority class of the pods."""
     service_account: str | None = None
-    """Service account of the pods; its token stays out of them."""
+    """Service account of the pods; its token is not mounted."""
     queue: str | None = None
-    """Queue of Kueue that the run waits in."""
+    """Kueue queue in which the run waits."""
     watcher: bool | Auto = "auto"
-    """Whether a small pod of the run's own does what `replace_lost` says while nobody outside
-    watches; `auto`: where you may create the role that it needs."""
+    """Whether each run has a small pod that replaces lost pods (`replace_lost`) while `submit` or
+    `attach` does not run; `auto`: if you may create the role that it needs."""
     labels: dict[str, str] = {}
     """Further labels of all objects."""
     annotations: dict[str, str] = {}
     """Further annotations of all objects."""
     patch: dict[str, Any] = {}
-    """Merged into every pod's `spec`, for what has no key here."""
+    """Fields to merge into every pod's `spec`, for settings that have no key here."""
     user: Count = 1000
     """User and group id of the ranks."""
     read_only_root: bool = True
-    """Whether the image's own files cannot be written to."""
+    """Whether the image's own files are read-only."""
     interface: Word = "eth0"
     """Network interface of the ranks in a pod."""
     port: Port | Auto = "auto"
-    """Rendezvous port; `auto`: 29500, as every pod has its own."""
+    """Rendezvous port; `auto`: 29500, as every pod has its own ports."""
     lost_after: Seconds = 30.0
     """Seconds without an answer after which a node counts as lost."""
     replace_lost: bool = True
-    """Whether a pod whose node of the cluster does not answer for `lost_after` is removed by force,
-    so that another can take its place. `false`: somebody has to."""
+    """Whether a pod is force-deleted, so that another can replace it, when its Kubernetes node has
+    not answered for `lost_after`. `false`: you delete it yourself."""
 
 
 class SlurmCluster(Entry, frozen=True, kw_only=True):
-    """Nodes of a Slurm cluster: one allocation a run."""
+    """Nodes of a Slurm cluster, one allocation per run."""
 
     backend: Literal["slurm"] = "slurm"
     """A partition of Slurm, from a login node."""
     ssh: Word | None = None
-    """Login node to reach over SSH: `[user@]host[:port]`, the rest as `~/.ssh/config` says; by
-    default this machine is one."""
+    """Login node to reach over SSH, as `[user@]host[:port]`; `~/.ssh/config` applies. By default
+    this machine is a login node."""
     workdir: Word = "~/clusterkit"
-    """With `ssh`: folder for runs and projects, on a disk that login node and nodes see."""
+    """With `ssh`: folder for runs and projects, on a disk that login node and nodes share."""
     sync: bool = True
-    """With `ssh`: copy the project there; `false` where it has the same path there anyway."""
+    """With `ssh`: copy the project to `workdir`; `false` if it has the same path on the cluster."""
     partition: Word | None = None
-    """Partition; by default Slurm's own default."""
+    """Partition; by default Slurm's."""
     account: Word | None = None
     """Account that is charged."""
     qos: Word | None = None
@@ -274,49 +275,49 @@ class SlurmCluster(Entry, frozen=True, kw_only=True):
     reservation: Word | None = None
     """Reservation to run in."""
     time: Word | None = None
-    """Time limit as `sbatch` takes it, such as `2-00:00:00`; by default the job's `time_limit` and
-    5 minutes more, or the partition's."""
+    """Time limit as `sbatch` takes it, such as `2-00:00:00`; by default the job's `time_limit` plus
+    5 minutes, or the partition's."""
     exclusive: bool = False
     """Whether no other job may share the nodes."""
     gres: Word | None = None
-    """What a node gives, such as `gpu:h100:4`; by default `gpu:N` for N ranks on GPUs."""
+    """Resources of a node, such as `gpu:h100:4`; by default `gpu:N` for N ranks on GPUs."""
     gpus: Amount | Auto = "auto"
-    """GPUs of a node; `auto`: all that a node of the partition has."""
+    """GPUs of a node; `auto`: all GPUs of a node of the partition."""
     cpus: Count | Auto = "auto"
-    """CPUs of a node; `auto`: its share for the GPUs that are asked for, or all without GPUs."""
+    """CPUs of a node; `auto`: in proportion to its GPUs, or all CPUs without GPUs."""
     memory: Word | None = None
-    """Memory of a node, such as `64G`; `0`: all of it. By default what Slurm gives."""
+    """Memory of a node, such as `64G`; `0`: all of it. By default Slurm's default."""
     options: tuple[Word, ...] = ()
     """Further options of `sbatch`, such as `--mail-type=FAIL`."""
     modules: tuple[Word, ...] = ()
     """Modules to load on the first node; the ranks inherit the environment."""
     setup: tuple[Word, ...] = ()
-    """Lines of shell before the nodes start, on the first node, likewise."""
+    """Shell lines to run on the first node, after `modules`, before the nodes start."""
     container: Word | None = None
-    """Image in which agents and ranks run; by default in the nodes' own system."""
+    """Container image in which agents and ranks run; by default they run without a container."""
     container_with: Literal["pyxis", "apptainer"] = "pyxis"
-    """What runs it: `srun --container-image` (pyxis and enroot), or `apptainer exec`."""
+    """How to run the image: `srun --container-image` (pyxis and enroot), or `apptainer exec`."""
     container_mounts: tuple[Word, ...] = ()
-    """Further folders in it, as `SOURCE:TARGET`; those of the run and the job are there."""
+    """Folders to mount in it, as `SOURCE:TARGET`, besides those of the run and the job."""
     requeue: bool = True
-    """Whether Slurm starts the run again that it preempted, whose node failed, or that came to the
-    end of its time: it goes on from its checkpoint."""
+    """Whether Slurm requeues a run that was preempted, lost a node or reached its time limit; it
+    resumes from its checkpoint."""
     notice: Annotated[float, Meta(ge=0, le=65535)] = 120.0
     """Seconds before the end of the time limit at which the ranks are asked to stop."""
     interface: Word | None = None
     """Network interface of the ranks, such as `ib0`; by default gloo and NCCL choose, and the first
-    node has the address that Slurm knows."""
+    node is reached at the address that Slurm has."""
     port: Port | Auto = "auto"
-    """Rendezvous port; `auto`: one at random that is free on the login node."""
+    """Rendezvous port; `auto`: a random one that is free on the login node."""
     python: Word | None = None
-    """Interpreter of the ranks, on a disk that all nodes see; by default the active environment's,
-    otherwise the one that runs clusterkit; with `ssh` the login node's `python3`."""
+    """Interpreter of the ranks, on a disk that all nodes share; by default the active
+    environment's, otherwise the one that runs clusterkit; with `ssh` the login node's `python3`."""
     lost_after: Seconds = 30.0
     """Seconds without an answer after which a node counts as lost."""
 
 
 ClusterSpec = LocalCluster | SshCluster | ComposeCluster | KubernetesCluster | SlurmCluster
-"""Every kind of cluster entry; a new backend adds its own to this union."""
+"""An entry of any backend; a new backend adds its own type."""
 
 CLUSTER_TYPES: dict[str, type[ClusterSpec]] = {
     "local": LocalCluster,
@@ -328,7 +329,7 @@ CLUSTER_TYPES: dict[str, type[ClusterSpec]] = {
 
 
 class Gpu(Struct, frozen=True):
-    """One GPU: the index CUDA_VISIBLE_DEVICES takes, its name, its memory in MiB."""
+    """One GPU: its index for CUDA_VISIBLE_DEVICES, its name, its memory in MiB."""
 
     index: str
     name: str
@@ -336,96 +337,96 @@ class Gpu(Struct, frozen=True):
 
 
 class HostFacts(Struct, frozen=True, kw_only=True):
-    """What probing found on one host."""
+    """Facts of one host."""
 
     host: str
     address: str
-    """Address that the other hosts reach it at."""
+    """Address at which the other hosts reach it."""
     cpus: int
     memory_mib: int
     gpus: tuple[Gpu, ...] = ()
     python: str
-    """Interpreter that the ranks use."""
+    """Interpreter of the ranks."""
     python_origin: str = "when probed"
-    """Why this one, in words."""
+    """Where the choice of the interpreter comes from, for people."""
     versions: dict[str, str] = {}
-    """Package to version in that interpreter; what is missing there is missing here."""
+    """Versions of the packages that are installed in that interpreter."""
     tools: dict[str, str] = {}
-    """Command to path, of those a launcher may need."""
+    """Paths of the launchers' commands that are installed."""
     interface: str | None = None
-    """Network interface that carries the address; None: the same on all hosts."""
+    """Network interface with that address; None: the same on all hosts."""
     slots: int | None = None
-    """Ranks that it takes at most; None: as many as it has GPUs."""
+    """Most ranks on this host; None: as many as it has GPUs."""
 
 
 class Project(Struct, frozen=True, kw_only=True):
-    """The folder of the job's program, as it was when the cluster was probed."""
+    """A folder that is copied to the hosts, as it was when the cluster was probed."""
 
     root: str
-    """Folder on the submitter's machine that is copied."""
+    """The folder on the submitter's machine."""
     digest: str
-    """Of every file's path, mode and contents."""
+    """Digest of every file's path, mode and contents."""
     files: int
     bytes: int
     how: str
-    """Which files of it count, in words."""
+    """Which of its files are copied, for people."""
     remark: str | None = None
-    """What a person should know before it is copied."""
+    """A warning for people, such as about its size."""
 
 
 class Engine(Struct, frozen=True, kw_only=True):
-    """The docker engine that runs the nodes, and the image that they are made of."""
+    """The docker engine that runs the nodes, and their image."""
 
     socket: str
-    """Where it listens: ``unix:///var/run/docker.sock``."""
+    """Address of the engine, such as ``unix:///var/run/docker.sock``."""
     version: str
     image: str
     image_id: str
     workdir: str
     """The image's working folder."""
     user: str
-    """``UID:GID`` of the ranks: those that make a rank's file the submitter's own."""
+    """``UID:GID`` of the ranks, so that files of a rank belong to the submitter."""
     package: str
-    """clusterkit's own package on this machine."""
+    """Folder of the clusterkit package on this machine."""
     remapped: bool = False
-    """Whether the engine gives containers other user ids than they see."""
+    """Whether the engine maps user ids of containers to other ids of the host (userns-remap)."""
 
 
 class KubernetesFacts(Struct, frozen=True, kw_only=True):
-    """The Kubernetes cluster that keeps the pods."""
+    """The Kubernetes cluster that runs the nodes."""
 
     version: str
     context: str
     namespace: str
     kubeconfig: str | None = None
-    """None: what the client finds by itself."""
+    """None: the client's default."""
     kinds: tuple[str, ...] = ()
-    """Kinds of jobs that it serves besides the plain one, such as ``PyTorchJob``."""
+    """Installed kinds of jobs besides ``Job``, such as ``PyTorchJob``."""
     user: str = ""
-    """Who submits, for a label of the run's objects."""
+    """The submitter's name, for a label of the run's objects."""
     root: str = "/run/clusterkit"
-    """Folder in the pods that holds the run's own."""
+    """Folder in the pods in which the run folder is created."""
     may_watch: bool = False
-    """Whether the submitter may give the run a watcher in the cluster."""
+    """Whether the submitter has the permissions for a watcher pod."""
     most_gpus: int | None = None
-    """GPUs of the node that has most of them now; None: not looked at."""
+    """Most GPUs of any node at present; None: not probed."""
 
 
 class SlurmFacts(Struct, frozen=True, kw_only=True):
-    """The partition that gives the nodes."""
+    """The Slurm partition in which the nodes are allocated."""
 
     version: str
     partition: str
     nodes: int
-    """How many could be given, were all of them free."""
+    """Usable nodes of the partition, free or not."""
     minutes: int | None = None
-    """Longest time limit; None: there is none."""
+    """Longest time limit; None: unlimited."""
     most_nodes: int | None = None
-    """Nodes that a job gets at most; None: there is no such limit."""
+    """Most nodes of one job; None: unlimited."""
 
 
 class Facts(Struct, frozen=True, kw_only=True):
-    """All that a plan needs to know of a cluster; saved with the run."""
+    """What probing found on a cluster: all that a plan needs of it. Saved with the run."""
 
     home: str
     """CLUSTERKIT_HOME on the nodes."""
@@ -433,18 +434,18 @@ class Facts(Struct, frozen=True, kw_only=True):
     port: int
     """Rendezvous port on the first host, free when probed."""
     port_origin: str
-    """Why this port, in words."""
+    """Where the choice of the port comes from, for people."""
     interface: str
-    """Network interface that the ranks talk over."""
+    """Network interface of the ranks."""
     watch_port: int | None = None
-    """Port on the first host where the nodes watch each other, if they do."""
+    """Port of the coordinator on the first host; None: chosen when a plan is made."""
     project: Project | None = None
-    """What is copied to the hosts, where something is."""
+    """The job's project; None: it is not copied."""
     shipped: Project | None = None
-    """clusterkit's own package, for hosts that do not have it."""
+    """The clusterkit package, for hosts that do not have it."""
     engine: Engine | None = None
-    """What starts the nodes, where they are containers."""
+    """Facts of backend compose."""
     kubernetes: KubernetesFacts | None = None
-    """What keeps the nodes, where they are pods."""
+    """Facts of backend kubernetes."""
     slurm: SlurmFacts | None = None
-    """What gives the nodes, where Slurm does."""
+    """Facts of backend slurm."""

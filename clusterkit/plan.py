@@ -1,7 +1,6 @@
 """A plan: the files to write and the commands to run, as data.
 
-`clusterkit plan` prints one, `clusterkit submit` carries one out; there is nothing
-that only one of them knows.
+`clusterkit plan` prints a plan, `clusterkit submit` executes the same one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from clusterkit.spec import JobSpec
 
 
 class PlanFile(Struct, frozen=True, omit_defaults=True):
-    """One file on the nodes: its absolute path, and its text or the resource that it copies."""
+    """A file on the nodes: its absolute path, and its text or a resource of this package."""
 
     path: str
     text: str | None = None
@@ -26,7 +25,7 @@ class PlanFile(Struct, frozen=True, omit_defaults=True):
     mode: int = 0o644
 
     def content(self) -> bytes:
-        """The bytes that are written."""
+        """Return the bytes that are written."""
         from importlib import resources
 
         from clusterkit.agent import archive
@@ -39,23 +38,23 @@ class PlanFile(Struct, frozen=True, omit_defaults=True):
 
 
 class Tree(Struct, frozen=True):
-    """A folder of the submitter's that every host gets as it was when it was probed."""
+    """A folder that is copied to every host, as it was when the cluster was probed."""
 
     source: str
     """Folder on the submitter's machine."""
     path: str
-    """Folder on the hosts, made whole or not at all."""
+    """Folder on the hosts; it exists only with all its files."""
     digest: str
-    """Of every path, mode and content."""
+    """Digest of every file's path, mode and contents."""
     what: str
-    """Which files, how many, how large, in words."""
+    """Which files, how many and how large, for people."""
 
 
 class Step(Struct, frozen=True, omit_defaults=True):
-    """One command on one host.
+    """A command on one host.
 
-    ``start`` leaves a process running in a session of its own; ``run`` waits for the end
-    and must exit with 0. ``secrets`` names variables that the transport adds to ``env``.
+    ``start`` leaves a process running in a session of its own; ``run`` waits for its end, and
+    anything but exit code 0 is an error. ``secrets`` names variables that are added to ``env``.
     """
 
     kind: Literal["start", "run"]
@@ -67,7 +66,7 @@ class Step(Struct, frozen=True, omit_defaults=True):
 
 
 class Note(Struct, frozen=True):
-    """A value that was worked out and where it came from; or, with no name, a remark."""
+    """A value of the plan and where it comes from; with an empty name, a remark."""
 
     name: str
     value: str
@@ -78,27 +77,27 @@ class Note(Struct, frozen=True):
 
 
 class ComposeNative(Struct, frozen=True, tag="compose"):
-    """How the compose backend finds a run's containers again."""
+    """Where the compose backend finds a run's containers."""
 
     socket: str
-    """Where the docker engine listens."""
+    """Address of the docker engine."""
 
 
 class KubernetesNative(Struct, frozen=True, tag="kubernetes", kw_only=True):
-    """How the Kubernetes backend finds a run's objects again."""
+    """Where the Kubernetes backend finds a run's objects."""
 
     kubeconfig: str | None
     context: str | None
     namespace: str
     name: str
-    """Of the run's objects."""
+    """Name of the run's objects."""
     flavor: str
     watched: bool
-    """Whether the run has a watcher in the cluster."""
+    """Whether the run has a watcher pod."""
 
 
 Native = ComposeNative | KubernetesNative
-"""What a backend must know of a run later, beyond the plan's common fields."""
+"""What one backend needs later to find a run's nodes."""
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -113,47 +112,47 @@ class Plan(Struct, frozen=True, kw_only=True):
     files: tuple[PlanFile, ...] = ()
     steps: tuple[Step, ...] = ()
     hosts: tuple[str, ...] = ()
-    """By node rank, and then the spares; several may have the same."""
+    """Host of each node, by node rank, then of the spares; several nodes may have the same host."""
     nodes: int
-    """Nodes that are started, spares among them."""
+    """Nodes that are started, including spares."""
     world_size: int
     topology: Mapping[str, int] = field(default_factory=dict)
     """``min_nodes``, ``nodes``, ``nproc_per_node``."""
     device: str = ""
     """``cuda`` or ``cpu``."""
     address: str = ""
-    """Of the first node, for its peers; ``$NAME`` where only the nodes know it."""
+    """Address of node 0 for the others; ``$NAME`` if only the nodes know it."""
     port: int = 0
     python: str = ""
     """Interpreter on the nodes."""
     shared: str = ""
-    """Folder of this run on the disk that its hosts share, if they do."""
+    """The run's folder on the disk that its hosts share; empty if they share none."""
     stop_grace: float = 10.0
     """Seconds between SIGTERM and SIGKILL."""
     lost_after: float = 30.0
     """Seconds without an answer after which a host counts as lost."""
     restarts: int = 0
-    """How often the nodes' agents start all ranks again, each time as another attempt."""
+    """How often the nodes' agents restart all ranks, each time as another attempt."""
     rejoin: bool = False
-    """Whether a lost node may come back, and the run goes on."""
+    """Whether the run continues when a lost node returns."""
     replace_lost: bool = False
-    """Whether one whose host does not answer is given up, so that another can take its place."""
+    """Whether a node whose host does not answer is removed, so that it can be replaced."""
     native: Native | None = None
     job: JobSpec | None = None
-    """The job itself, with its program found, so that `clusterkit convert` gives it back."""
+    """The job, with its program's folder, so that `clusterkit convert` can write it again."""
 
     @property
     def places(self) -> int:
-        """How many of its nodes have ranks; of one launcher for all (mpirun), that one."""
+        """Return how many nodes have ranks; 1 if mpirun starts the ranks of all nodes."""
         return min(self.nodes, self.topology.get("nodes", self.nodes))
 
     @property
     def least(self) -> int:
-        """How many of them have to succeed."""
+        """Return how many nodes have to succeed."""
         return min(self.nodes, self.topology.get("min_nodes", self.nodes))
 
     def node_of(self, rank: int) -> int | None:
-        """The node whose log has a rank's lines; None where only the run itself tells."""
+        """Return the node whose log has a rank's lines; None if that is known only at run time."""
         shape = self.topology
         fixed = shape.get("min_nodes") == shape.get("nodes") == self.nodes
         return rank // shape["nproc_per_node"] if fixed else None
@@ -162,11 +161,11 @@ class Plan(Struct, frozen=True, kw_only=True):
         return f"<Plan {self.run_id}: {self.backend}, {self.summary}>"
 
     def to_json(self) -> bytes:
-        """The plan as one indented JSON document, in a stable order."""
+        """Return the plan as an indented JSON document with a fixed order of keys."""
         return msgspec.json.format(msgspec.json.encode(self, order="deterministic"), indent=2)
 
     def to_text(self) -> str:
-        """The plan for people: notes, every file with its text, every command."""
+        """Return the plan for people: notes, every file with its text, every command."""
         parts = [f"plan {self.run_id}: {self.summary}\n\n"]
         parts += [f"  {note}\n" for note in self.notes]
         for tree in self.trees:
@@ -195,7 +194,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 
 def unpacking(files: Iterable[PlanFile]) -> str:
-    """Lines of shell that write files, and make their folders."""
+    """Return shell lines that create files and their folders."""
     files = list(files)
     folders = dict.fromkeys(posixpath.dirname(file.path) for file in files)
     lines = [f"mkdir -p {shell.join(folders)} || exit\n"]

@@ -1,4 +1,4 @@
-"""What one rank executes and is given: its command, batch sizes, DeepSpeed config. Pure."""
+"""A rank's command, its batch sizes and its DeepSpeed config. Pure."""
 
 from __future__ import annotations
 
@@ -20,19 +20,23 @@ _NAME = re.compile(r"\$\{clusterkit\.([^}]*)\}")
 
 
 def solve_batch(job: JobSpec, topology: Topology) -> tuple[Batch | None, list[Note]]:
-    """The job's batch sizes for the full world; an elastic job must divide for every size of it."""
+    """Return the batch sizes for all nodes, or None if the job has no batch.
+
+    Raises:
+        BadInput: the sizes do not divide for some number of nodes that an elastic job may have.
+    """
     if job.batch is None:
         return None, []
     asked = job.batch
-    solved = None
-    for nodes in range(topology.min_nodes, topology.nodes + 1):
-        solved = batches.solve(
+    solved = [
+        batches.solve(
             data_parallel=nodes * topology.nproc_per_node,
             global_size=asked.global_size,
             micro=asked.micro,
             accumulation=asked.accumulation,
         )
-    assert solved is not None
+        for nodes in range(topology.min_nodes, topology.nodes + 1)
+    ][-1]
     if not topology.elastic:
         factors = (solved.micro, solved.accumulation, solved.data_parallel)
         value = f"{solved.global_size} = {' x '.join(map(str, factors))}"
@@ -47,10 +51,10 @@ def solve_batch(job: JobSpec, topology: Topology) -> tuple[Batch | None, list[No
 def deepspeed_config(
     config: Mapping[str, Any], sizes: Batch | None, *, elastic: bool = False
 ) -> tuple[dict[str, Any], list[Note]]:
-    """The job's DeepSpeed config with its batch numbers and an explicit gradient clipping.
+    """Return the job's DeepSpeed config with batch sizes and an explicit gradient clipping.
 
     Raises:
-        BadInput: the config has batch numbers of its own that differ.
+        BadInput: the config has other batch sizes than the job, or a number that JSON cannot hold.
     """
     whole = dict(config)
     notes = []
@@ -64,7 +68,7 @@ def deepspeed_config(
             )
         whole[key] = value
     if elastic and numbers:
-        # They change with the world size; each rank's runtime works them out.
+        # They change with the world size: `clusterkit.runtime` sets them in each rank.
         del whole["train_batch_size"], whole["gradient_accumulation_steps"]
     if (place := _not_json(whole, "deepspeed")) is not None:
         raise BadInput(f"{place}: a DeepSpeed config cannot hold NaN or infinity")
@@ -77,21 +81,22 @@ def deepspeed_config(
 
 
 def _not_json(value: Any, place: str) -> str | None:
-    """Where in ``value`` a number stands that JSON has no word for."""
+    """Return the first place in ``value`` with a NaN or infinity, or None."""
     if isinstance(value, float) and not math.isfinite(value):
         return place
-    items: Iterable[tuple[object, Any]] = ()
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list):
-        items = enumerate(value)
+    pairs = enumerate(value) if isinstance(value, list) else ()
+    items: Iterable[tuple[object, Any]] = value.items() if isinstance(value, dict) else pairs
     return next((at for key, inner in items if (at := _not_json(inner, f"{place}.{key}"))), None)
 
 
 def program_argv(
     job: JobSpec, python: str, run_env: Mapping[str, str], topology: Topology
 ) -> list[Word]:
-    """What one rank executes, with every ``${clusterkit.NAME}`` of its arguments replaced."""
+    """Return the command of a rank, with every ``${clusterkit.NAME}`` in ``args`` replaced.
+
+    Raises:
+        BadInput: a name that is unknown, or has no value in this job.
+    """
     if job.command is not None:
         words = [python if job.command[0] in PYTHONS else job.command[0], *job.command[1:]]
     elif job.module is not None:
@@ -123,8 +128,10 @@ def program_argv(
 
 
 def interpreter_words(job: JobSpec) -> int | None:
-    """How many words of `program_argv` are an interpreter and its options; None: it is not Python
-    that a rank executes, or nothing that can be forked."""
+    """Return how many words of `program_argv` are Python and its options.
+
+    None: a rank does not execute Python, or has options with which it cannot be forked.
+    """
     if job.command is None:
         return 2
     options = interpreter_options(job.command[1:]) if job.command[0] in PYTHONS else None
@@ -132,7 +139,7 @@ def interpreter_words(job: JobSpec) -> int | None:
 
 
 def _what_gives_value(name: str, job: JobSpec, topology: Topology) -> str:
-    """Why a name of `program_argv` has no value, and what gives it one."""
+    """Return a hint: why a name in ``args`` has no value, and what gives it one."""
     size = {"global_batch": "global", "micro_batch": "micro"}.get(name)
     if name == "deepspeed_config":
         return "the job has no `deepspeed` section"

@@ -1,12 +1,10 @@
-"""How the ranks of a run find each other.
+"""Launchers' command lines and the environment by which ranks find each other.
 
-The only module that knows which environment a rank sees and what a launcher's command
-line looks like. A backend says how a node learns its rank and the head's address; the
-rest is here: `node_environment`, `launcher_argv` (one command per launcher, the same text
-on every node: the node rank is the shell variable ``NODE_RANK``) and `rank_script` (the few
-lines of ``sh`` that every launcher starts for each rank; they complete the environment
-where a launcher leaves gaps). Ranks are numbered node by node: ``RANK = NODE_RANK *
-LOCAL_WORLD_SIZE + LOCAL_RANK``; an elastic run's launcher numbers them anew in each round.
+No other module knows either. A backend says how a node learns its rank and node 0's address.
+`node_environment` and `launcher_argv` are the same text on every node, with the node's rank in the
+shell variable ``NODE_RANK``; `rank_script` is what a launcher starts for each rank, and sets the
+variables that the launcher does not. Ranks are numbered node by node: ``RANK = NODE_RANK *
+LOCAL_WORLD_SIZE + LOCAL_RANK``; an elastic run's launcher numbers them again in each round.
 
 Sources: PyTorch's "torchrun (Elastic Launch)" for RANK, LOCAL_RANK, WORLD_SIZE,
 LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT; Open MPI's mpirun(1) for
@@ -28,11 +26,11 @@ from clusterkit.spec import Launcher
 
 NODE_RANK = Var("NODE_RANK")
 NODE_DIR = Var("CLUSTERKIT_NODE_DIR")
-"""The node's own folder in the run folder; set by the node script."""
+"""The node's folder in the run folder; set by the node script."""
 IS_HOST = Var("CLUSTERKIT_IS_HOST")
-"""``1`` on node 0, which holds the c10d store, ``0`` on the others; set by the node script."""
+"""``1`` on node 0, which hosts the c10d store, ``0`` on the others; set by the node script."""
 NODE_ADDRESS = Var("CLUSTERKIT_NODE_ADDRESS")
-"""Address that the other nodes reach this one at; a step's, or else the head's."""
+"""Address at which other nodes reach this one; set by the plan's step, or else MASTER_ADDR."""
 RANK_HEADER = agent.RANK_HEADER.decode()
 """First line of a rank's log: this word, its rank, its process id."""
 RANK_ENDED = agent.RANK_ENDED.decode()
@@ -47,10 +45,10 @@ RESET = (
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_ERROR_FILE",
 )  # fmt: skip
-"""Variables that the job or a launcher sets; one of the submitter's would mislead the ranks."""
+"""Variables to unset on a node: those inherited from the submitter would mislead the ranks."""
 
-# keep_alive: an agent that is gone is known as gone after 3 s instead of 15; last_call: a
-# round starts 3 s after MIN nodes are there instead of 30; close: the last agent waits 5 s.
+# keep_alive: a lost agent is noticed after 3 s instead of 15; last_call: a round starts 3 s after
+# MIN nodes have joined instead of 30; close: the last agent waits 5 s.
 _ELASTIC_CONF = (
     "keep_alive_interval=1,keep_alive_max_attempt=3,"
     "last_call_timeout=3,join_timeout=600,close_timeout=5"
@@ -59,11 +57,11 @@ _ELASTIC_CONF = (
 
 @dataclass(frozen=True)
 class Topology:
-    """Shape of a run.
+    """Number of nodes and ranks of a run.
 
     Attributes:
-        min_nodes: nodes without which training does not start; below ``nodes``: elastic.
-        nodes: nodes that are started.
+        min_nodes: nodes that have to be present; fewer than ``nodes`` in an elastic run.
+        nodes: nodes that are started, without spares.
         nproc_per_node: ranks of one node.
     """
 
@@ -77,7 +75,7 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        """Ranks when all nodes are there."""
+        """Return the number of ranks when all nodes are present."""
         return self.nodes * self.nproc_per_node
 
     def __str__(self) -> str:
@@ -89,9 +87,9 @@ class Topology:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where rank 0 listens: its address, its TCP port, and the run's id.
+    """Address and TCP port at which rank 0 listens, and the run's id.
 
-    The address may be a variable that stands in the environment of every node.
+    The address may be a variable in the environment of every node.
     """
 
     address: str | Var
@@ -100,24 +98,24 @@ class Endpoint:
 
 
 def node_environment(launcher: Launcher, topology: Topology, endpoint: Endpoint) -> dict[str, Word]:
-    """The part of the contract that is the same on all nodes, and a launcher's own switches."""
+    """Return the variables that are the same on all nodes: MASTER_*, and the launcher's own."""
     env: dict[str, Word] = {"MASTER_ADDR": endpoint.address, "MASTER_PORT": str(endpoint.port)}
     if launcher == "torchrun" and topology.elastic:
-        # Without it, restarted ranks read the last round's addresses and a fresh agent waits
-        # for a key that nobody writes (torch 2.13, dynamic_rendezvous.py).
+        # Otherwise restarted ranks read the last round's addresses, and a new agent waits for a
+        # key that nobody writes (torch 2.13, dynamic_rendezvous.py).
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if launcher == "mpirun":
         env |= {
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            # Nobody is there to be asked for a password or about a host key.
+            # Nobody can answer a prompt for a password or a host key.
             "OMPI_MCA_plm_rsh_args": "-o BatchMode=yes",
         }
     return env
 
 
 def mpirun_interface(interface: str) -> dict[str, str]:
-    """The environment that keeps Open MPI, its messages and its daemons, to one interface."""
+    """Return the variables that keep Open MPI's messages and daemons on one network interface."""
     return {
         "OMPI_MCA_btl_tcp_if_include": interface,
         "OMPI_MCA_oob_tcp_if_include": interface,
@@ -135,19 +133,19 @@ def launcher_argv(
     stop_grace: float = 10.0,
     mpi_interface: str | None = None,
 ) -> list[Word]:
-    """The command that starts the ranks of one node (with mpirun: of all nodes, on node 0).
+    """Return the command that starts the ranks of one node (with mpirun: of all nodes).
 
     Args:
         python: interpreter on the nodes.
-        hostfile: path of the file that `hostfile` fills; read by deepspeed and mpirun.
-        exports: variables that mpirun must hand to ranks on other hosts.
+        hostfile: path of the file for deepspeed and mpirun, with the text of `hostfile`.
+        exports: names of variables that mpirun passes to ranks on other hosts.
         stop_grace: seconds that ranks have between SIGTERM and SIGKILL.
-        mpi_interface: network interface of deepspeed's ranks where it starts those of all nodes
-            with mpirun; None: it starts one node's.
+        mpi_interface: network interface for deepspeed that starts the ranks of all nodes with
+            mpirun; None: it starts those of one node.
 
     Returns:
-        Words, to be followed by what each rank runs; the variables among them are set by the node
-        script. None for ``forkserver``: the node agent itself starts each rank.
+        Words, to be followed by the command of a rank. None for ``forkserver``: the node agent
+        itself starts the ranks.
     """
     match launcher:
         case "torchrun":
@@ -156,10 +154,10 @@ def launcher_argv(
             if mpi_interface is None:
                 how: list[Word] = ["--no_ssh", "--node_rank", NODE_RANK]
             else:
-                # By itself it names eth0.
+                # DeepSpeed's default is eth0.
                 more = ["--mca", "btl_tcp_if_include", mpi_interface, *_mpi_options(exports)]
                 how = [
-                    # One node alone, too, is reached by mpirun: this is not it.
+                    # Otherwise one node's ranks start on this machine, without mpirun.
                     "--force_multi", "--no_ssh_check", "--launcher", "openmpi",
                     f"--launcher_args={join(more)}",
                 ]  # fmt: skip
@@ -179,12 +177,12 @@ def launcher_argv(
 
 
 def _mpi_options(exports: Sequence[str]) -> list[str]:
-    """Options of mpirun, however it is started: the placement of ranks, their environment."""
+    """Return the options for mpirun itself and for deepspeed that starts it."""
     names = dict.fromkeys(("MASTER_ADDR", "MASTER_PORT", "CLUSTERKIT_ATTEMPT", *exports))
     return [
         # By slot: ranks are numbered host by host, in the hostfile's order.
         "--map-by", "slot", "--bind-to", "none",
-        # Ranks on other hosts have no pipe to the node agent: it knows their lines by this.
+        # Ranks on other hosts have no pipe to the node agent, which needs the tag on their lines.
         "--tag-output", *(word for name in names for word in ("-x", name)),
     ]  # fmt: skip
 
@@ -198,7 +196,7 @@ def _torchrun(topology: Topology, endpoint: Endpoint, python: str, grace: str) -
             "--rdzv-backend", "c10d", "--rdzv-id", endpoint.run_id,
             "--rdzv-endpoint", Joined((endpoint.address, f":{endpoint.port}")),
             "--rdzv-conf", Joined((f"{_ELASTIC_CONF},is_host=", IS_HOST)),
-            # By default it is the host's name, which the other nodes may not resolve.
+            # The default is the host's name, which other nodes may not be able to resolve.
             "--local-addr", NODE_ADDRESS,
             "--max-restarts", "100",
         ]  # fmt: skip
@@ -208,34 +206,33 @@ def _torchrun(topology: Topology, endpoint: Endpoint, python: str, grace: str) -
             "--nproc-per-node", str(topology.nproc_per_node),
             "--node-rank", NODE_RANK,
             "--master-addr", endpoint.address, "--master-port", str(endpoint.port),
-            # Restarts concern all nodes at once; the run's supervisor makes them.
+            # The agents restart the ranks of all nodes together.
             "--max-restarts", "0",
         ]  # fmt: skip
-    # Without --log-dir it leaves a folder in /tmp behind for every run.
+    # Without --log-dir every run leaves a folder in /tmp.
     argv += ["--log-dir", Joined((NODE_DIR, "/torchrun")), "--shutdown-timeout", grace]
     return [*argv, "--no-python"]
 
 
 def rank_script(launcher: Launcher, topology: Topology, python: str) -> str:
-    """What is started for each rank, but for one that is forked: a POSIX ``sh`` script.
+    """Return the ``sh`` script that a launcher starts for each rank, unless ranks are forked.
 
-    It completes the rank's environment, gives the rank a log of its own
-    (``$CLUSTERKIT_PIPE-N``, a named pipe that the node agent reads) and then
-    *becomes* the program, so that signals and exit codes are the program's own. The folder of
-    ``python`` stands first on the program's PATH.
+    It sets the variables that the launcher does not, sends the output to the rank's own log (the
+    named pipe ``$CLUSTERKIT_PIPE-N``, which the node agent reads) and executes the program with
+    ``exec``, so that signals and exit codes are the program's own. The folder of ``python`` is
+    first on PATH.
 
-    Under deepspeed and mpirun it stays the program's parent, to report how it failed: DeepSpeed
-    never says which rank did, and mpirun now and then ends without those words (Open MPI 4.1.4:
-    1 of 25 times on one host, 5 of 25 on two pods). Signals reach it and the program alike, and
-    it ends as the program did.
+    Under deepspeed and mpirun it remains the program's parent and reports which rank failed:
+    DeepSpeed never does, and mpirun sometimes does not (Open MPI 4.1.4: 1 of 25 times on one host,
+    5 of 25 on two pods). It passes signals on, and exits as the program did.
     """
     nproc = topology.nproc_per_node
-    # The agent says of how many nodes a round is.
+    # The agent sets the number of nodes of each round.
     nodes = '"$GROUP_WORLD_SIZE"' if topology.elastic else str(topology.nodes)
     world = f"$((GROUP_WORLD_SIZE * {nproc}))" if topology.elastic else str(topology.world_size)
     completion = {
         "torchrun": 'export NODE_RANK="$GROUP_RANK"',
-        # The launcher numbers GPUs from 0; a node that was given others keeps those.
+        # The launcher numbers GPUs from 0, also on a node that was assigned others.
         "deepspeed": 'export LOCAL_WORLD_SIZE="$LOCAL_SIZE" NODE_RANK="$CROSS_RANK"\n'
         'if [ -n "${CLUSTERKIT_GPUS:-}" ]; then export CUDA_VISIBLE_DEVICES="$CLUSTERKIT_GPUS"; fi',
         "mpirun": 'export RANK="$OMPI_COMM_WORLD_RANK" WORLD_SIZE="$OMPI_COMM_WORLD_SIZE"\n'
@@ -243,7 +240,7 @@ def rank_script(launcher: Launcher, topology: Topology, python: str) -> str:
         f"LOCAL_RANK=$((RANK % {nproc})) NODE_RANK=$((RANK / {nproc}))",
         "forkserver": f"export WORLD_SIZE={world} LOCAL_WORLD_SIZE={nproc}\n"
         f"export RANK=$((NODE_RANK * {nproc} + LOCAL_RANK))\n"
-        # What torchrun sets besides: programs look for it.
+        # Programs look for these variables of torchrun.
         f'export GROUP_RANK="$NODE_RANK" GROUP_WORLD_SIZE={nodes} ROLE_NAME=default '
         f'ROLE_RANK="$RANK" ROLE_WORLD_SIZE="$WORLD_SIZE"\n'
         'export TORCHELASTIC_RUN_ID="$CLUSTERKIT_RUN_ID" TORCHELASTIC_USE_AGENT_STORE=False '
@@ -251,9 +248,9 @@ def rank_script(launcher: Launcher, topology: Topology, python: str) -> str:
         'TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"',
     }[launcher]
     folder = posixpath.dirname(python)
-    # A name was found on the PATH, so that its folder stands there.
+    # A name without a folder was found on PATH.
     path = f'export PATH={quote(folder)}":$PATH"\n' if folder else ""
-    # With mpirun one host may stand for several nodes; its agent has one pipe per rank on it.
+    # With mpirun several nodes may be on one host, whose agent has one pipe for each rank on it.
     pipe = "OMPI_COMM_WORLD_LOCAL_RANK" if launcher == "mpirun" else "LOCAL_RANK"
     stays = launcher in ("deepspeed", "mpirun")
     becomes = "starts" if stays else "becomes"
@@ -274,7 +271,7 @@ def rank_script(launcher: Launcher, topology: Topology, python: str) -> str:
             "unset CLUSTERKIT_PIPE\n"
             'exec "$@"\n'
         )
-    # A trapped signal is the program's to answer; an ignored one would be ignored by it too.
+    # `trap :`, not `trap ''`: the program would inherit an ignored signal.
     signals = "HUP INT TERM USR1 USR2"
     return (
         f"{head}"
@@ -296,10 +293,9 @@ def rank_script(launcher: Launcher, topology: Topology, python: str) -> str:
 
 
 def hostfile(hosts: Sequence[str], slots: int) -> str:
-    """``host slots=N`` lines, as DeepSpeed and Open MPI read them.
+    """Return ``host slots=N`` lines for DeepSpeed and Open MPI.
 
-    A host that stands for several nodes gets one line with the slots of all: Open MPI refuses
-    two.
+    A host of several nodes gets one line with the sum of their slots: Open MPI refuses two lines.
     """
     nodes = Counter(hosts)
     return "".join(f"{host} slots={slots * times}\n" for host, times in nodes.items())

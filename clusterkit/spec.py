@@ -1,7 +1,7 @@
-"""What to run: `JobSpec`, the contents of one job file. Frozen and validated; no I/O.
+"""`JobSpec`: the contents of one job file, and the checks that types alone cannot make. No I/O.
 
-The docstring under each field is its documentation: `clusterkit.jobfile.schema` reads it for the
-JSON schema and for docs/job-file.md.
+The docstring under each field is its documentation: `clusterkit.jobfile.schema` puts it into the
+JSON schema and into docs/job-file.md.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Count = Annotated[int, Meta(ge=1)]
 Auto = Literal["auto"]
 
 JOB_NAME_MAX = 100
-LONGEST = 1e9
-"""Seconds that a time limit stays below."""
-MOST_NODES = 100_000
-MOST_RANKS = 10_000
-"""Of a node. No machine has as much; a larger number is a slip of the hand."""
+MAX_SECONDS = 1e9
+"""Upper bound of every length of time."""
+MAX_NODES = 100_000
+MAX_RANKS = 10_000
+"""Ranks of one node. No machine has as many: a larger number is a typing mistake."""
 _JOB_NAME = r"\w[\w. -]*"
 _NODES = "([0-9]{1,7})(?::([0-9]{1,7}))?"
 _SECONDS = r"[0-9]+(\.[0-9]+)?"
@@ -37,17 +37,17 @@ Duration = Annotated[
     Meta(
         extra_json_schema={
             "exclusiveMinimum": 0,
-            "exclusiveMaximum": LONGEST,
+            "exclusiveMaximum": MAX_SECONDS,
             "pattern": rf"^\s*(?=.*[1-9])({_SECONDS}|{_DURATION})\s*$",
         }
     ),
 ]
-"""A length of time, for `parse_duration`."""
+"""A length of time as `parse_duration` reads it."""
 
 RUNS = ("program", "module", "command")
-"""What a job can run; it has one of them."""
+"""Keys that say what a job runs; it has exactly one of them."""
 
-# For the JSON schema alone: the loader's own errors, from `check_job`, say more.
+# Only the JSON schema has these patterns: `check_job` finds the same mistakes and explains them.
 Text = Annotated[str, Meta(extra_json_schema={"pattern": r"^[^\u0000]*$"})]
 SCHEMA: dict[str, Any] = {
     "oneOf": [{"required": [key], "properties": {key: {"not": {"type": "null"}}}} for key in RUNS],
@@ -57,15 +57,15 @@ SCHEMA: dict[str, Any] = {
     },
     "then": {"properties": {"launcher": {"enum": ["torchrun", "auto", None]}}},
 }
-"""What `check_job` says of several keys at once: one thing to run; elastic jobs need torchrun."""
+"""Rules of `check_job` about several keys: one thing to run; elastic jobs need torchrun."""
 
 
 class Spec(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a YAML file holds: every key is known, and frozen once read."""
+    """Base class of what is read from YAML files: frozen, without unknown keys."""
 
 
 class BatchSpec(Spec, frozen=True, rename={"global_size": "global"}):
-    """Sizes in samples; global = micro x accumulation x ranks. What is left out is worked out."""
+    """Batch sizes in samples; global = micro x accumulation x ranks, and missing ones follow."""
 
     global_size: Count | None = None
     """Samples per optimizer step, over all ranks."""
@@ -76,17 +76,17 @@ class BatchSpec(Spec, frozen=True, rename={"global_size": "global"}):
 
 
 class CheckpointSpec(Spec, frozen=True):
-    """Where, how often and how many; given to the program as CLUSTERKIT_CHECKPOINT_*."""
+    """Where and how often to save; the program gets it as CLUSTERKIT_CHECKPOINT_* variables."""
 
     dir: Annotated[Text, Meta(min_length=1)] = "checkpoints"
-    """Folder; a relative one lies in the run's folder. Or `s3://BUCKET/PREFIX`, where the program
-    can: `jobs/train/gpt` does."""
+    """Folder; a relative path starts in the run's folder. Or `s3://BUCKET/PREFIX`, if the program
+    supports it, as `jobs/train/gpt` does."""
     every: Count = 100
     """Steps between checkpoints."""
     keep: Count = 2
-    """How many of the newest are kept."""
+    """How many of the newest checkpoints are kept."""
     resume: Annotated[Text, Meta(min_length=1)] = "auto"
-    """`auto` (the newest whole one in `dir`), `never`, or the path of one."""
+    """`auto` (the newest complete checkpoint in `dir`), `never`, or the path of a checkpoint."""
 
 
 class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
@@ -95,99 +95,99 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     name: Annotated[
         str, Meta(extra_json_schema={"pattern": f"^{_JOB_NAME}$", "maxLength": JOB_NAME_MAX})
     ]
-    """Letters, digits, `.`, `_`, `-` and spaces, 100 at most; begins the run id."""
+    """Letters, digits, `.`, `_`, `-` and spaces, 100 at most; run ids begin with it."""
     description: str = ""
     """One line for people."""
     program: Text | None = None
-    """Python file that every rank runs; sought from the current folder, then from the job file's
-    folder upwards."""
+    """Python file that every rank runs; a relative path is looked up in the current folder, then in
+    the job file's folder and those above it."""
     module: Text | None = None
     """Python module to run instead of a file (`python -m`)."""
     command: Annotated[tuple[Text, ...] | None, Meta(extra_json_schema={"minItems": 1})] = None
-    """Any command to run instead, as a list of words."""
+    """Command to run instead of a Python program, as a list of words."""
     args: tuple[Text, ...] = ()
     """Arguments of the program. `${clusterkit.NAME}` is replaced; NAME is one of global_batch,
     micro_batch, accumulation, deepspeed_config, run_id, run_dir, checkpoint_dir, world_size."""
     python: Annotated[str, Meta(min_length=1)] | None = None
-    """Interpreter of the ranks: a path, or a command of the hosts; by default the cluster entry's.
+    """Interpreter of the ranks: a path, or a command on the hosts; by default the cluster entry's.
     """
     launcher: Launcher | Literal["auto", "python"] = "auto"
     """What starts the ranks of one node. `auto`: torchrun for an elastic number of nodes, unless
-    `on_node_loss` is `shrink`, otherwise forkserver, which `python` means, too."""
+    `on_node_loss` is `shrink`; otherwise forkserver. `python` is another name of forkserver."""
     nodes: Annotated[
         int | str,
         Meta(
             extra_json_schema={
                 "minimum": 1,
-                "maximum": MOST_NODES,
+                "maximum": MAX_NODES,
                 "pattern": rf"^\s*(?=.*[1-9])(?!0+:){_NODES}\s*$",
             }
         ),
     ] = 1
     """How many nodes: `2`, or `"2:4"` for an elastic number."""
-    gpus_per_node: Annotated[Count | Auto, Meta(extra_json_schema={"maximum": MOST_RANKS})] = "auto"
-    """Ranks per node. `auto`: every GPU of the node, or one rank where there is none."""
+    gpus_per_node: Annotated[Count | Auto, Meta(extra_json_schema={"maximum": MAX_RANKS})] = "auto"
+    """Ranks per node. `auto`: one for each GPU of the node, or one rank on a node without GPUs."""
     device: Device = "auto"
-    """`auto`: GPUs when there are some, otherwise CPU threads."""
+    """`auto`: GPUs if there are any, otherwise CPU threads."""
     threads_per_rank: Count | Auto = "auto"
-    """OMP_NUM_THREADS of a rank. `auto`: the cores, shared between the ranks."""
+    """OMP_NUM_THREADS of a rank. `auto`: the node's cores divided by its ranks."""
     batch: BatchSpec | None = None
     """Batch sizes, in samples."""
     deepspeed: dict[str, Any] | None = None
-    """A DeepSpeed config, or the path of one, from the job file's folder. Batch sizes come from
-    `batch`; gradient_clipping is 0 unless given."""
+    """A DeepSpeed config, or the path of one relative to the job file's folder. Batch sizes come
+    from `batch`; gradient_clipping is 0 unless given."""
     checkpoint: CheckpointSpec | None = None
-    """Checkpoints and where to resume."""
+    """Where and how often to save checkpoints, and where to resume."""
     restarts: Annotated[int, Meta(ge=0)] = 0
-    """How often a failed run is started again."""
+    """How often all ranks are started again after one failed."""
     on_node_loss: Literal["wait", "shrink", "fail"] = "wait"
-    """What a run with `restarts` does that loses a node, not for a rank that failed: wait, for 10
-    minutes at most, until the node answers, and start again, which costs none of them; or end.
-    `shrink`, with `nodes: MIN:MAX`: after some seconds the others start again without it, if they
-    are at least MIN and node 0 is among them; a node that is back joins them after a checkpoint.
-    That needs no `restarts` and costs none."""
-    spares: Annotated[int, Meta(ge=0, le=MOST_NODES)] = 0
-    """How many hosts more than `nodes` start and wait. When a node is lost and does not answer for
-    some seconds, one of them takes its rank, and all ranks start again; that needs no `restarts`
-    and costs none. When no spare is left, `on_node_loss` says what happens. Checkpoints have to lie
-    where all hosts find them."""
+    """What happens when a node is lost. `wait`, in a run with `restarts`: wait up to 10 minutes for
+    the node and restart all ranks, which counts as none of the `restarts`. `fail`: end the run.
+    `shrink`, with `nodes: MIN:MAX`: after some seconds restart the ranks of the other nodes, if
+    they are at least MIN and node 0 is among them; a node that returns joins after a checkpoint.
+    That needs no `restarts` and counts as none."""
+    spares: Annotated[int, Meta(ge=0, le=MAX_NODES)] = 0
+    """How many hosts besides `nodes` start and wait. When a node has been lost for some seconds, a
+    spare takes its rank and all ranks restart; that needs no `restarts` and counts as none. With no
+    spare left, `on_node_loss` applies. Checkpoints have to be in a folder that all hosts share."""
     retry_on: tuple[Annotated[int, Meta(ge=1, le=255)], ...] = ()
-    """Exit codes of a rank after which the run is started again (a signal N is 128 + N); by default
-    any. One that failed with another ends the run, whatever `restarts` are left."""
+    """Exit codes of a rank after which the run restarts (signal N is 128 + N); by default all. Any
+    other exit code ends the run, even if `restarts` are left."""
     time_limit: Duration | None = None
     """How long the run may take, restarts included, in seconds or as `90m`, `2h`, `1d12h`; then its
-    nodes end it. It counts from their start: waiting for them does not."""
+    nodes end it. Time spent waiting for nodes to start does not count."""
     hang_timeout: Annotated[
         float | str | None,
         Meta(
             extra_json_schema={
                 "minimum": 0,
-                "exclusiveMaximum": LONGEST,
+                "exclusiveMaximum": MAX_SECONDS,
                 "pattern": rf"^\s*({_SECONDS}|{_DURATION})\s*$",
             }
         ),
     ] = None
-    """After how long without progress all ranks are ended, and start again if there are restarts
-    left; written as `time_limit` is. `0`: never. By default 2 minutes or 20 steps, whichever is
-    longer, if a rank waits for another one; ten times that before the first step, and while the
-    one that others wait for does something else, such as a checkpoint or an evaluation."""
+    """After how long without progress all ranks are ended, and restarted if `restarts` are left;
+    written like `time_limit`. `0`: never. By default 2 minutes or 20 steps, whichever is longer,
+    if a rank waits for another one; ten times that before the first step, and while the rank that
+    others wait for does something else, such as a checkpoint or an evaluation."""
     env: Annotated[
         dict[str, Text], Meta(extra_json_schema={"propertyNames": {"pattern": f"^{NAME}$"}})
     ] = {}
-    """Environment of every rank; values arrive exactly as written."""
+    """Environment variables of every rank; values arrive exactly as written."""
     secrets: tuple[Annotated[str, Meta(extra_json_schema={"pattern": f"^{NAME}$"})], ...] = ()
-    """Variables taken from the submitter's environment; never written to a file, an argument list
-    or a log."""
+    """Names of variables taken from the submitter's environment; their values are never written to
+    a file, an argument list or a log."""
     workdir: Text | None = None
-    """Folder the ranks start in; by default where the program was found."""
+    """Folder in which the ranks start; by default the folder where `program` was looked up."""
     track: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
-    """Trackers that get what rank 0 reports, written where the run is submitted: the program and
-    its nodes need none of it. `tensorboard`: `tensorboard/` in the run's folder. `wandb`, `mlflow`,
-    `trackio`: as their variables and logins say there, and without them on that machine alone."""
+    """Trackers that get the metrics of rank 0. They run on the machine that submits; program and
+    nodes need none of their packages. `tensorboard` writes to `tensorboard/` in the run's folder;
+    `wandb`, `mlflow` and `trackio` use the variables and logins of that machine, and store the
+    metrics on it if there are none."""
 
     @property
     def node_range(self) -> tuple[int, int]:
-        """Smallest and largest number of nodes; equal unless the job is elastic."""
+        """Return the smallest and the largest number of nodes; equal unless the job is elastic."""
         return parse_nodes(self.nodes)
 
     @property
@@ -197,29 +197,29 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
 
     @property
     def shrinks(self) -> bool:
-        """Whether the agents start fewer nodes again; else torchrun does, of an elastic job."""
+        """Return whether the agents, and not torchrun, restart an elastic job with fewer nodes."""
         return self.on_node_loss == "shrink"
 
     @property
     def started_by(self) -> Launcher:
-        """The launcher that is used."""
+        """Return the launcher that starts the ranks."""
         return launcher_of(self)[0]
 
     @property
     def limit_seconds(self) -> float | None:
-        """``time_limit`` in seconds."""
+        """Return ``time_limit`` in seconds; None: no limit."""
         return None if self.time_limit is None else parse_duration(self.time_limit)
 
     @property
     def hang_seconds(self) -> float | None:
-        """``hang_timeout`` in seconds; 0: never."""
+        """Return ``hang_timeout`` in seconds; 0: never; None: the default."""
         if self.hang_timeout is None:
             return None
         return parse_duration(self.hang_timeout, "hang_timeout", zero=True)
 
 
 def launcher_of(job: JobSpec) -> tuple[Launcher, str]:
-    """The launcher that starts a job's ranks, and where that comes from."""
+    """Return the launcher that starts a job's ranks, and why it is that one."""
     if job.launcher == "python":
         return "forkserver", "job: launcher python"
     if job.launcher != "auto":
@@ -230,10 +230,10 @@ def launcher_of(job: JobSpec) -> tuple[Launcher, str]:
 
 
 def parse_nodes(nodes: int | str) -> tuple[int, int]:
-    """``2`` as (2, 2) and ``"2:4"`` as (2, 4).
+    """Parse a number of nodes: ``2`` is (2, 2), ``"2:4"`` is (2, 4).
 
     Raises:
-        BadInput: not of that form, below 1, or the smaller number second.
+        BadInput: not of that form, out of range, or the larger number first.
     """
     match = re.fullmatch(_NODES, str(nodes).strip())
     if match is None:
@@ -245,8 +245,8 @@ def parse_nodes(nodes: int | str) -> tuple[int, int]:
     high = int(match[2] or low)
     if low < 1:
         raise BadInput(f"nodes: {nodes}: a run needs at least 1 node", job="nodes")
-    if high > MOST_NODES:
-        raise BadInput(f"nodes: {nodes}: a run has {MOST_NODES} nodes at most", job="nodes")
+    if high > MAX_NODES:
+        raise BadInput(f"nodes: {nodes}: a run has {MAX_NODES} nodes at most", job="nodes")
     if high < low:
         raise BadInput(
             f"nodes: {nodes}: the smaller number comes first",
@@ -256,11 +256,15 @@ def parse_nodes(nodes: int | str) -> tuple[int, int]:
     return low, high
 
 
-def parse_duration(duration: float | str, of: str = "time_limit", *, zero: bool = False) -> float:
-    """``90``, ``"90s"``, ``"1.5h"`` and ``"1d2h"`` in seconds.
+def parse_duration(duration: float | str, key: str = "time_limit", *, zero: bool = False) -> float:
+    """Return a length of time such as ``90``, ``"90s"``, ``"1.5h"`` or ``"1d2h"`` in seconds.
+
+    Args:
+        key: the key or option that has the value, for errors.
+        zero: whether 0 is allowed.
 
     Raises:
-        BadInput: not of that form, or not above 0, but for ``zero``.
+        BadInput: not of that form, not above 0, or not below `MAX_SECONDS`.
     """
     text = str(duration).strip()
     units = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -271,18 +275,18 @@ def parse_duration(duration: float | str, of: str = "time_limit", *, zero: bool 
         seconds = sum(float(number) * units[unit] for number, unit in parts)
     else:
         raise BadInput(
-            f"{of}: {text[:40]!r} is not a length of time", hint="such as 3600, 90m, 2h, 1d12h"
+            f"{key}: {text[:40]!r} is not a length of time", hint="such as 3600, 90m, 2h, 1d12h"
         )
-    if not (0 < seconds < LONGEST or (zero and seconds == 0)):
-        raise BadInput(f"{of}: {text[:40]}: it has to be above 0, and finite")
+    if not (0 < seconds < MAX_SECONDS or (zero and seconds == 0)):
+        raise BadInput(f"{key}: {text[:40]}: it has to be above 0, and finite")
     return seconds
 
 
 def check_job(job: JobSpec) -> None:
-    """What types alone cannot say of a job.
+    """Check the values of a job, and whether they fit together.
 
     Raises:
-        BadInput: the message begins with the key.
+        BadInput: about the key.
     """
     if not re.fullmatch(_JOB_NAME, job.name) or len(job.name) > JOB_NAME_MAX:
         long = f"... ({len(job.name)} characters)" if len(job.name) > 40 else ""
@@ -302,18 +306,23 @@ def check_job(job: JobSpec) -> None:
     if job.command is not None and not job.command:
         raise BadInput("command: it is empty", hint="command: [./train.sh, --fast]", job="command")
     parse_nodes(job.nodes)
-    if job.gpus_per_node != "auto" and not 1 <= job.gpus_per_node <= MOST_RANKS:
-        few = "needs at least 1 rank" if job.gpus_per_node < 1 else f"has {MOST_RANKS} at most"
-        raise BadInput(f"gpus_per_node: {job.gpus_per_node}: a node {few}", job="gpus_per_node")
+    if job.gpus_per_node != "auto" and not 1 <= job.gpus_per_node <= MAX_RANKS:
+        rule = "needs at least 1 rank" if job.gpus_per_node < 1 else f"has {MAX_RANKS} at most"
+        raise BadInput(f"gpus_per_node: {job.gpus_per_node}: a node {rule}", job="gpus_per_node")
     for key, length in (("time_limit", job.time_limit), ("hang_timeout", job.hang_timeout)):
         if length is not None:
             with about("job", key):
                 parse_duration(length, key, zero=key == "hang_timeout")
+    _check_node_loss(job)
+    _check_texts(job)
+
+
+def _check_node_loss(job: JobSpec) -> None:
     if job.shrinks and (not job.elastic or job.started_by != "forkserver"):
         other = f"launcher {job.started_by}" if job.elastic else f"nodes: {job.nodes}"
         raise BadInput(
             f"on_node_loss: shrink needs nodes: MIN:MAX and launcher: forkserver, not {other}",
-            hint="torchrun goes on with fewer of nodes: MIN:MAX without it",
+            hint="without on_node_loss, torchrun continues with fewer of nodes: MIN:MAX",
             job="on_node_loss",
         )
     if job.elastic and job.started_by != "torchrun" and not job.shrinks:
@@ -322,7 +331,21 @@ def check_job(job: JobSpec) -> None:
             hint="launcher: torchrun, or on_node_loss: shrink with launcher: forkserver",
             job="nodes",
         )
-    _check_spares(job)
+    if job.spares and job.on_node_loss == "fail":
+        raise BadInput(
+            f"spares: {job.spares}, but on_node_loss: fail ends the run",
+            hint="on_node_loss: wait, or shrink",
+            job="spares",
+        )
+    if job.spares and job.started_by != "forkserver":
+        raise BadInput(
+            f"spares: {job.spares}, but launcher {job.started_by} cannot move a lost node's ranks",
+            hint="launcher: forkserver; in an elastic job together with on_node_loss: shrink",
+            job="spares",
+        )
+
+
+def _check_texts(job: JobSpec) -> None:
     check_environment(job.env)
     for name in job.secrets:
         if not is_name(name):
@@ -344,22 +367,11 @@ def check_job(job: JobSpec) -> None:
         raise BadInput(f"secrets: {twice[0]} is set in env as well", job="secrets")
 
 
-def _check_spares(job: JobSpec) -> None:
-    if job.spares and job.on_node_loss == "fail":
-        why, hint = "on_node_loss: fail ends the run", "on_node_loss: wait, or shrink"
-    elif job.spares and job.started_by != "forkserver":
-        why = f"launcher {job.started_by} gives a lost node's ranks to no other"
-        hint = "launcher: forkserver; of an elastic job with on_node_loss: shrink"
-    else:
-        return
-    raise BadInput(f"spares: {job.spares}, but {why}", hint=hint, job="spares")
-
-
 def check_environment(env: Mapping[str, str], source: Source = "job") -> None:
-    """Refuse what cannot be an environment variable.
+    """Check names and values of environment variables.
 
     Raises:
-        BadInput: about ``env``.
+        BadInput: about the key ``env.NAME`` of ``source``.
     """
     for name, value in env.items():
         with about(source, "env", name):
@@ -369,5 +381,5 @@ def check_environment(env: Mapping[str, str], source: Source = "job") -> None:
 
 
 Job = str | os.PathLike[str] | JobSpec | Sequence[str]
-"""What can be asked for: a job file's path, a `JobSpec`, or a command such as
+"""What can be submitted: the path of a job file, a `JobSpec`, or a command such as
 ``["python", "train.py", "--fast"]``."""

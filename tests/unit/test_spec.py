@@ -145,7 +145,7 @@ def test_what_starts_a_job_s_ranks_and_why(fields, launcher):
         ({"nodes": "1:2", "launcher": "python"}, "python cannot run an elastic number"),
         ({"on_node_loss": "shrink", "nodes": 2}, "forkserver, not nodes: 2"),
         ({"on_node_loss": "shrink", "nodes": "1:2", "launcher": "deepspeed"}, "not launcher deep"),
-        ({"spares": 1, "nodes": "2:3"}, "launcher torchrun gives a lost node's ranks to no other"),
+        ({"spares": 1, "nodes": "2:3"}, "launcher torchrun cannot move a lost node's ranks"),
         ({"spares": 1, "nodes": 2, "on_node_loss": "fail"}, "on_node_loss: fail ends the run"),
         ({"env": {"1A": "x"}}, "'1A' is not a valid name of an environment variable"),
         ({"secrets": ("A-B",)}, "'A-B' is not a valid name of an environment variable"),
