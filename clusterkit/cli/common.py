@@ -17,12 +17,10 @@ import msgspec
 from clusterkit.errors import BadInput
 
 if TYPE_CHECKING:
+    from clusterkit.cluster import Facts
     from clusterkit.jobfile.catalogue import CatalogueEntry
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-TRAILING = "clusterkit.trailing"
-"""Key in ``ctx.meta`` for the words after ``--``; missing without ``--``."""
 
 
 class Verb(click.Command):
@@ -42,25 +40,29 @@ def verb(
 
 
 class TrailingVerb(Verb):
-    """A command that keeps the words after ``--``, options or not, in ``ctx.meta[TRAILING]``."""
+    """A command whose parameter ``trailing`` is the list of words after ``--``, options or not."""
 
-    trailing = "COMMAND..."
-    """What these words are, for the usage line."""
+    trailing_metavar = "COMMAND..."
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if "--" in args:
-            split = args.index("--")
-            args, ctx.meta[TRAILING] = args[:split], args[split + 1 :]
-        return super().parse_args(ctx, args)
+        split = args.index("--") if "--" in args else len(args)
+        rest = super().parse_args(ctx, args[:split])
+        ctx.params["trailing"] = args[split + 1 :]
+        return rest
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        return [*super().collect_usage_pieces(ctx), f"[-- {self.trailing}]"]
+        return [*super().collect_usage_pieces(ctx), f"[-- {self.trailing_metavar}]"]
 
 
 class JobVerb(TrailingVerb):
-    """A command that takes a job file, and words after ``--``: see `job_arguments`."""
+    """A command that takes a job, and words after ``--``.
 
-    trailing = "ARGS...|COMMAND..."
+    They are the parameter ``more_args`` after a job file, and ``job`` itself, as a command, without
+    one.
+    """
+
+    trailing_metavar = "ARGS...|COMMAND..."
+    job_required = True
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         from clusterkit import shell
@@ -73,7 +75,14 @@ class JobVerb(TrailingVerb):
                 f"{others[0]} is not a job file: a command stands after --",
                 hint=shell.join(["clusterkit", str(ctx.info_name), *options, "--", *command]),
             )
-        return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, args)
+        trailing = ctx.params.pop("trailing")
+        if ctx.params["job"] is None:
+            if self.job_required and not trailing and not ctx.resilient_parsing:
+                raise click.UsageError("Give a job file, or a command after --.", ctx)
+            ctx.params["job"], trailing = trailing or None, ()
+        ctx.params["more_args"] = trailing
+        return rest
 
     def _split(self, ctx: click.Context, args: Sequence[str]) -> tuple[list[str], list[str]]:
         """Split words into this command's options with their values, and all others.
@@ -98,6 +107,25 @@ class JobVerb(TrailingVerb):
             if rest and takes_value.get(word, False) and not equals:
                 options.append(rest.pop(0))
         return options, others
+
+
+def read_facts(ctx: click.Context, param: click.Parameter, path: str | None) -> Facts | None:
+    """Read the file that ``--facts`` names.
+
+    Raises:
+        BadInput: it cannot be read, or is not a file of facts.
+    """
+    if path is None:
+        return None
+    from clusterkit.cluster import Facts
+    from clusterkit.files import read_file, reason
+
+    try:
+        return msgspec.json.decode(read_file(path, 64 << 20), type=Facts)
+    except OSError as error:
+        raise BadInput(f"--facts {path}: {reason(error)}") from None
+    except msgspec.MsgspecError as error:
+        raise BadInput(f"--facts {path}: not a facts.json: {error}") from None
 
 
 def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
@@ -150,7 +178,7 @@ def cluster_options(help: str, default: str | None = None) -> Callable[[Function
 set_option = click.option("--set", "settings", multiple=True, metavar="KEY=VALUE",
                           help="Override a key of the job file, e.g. batch.micro=4.")  # fmt: skip
 gpus_option = click.option("-g", "--gpus", type=int, metavar="N", help="Ranks per node.")
-facts_option = click.option("--facts", "facts_file", metavar="FILE", type=click.Path(),
+facts_option = click.option("--facts", metavar="FILE", type=click.Path(), callback=read_facts,
                             help="Facts of an earlier run (its facts.json), instead of probing "
                             "the cluster.")  # fmt: skip
 host_options = options(
@@ -171,42 +199,6 @@ plan_options = options(
                  help="Do not check the hosts first."),
 )  # fmt: skip
 """The options that `submit` and `plan` share."""
-
-
-def job_arguments(ctx: click.Context, job: str | None) -> dict[str, Any]:
-    """Return ``job`` and ``more_args`` for `clusterkit.api.prepare`.
-
-    The words after ``--`` are more arguments for a job file's program, or without a job file the
-    command itself.
-
-    Raises:
-        click.UsageError: there is neither a job file nor a command.
-    """
-    trailing: list[str] | None = ctx.meta.get(TRAILING)
-    if job is not None:
-        return {"job": job, "more_args": trailing or ()}
-    if trailing is None:
-        raise click.UsageError("Give a job file, or a command after --.", ctx)
-    return {"job": trailing}
-
-
-def prepare_options(facts_file: str | None, **options: Any) -> dict[str, Any]:
-    """Convert the values of `plan_options` to options of `clusterkit.api.prepare`.
-
-    Raises:
-        BadInput: the file of facts cannot be read.
-    """
-    if facts_file is not None:
-        from clusterkit.cluster import Facts
-        from clusterkit.files import read_file, reason
-
-        try:
-            options["facts"] = msgspec.json.decode(read_file(facts_file, 64 << 20), type=Facts)
-        except OSError as error:
-            raise BadInput(f"--facts {facts_file}: {reason(error)}") from None
-        except msgspec.MsgspecError as error:
-            raise BadInput(f"--facts {facts_file}: not a facts.json: {error}") from None
-    return options
 
 
 def print_json(document: Any) -> None:

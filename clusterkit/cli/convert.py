@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from clusterkit import api, convert, shell
-from clusterkit.cli.common import TRAILING, TrailingVerb, json_option, print_json, verb
+from clusterkit.cli.common import TrailingVerb, json_option, print_json, verb
 from clusterkit.convert.files import add_cluster
 from clusterkit.errors import BadInput
 from clusterkit.files import write_atomic
@@ -30,11 +30,9 @@ from clusterkit.ui.formatting import terminal_filter
               help="Write the entry of the cluster file to FILE, or add it there.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace an existing job file.")
 @json_option
-@click.pass_context
 def command(
-    ctx: click.Context,
-    /,
     file: str | None,
+    trailing: list[str],
     kind: str | None,
     out: str | None,
     clusters_out: str | None,
@@ -48,14 +46,13 @@ def command(
     and nothing is written. If the cluster file needs an entry, too, it is added to the job file as
     a comment, unless --clusters-out is given.
     """
-    command = ctx.meta.get(TRAILING, ())
-    if file is None and not command:
-        raise click.UsageError("Give a file, or a command after --.", ctx)
-    found = api.convert(file, command, kind=kind)
+    if file is None and not trailing:
+        raise click.UsageError("Give a file, or a command after --.")
+    found = api.convert(file, trailing, kind=kind)
     clean = terminal_filter(sys.stderr)
     for note in found.notes:
         click.echo(clean(str(note)), err=True)
-    call = shell.join(["clusterkit", "convert", *([file] if file else ["--", *command])])
+    call = shell.join(["clusterkit", "convert", *([file] if file else ["--", *trailing])])
     text = found.job_text(f"Written by: {call}") if found.job is not None else ""
     if found.cluster is not None and not text:
         text = found.cluster_text()

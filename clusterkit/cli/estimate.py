@@ -12,13 +12,11 @@ import click
 
 from clusterkit import api
 from clusterkit.cli.common import (
-    TRAILING,
     JobVerb,
     cluster_options,
     facts_option,
     json_option,
     options,
-    prepare_options,
     print_json,
     set_option,
     table,
@@ -37,12 +35,16 @@ _HEADER = (
 )  # fmt: skip
 
 
+class _EstimateVerb(JobVerb):
+    job_required = False
+
+
 @verb(
     "estimate",
     "clusterkit estimate jobs/ddp.yaml --gpus 8 --gpu-memory 80GB",
     "clusterkit estimate llama-3-8b --nodes 2 --gpus 8 --gpu-memory 80GB",
     "clusterkit estimate 7B --layers 32 --hidden 4096 --gpus 8 --gpu-memory 80GB",
-    cls=JobVerb,
+    cls=_EstimateVerb,
 )
 @options(
     click.argument("job", required=False, type=click.Path(), metavar="[JOB|MODEL|COUNT]"),
@@ -84,8 +86,7 @@ _HEADER = (
     set_option,
     json_option,
 )  # fmt: skip
-@click.pass_context
-def command(ctx: click.Context, /, job: str | None, as_json: bool, **asked: Any) -> None:
+def command(job: str | list[str] | None, as_json: bool, **question: Any) -> None:
     """Estimate the memory per GPU for every way to divide a model, and recommend one.
 
     JOB is a job file, from which model, batch, precision and strategy are read; MODEL is short
@@ -96,15 +97,11 @@ def command(ctx: click.Context, /, job: str | None, as_json: bool, **asked: Any)
     training step; TOTAL is the peak. Without --gpu-memory the cluster is probed for its GPUs. No
     weights are needed, and nothing is written or started.
     """
-    trailing: list[str] | None = ctx.meta.get(TRAILING)
-    if job is not None and (name := _option_for(job)) and asked[name] is None:
-        job, asked[name] = None, job
-    subject: Any = job
-    if job is None and trailing:
-        subject, trailing = trailing, None
-    if subject is None and asked["model"] is None and asked["parameters"] is None:
-        raise click.UsageError("Give a job file, --model or --parameters.", ctx)
-    found = api.estimate(subject, more_args=trailing or (), **prepare_options(**asked))
+    if isinstance(job, str) and (name := _option_for(job)) and question[name] is None:
+        job, question[name] = None, job
+    if not job and question["model"] is None and question["parameters"] is None:
+        raise click.UsageError("Give a job file, --model or --parameters.")
+    found = api.estimate(job, **question)
     if as_json:
         print_json(found)
         return

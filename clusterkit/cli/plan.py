@@ -9,14 +9,7 @@ from typing import Any
 import click
 
 from clusterkit import api, backends
-from clusterkit.cli.common import (
-    JobVerb,
-    job_arguments,
-    json_option,
-    plan_options,
-    prepare_options,
-    verb,
-)
+from clusterkit.cli.common import JobVerb, json_option, plan_options, verb
 from clusterkit.files import write_atomic
 from clusterkit.ui.spinner import spinner
 
@@ -28,13 +21,7 @@ from clusterkit.ui.spinner import spinner
     cls=JobVerb,
 )
 @plan_options
-@click.option(
-    "-o",
-    "--out",
-    metavar="DIR",
-    type=click.Path(),
-    help="Write the plan and its files to a folder.",
-)
+@click.option("-o", "--out", metavar="DIR", type=click.Path(), help="Write all files to DIR.")
 @click.option("--as", "form", metavar="FORM", type=click.Choice([*backends.FORMS]),
               help="Print the job as one file for another tool: sbatch, pytorchjob, mpijob, "
               "trainjob, jobset, job, compose or ssh.")  # fmt: skip
@@ -43,7 +30,7 @@ from clusterkit.ui.spinner import spinner
 def command(
     ctx: click.Context,
     /,
-    job: str | None,
+    job: api.Job,
     out: str | None,
     form: str | None,
     as_json: bool,
@@ -62,17 +49,16 @@ def command(
     probing = spinner(f"looking at cluster {options['cluster']}")
     if form is not None:
         if out is not None or as_json:
-            raise click.UsageError("--as prints one file: it goes without --out and --json.", ctx)
-        given = ctx.get_parameter_source("cluster") is not click.core.ParameterSource.DEFAULT
-        if not given:
+            raise click.UsageError("--as prints one file: it goes without --out and --json.")
+        if ctx.get_parameter_source("cluster") is click.core.ParameterSource.DEFAULT:
             options["cluster"] = None
         del options["doctor"]
         with probing:
-            text = api.plan_as(form=form, **job_arguments(ctx, job), **prepare_options(**options))
+            text = api.plan_as(job, form=form, **options)
         click.echo(text, nl=False)
         return
     with probing:
-        plan = api.plan(**job_arguments(ctx, job), **prepare_options(**options))
+        plan = api.plan(job, **options)
     if out is not None:
         for file in plan.files:
             relative = os.path.relpath(file.path, plan.run_dir)

@@ -8,14 +8,7 @@ from typing import Any
 import click
 
 from clusterkit import api
-from clusterkit.cli.common import (
-    JobVerb,
-    job_arguments,
-    json_option,
-    plan_options,
-    prepare_options,
-    verb,
-)
+from clusterkit.cli.common import JobVerb, json_option, plan_options, verb
 from clusterkit.cli.following import check_terminal, follow, follow_in_top, handle_interrupt
 from clusterkit.ui.spinner import spinner
 
@@ -31,10 +24,7 @@ from clusterkit.ui.spinner import spinner
 @click.option("-d", "--detach", is_flag=True, help="Return once the run has started.")
 @click.option("--top", is_flag=True, help="Follow the run in `clusterkit top`.")
 @json_option
-@click.pass_context
-def command(
-    ctx: click.Context, /, job: str | None, detach: bool, top: bool, as_json: bool, **options: Any
-) -> int:
+def command(job: api.Job, detach: bool, top: bool, as_json: bool, **options: Any) -> int:
     """Start a job and follow it to its end.
 
     JOB is a job file; the words after -- are more arguments of its program. Without JOB, they are
@@ -44,10 +34,10 @@ def command(
     """
     if top:
         if detach:
-            raise click.UsageError("--top follows the run, --detach does not.", ctx)
+            raise click.UsageError("--top follows the run, --detach does not.")
         check_terminal()
     with spinner(f"looking at cluster {options['cluster']}"):
-        ready = api.prepare(**job_arguments(ctx, job), **prepare_options(**options))
+        ready = api.prepare(job, **options)
     for note in ready.plan.notes:
         if not note.name:
             click.echo(f"note: {note}", err=True)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
 from clusterkit.backends.ssh import inventory
-from clusterkit.cli.common import prepare_options
+from clusterkit.cli.common import read_facts
 from clusterkit.cluster import CLUSTER_TYPES, Entry, LocalCluster
 from clusterkit.errors import BadInput
 from clusterkit.jobfile import loader
@@ -262,7 +262,7 @@ def test_what_is_no_regular_file_is_not_read(special, cwd):
     with pytest.raises(BadInput, match=rf"{special}: not a regular file"):
         inventory.read_hosts(cwd / special, "all")
     with pytest.raises(BadInput, match=rf"--facts {special}: not a regular file"):
-        prepare_options(special)
+        read_facts(None, None, special)
 
 
 @pytest.mark.timeout(20)
