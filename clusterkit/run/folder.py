@@ -346,18 +346,17 @@ class RunFolder:
         Raises:
             RunFolderError: the file cannot be made.
         """
+        path = self.path / _LOCK
         try:
-            with contextlib.ExitStack() as undo:
-                file = undo.enter_context((self.path / _LOCK).open("ab"))
-                for _ in range(_LOCK_TRIES):  # `is_held` holds it for a moment
-                    if locked(file):
-                        undo.pop_all()
-                        return file
-                    time.sleep(0.01)
+            file = path.open("ab")
+            for _ in range(_LOCK_TRIES):  # `is_held` holds it for a moment
+                if locked(file):
+                    return file
+                time.sleep(0.01)
+            file.close()
         except OSError as error:
-            raise RunFolderError(
-                f"cannot lock {self.path / _LOCK}: {error.strerror}", hint=_HOME_HINT
-            ) from error
+            why = f"cannot lock {path}: {error.strerror}"
+            raise RunFolderError(why, hint=_HOME_HINT) from error
         return None
 
     def is_held(self) -> bool:
@@ -466,9 +465,8 @@ def all_runs() -> Iterator[RunFolder]:
         return
     except OSError as error:
         raise RunFolderError(f"cannot read {base}: {error.strerror}", hint=_HOME_HINT) from error
-    folders.sort(key=lambda entry: _created(Path(entry.path)), reverse=True)
-    for entry in folders:
-        yield RunFolder(Path(entry.path))
+    paths = [Path(entry.path) for entry in folders]
+    yield from map(RunFolder, sorted(paths, key=_created, reverse=True))
 
 
 def _is_plan(folder: os.DirEntry[str]) -> bool:
@@ -495,16 +493,14 @@ def find(name: str) -> RunFolder:
     # os.path: False, not an error, for a folder of another user; all_runs() reports that.
     if RUN_ID.match(name) and os.path.isdir(exact):
         return RunFolder(exact)
-    runs = list(all_runs())
-    ids = [run.run_id for run in runs]
+    ids = [run.run_id for run in all_runs()]
     where = f"under {home() / 'runs'}"
     if _TIMESTAMP.search(name) and not any(each.startswith(name) for each in ids):
         raise RunNotFound(
             f"run {name!r} is unknown {where}",
             hint=f"another machine's, on Kubernetes: clusterkit attach {name} --cluster CLUSTER",
         )
-    chosen = resolve(name, ids, where)
-    return next(run for run in runs if run.run_id == chosen)
+    return RunFolder(home() / "runs" / resolve(name, ids, where))
 
 
 def resolve(name: str, ids: Sequence[str], where: str) -> str:
