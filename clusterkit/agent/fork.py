@@ -12,7 +12,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from clusterkit.agent import server
+from clusterkit.agent import forkserver_process
+from clusterkit.agent.forkserver_process import Target
 from clusterkit.agent.launcher import Launcher
 from clusterkit.agent.processes import processes_of, send
 from clusterkit.agent.protocol import (
@@ -90,14 +91,14 @@ class ForkLauncher(Launcher):
 
     def _start_server(self, level: int) -> None:
         channel, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        output, env = self._new_output(), self._environment()
+        output = self._new_output()
+        target = Target(self._python, self._program, self._environment())
         process = None
         try:
-            if not (self._idle and self._ask_warm_server(env, other.fileno(), output)):
-                process = server.start(
-                    self._python, self._program, env, other.fileno(), output, level=level,
-                    begin=end_with_parent,
-                )  # fmt: skip
+            if not (self._idle and self._ask_warm_server(target, other.fileno(), output)):
+                process = forkserver_process.start(
+                    target, other.fileno(), output, level=level, preexec=end_with_parent
+                )
         except BaseException:
             channel.close()
             raise
@@ -111,13 +112,13 @@ class ForkLauncher(Launcher):
         if self._server.handle is not None:
             self._selector.register(self._server.handle, selectors.EVENT_READ, self._server_ended)
 
-    def _ask_warm_server(self, env: dict[str, str], channel: int, output: int) -> bool:
+    def _ask_warm_server(self, target: Target, channel: int, output: int) -> bool:
         """Have a fork of a warm server serve; return whether one is going to."""
         from clusterkit.agent import warm
 
-        folder = Path(env["CLUSTERKIT_RUN_DIR"]).parents[1] / "warm"
+        folder = Path(target.env["CLUSTERKIT_RUN_DIR"]).parents[1] / "warm"
         try:
-            warm.ask(folder, self._idle, self._python, self._program, env, channel, output)
+            warm.ask(folder, self._idle, target, channel, output)
         except (OSError, subprocess.SubprocessError) as error:
             self._give_up_warm_server(str(error))
         return self._idle > 0

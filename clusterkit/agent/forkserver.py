@@ -1,17 +1,17 @@
 """The program that imports torch once and forks the ranks of a node.
 
-The agent (`server`) has the job's own Python run the text of this module and of `preload`, `rank`,
-`program`, `eager` and `standby`, with the job's options and environment. They are no modules there:
-nothing of clusterkit stands in ``sys.modules`` or on ``sys.path`` of the program that a fork
-becomes. Standard library only, and any Python from 3.9 on.
+The agent (`forkserver_process`) has the job's own Python run the text of this module and of
+`preload`, `rank`, `program`, `lazy_dynamo` and `warm_server`, with the job's options and
+environment. They are no modules there: ``sys.modules`` and ``sys.path`` of the program that a fork
+becomes hold nothing of clusterkit. Standard library only, and any Python from 3.9 on.
 
-What goes through the channel, a socket of packets:
+Messages on the channel, a socket of packets:
 
-* to here: one byte and handles, of a file that holds an order and of the ranks' outputs. The
-  order is read when its turn comes and node 0 can be found by name; one that is empty by then was
-  taken back.
-* from here, JSON: ``{"ready": pid}`` after the imports, ``{"start": .., "number": .., "pid": ..}``
-  when a rank begins and ``{"pid": .., "status": ..}`` when it has ended.
+* from the agent: one byte and handles, of a file that holds an order and of the ranks' outputs. The
+  order is read once the ones before it are done and node 0's name can be resolved; a file that is
+  empty by then was cancelled.
+* to the agent, JSON: ``{"ready": pid}`` after the imports, ``{"start": .., "number": .., "pid":
+  ..}`` when a rank begins and ``{"pid": .., "status": ..}`` when it has ended.
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ _NAME_TRIES, _NAME_PAUSE = 60, 0.2  # 12 s: another pod's name may come late, or
 
 
 class Server:
-    """Waits for orders; every rank is a fork of it. ``channel``: the socket's handle."""
+    """Wait for orders; every rank is a fork of this process. ``channel``: the socket's handle."""
 
     def __init__(self, channel: int) -> None:
         self._channel = socket.socket(fileno=channel)
-        self._ranks: dict[int, int] = {}  # process ids, by the handle that tells of their end
+        self._ranks: dict[int, int] = {}  # process ids, by process handle (pidfd)
         self._poll = select.poll()
 
     def serve(self) -> Document:
-        """Fork as ordered; returns in every fork, with its order, and never here."""
+        """Fork as ordered; return in every fork, with its order, and never in this process."""
         channel = self._channel.fileno()
         os.set_inheritable(channel, False)
         self._poll.register(channel, select.POLLIN)
         while True:
             for handle, _ in self._poll.poll():
                 if handle != channel:
-                    self._ended(handle)
-                elif (order := self._take_order()) is not None:
+                    self._rank_ended(handle)
+                elif (order := self._fork_ranks()) is not None:
                     for each in (channel, *self._ranks):
                         os.close(each)
                     self._channel.detach()
                     return order
 
-    def tell(self, message: Document) -> None:
+    def report(self, message: Document) -> None:
         try:
             self._channel.send(json.dumps(message).encode())
         except OSError:
-            os._exit(0)  # nobody is left to serve
+            os._exit(0)  # the agent is gone
 
-    def _take_order(self) -> Document | None:
-        """Fork for the next one: None here, and in a fork what it is ordered to be."""
+    def _fork_ranks(self) -> Document | None:
+        """Fork for the next order; return None in this process, and in a fork the rank's order."""
         message, handles, _, _ = socket.recv_fds(self._channel, 1, _HANDLES)
         if not message:
-            os._exit(0)  # the agent is gone, or has no more use for this
+            os._exit(0)  # the agent is gone, or has closed the channel
         file, *outputs = handles
         _await_head(file)
         order = _contents(file)
@@ -77,39 +77,38 @@ class Server:
                     if other != output:
                         os.close(other)
                 return {**order, **rank, "output": output, "server": server}
-            with contextlib.suppress(OSError):  # whoever hears of it may signal its group
+            with contextlib.suppress(OSError):  # the agent may signal its group once it knows it
                 os.setpgid(pid, pid)
             handle = os.pidfd_open(pid)
             self._ranks[handle] = pid
             self._poll.register(handle, select.POLLIN)
-            self.tell({"start": order["start"], "number": rank["number"], "pid": pid})
+            self.report({"start": order["start"], "number": rank["number"], "pid": pid})
         for output in outputs:
             os.close(output)
         return None
 
-    def _ended(self, handle: int) -> None:
+    def _rank_ended(self, handle: int) -> None:
         self._poll.unregister(handle)
         os.close(handle)
         pid, status = os.waitpid(self._ranks.pop(handle), 0)
-        self.tell({"pid": pid, "status": status})
+        self.report({"pid": pid, "status": status})
 
 
 def _contents(file: int) -> Document:
-    """The order that a file holds."""
     order: Document = json.loads(os.pread(file, os.fstat(file).st_size, 0) or b'{"ranks": []}')
     return order
 
 
 def _await_head(file: int) -> None:
-    """Return when node 0's name can be resolved, the order was taken back or time is up.
+    """Wait until node 0's name can be resolved, the order was cancelled or time is up.
 
-    A pod's name may come late; or never, if it has ended, and the program need not ask for it.
+    A pod's name may come late; or never, if it has ended, and not every program needs it.
     """
     for tries in range(_NAME_TRIES):
         name = _contents(file).get("head")
         with contextlib.suppress(OSError):
             if name:
-                # As a str it would have modules imported that the program did not ask for.
+                # A str would have the idna codec imported, which the program did not ask for.
                 socket.getaddrinfo(name.encode(), 0)
             return
         if tries == _NAME_TRIES // 2:
@@ -119,27 +118,27 @@ def _await_head(file: int) -> None:
 
 
 def run(config: Document, spaces: Document) -> Any:
-    """Import and serve; returns in every fork, with the `program.Program` that it is to be.
+    """Import and serve; return in every fork, with the `program.Program` that it is to run.
 
     Args:
-        config: what `server` says of the program; ``channel`` is the socket's handle.
+        config: as `forkserver_process.start` makes it; ``channel`` is the socket's handle.
         spaces: what the modules define, by their names.
     """
     began = time.time()
     environment = dict(os.environ)
     if sys.path[:1] == [""]:
-        del sys.path[0]  # of ``-c``; the program's own folder is a rank's to add
+        del sys.path[0]  # of ``-c``; each rank adds the program's own folder
     gc.disable()  # nothing of an import is garbage
-    preload = spaces["preload"]["Preload"](config, spaces["eager"])
+    preload = spaces["preload"]["Preload"](config, spaces["lazy_dynamo"])
     preload()
-    gc.freeze()  # a rank's collections leave alone, and do not copy, what all ranks share
+    gc.freeze()  # collections in ranks do not touch, and so copy, what all ranks share
     if "idle" in config:
-        spaces["standby"]["Standby"](config, preload, spaces, began).wait()
+        spaces["warm_server"]["WarmServer"](config, preload, spaces, began).wait()
     server = Server(config["channel"])
-    server.tell({"ready": os.getpid()})
+    server.report({"ready": os.getpid()})
     order = server.serve()
     gc.enable()
     os.close(config["source"])
     spaces["rank"]["become"](order, config, environment)
-    last = preload.record if order["number"] == 0 else lambda code: None
+    last = preload.save if order["number"] == 0 else lambda code: None
     return spaces["program"]["Program"](order["argv"], config["modules"], last)

@@ -1,7 +1,7 @@
 """What the fork server imports: torch, and what the last run of the program had imported.
 
 Run as text, like `forkserver`. Everything here is a guess at what the program will import anyway. A
-program that does not seem to use torch has nothing imported for it. What does not bear a fork
+program that does not seem to use torch has nothing imported for it. What does not survive a fork
 (threads, a GPU, a socket) is left out: the server starts itself again, one level down.
 """
 
@@ -25,60 +25,92 @@ Document = dict[str, Any]
 LEVELS = ("torch and what the program's last run had imported", "torch", "nothing")
 MOST_MODULES, MOST_BYTES = 6000, 1 << 20
 _MOST_PROGRAMS = 100  # that are remembered
-_LEVEL_SECONDS = 86400.0  # after which what did not bear a fork is tried again
-_MOST_FILES = 200  # of the program's own, that are looked at for torch
+_LEVEL_SECONDS = 86400.0  # after which a level that failed is tried again
+_MOST_FILES = 200  # of the program's own, that are searched for torch
 _TORCH = re.compile(
     rb"\b(torch\w*|deepspeed|transformers|accelerate|lightning|pytorch_lightning)\b"
 )
 _IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+([\w.]+)|import[ \t]+([\w., \t]+))", re.MULTILINE)
-# Of a project that is copied to hosts every version has a folder of its own, named by its digest.
+# Every version of a project that is copied to hosts has a folder of its own, named by its digest.
 _VERSION = re.compile(r"(?<=/)(projects/[^/]+)/[0-9a-f]{16}(?=/)")
-_COMPILER = "torch._dynamo.eval_frame"  # there once the real torch._dynamo is
+_COMPILER = "torch._dynamo.eval_frame"  # loaded if the real torch._dynamo is
+
+
+class ImportRecord:
+    """The file that keeps what a program imports from one run, and version, to the next."""
+
+    def __init__(self, module: str | None, program: str) -> None:
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        parts = [sys.executable, sys.version, module or "", _VERSION.sub(r"\1", program)]
+        digest = hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()
+        self.path = os.path.join(home, "clusterkit", "imports", f"{digest[:16]}.json")
+        self.names: list[str] = []
+        self.level = 0  # the first of LEVELS that did not fail lately
+        with (
+            contextlib.suppress(OSError, AttributeError, ValueError),
+            open(self.path, "rb") as file,
+        ):
+            known = json.loads(file.read(MOST_BYTES))
+            self.names = known.get("names", [])
+            if time.time() - os.fstat(file.fileno()).st_mtime <= _LEVEL_SECONDS:
+                self.level = known.get("level", 0)
+
+    def write(self, level: int, names: list[str]) -> None:
+        temporary = f"{self.path}.{os.getpid()}"
+        with contextlib.suppress(OSError):
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            with open(temporary, "w") as file:
+                json.dump({"level": level, "names": names}, file)
+            os.replace(temporary, self.path)
+            others = list(os.scandir(os.path.dirname(self.path)))
+            others.sort(key=lambda other: other.stat().st_mtime)
+            for other in others[:-_MOST_PROGRAMS]:
+                os.unlink(other)
 
 
 class Preload:
     """Imports for one program.
 
     Args:
-        config: of the server (`fork`): ``words``, the program and its arguments; ``argv``, the
-            interpreter and its options; ``source``, the handle of the text that it runs. The
+        config: of the server (`forkserver_process`): ``program``, it and its arguments; ``argv``,
+            the interpreter and its options; ``source``, the handle of the text that it runs. The
             first of LEVELS that may be tried is the server's argument.
-        eager: what that module defines.
+        lazy_dynamo: what that module defines.
     """
 
-    def __init__(self, config: Document, eager: Document) -> None:
-        self._config, self._eager = config, eager
-        words = config["words"]
+    def __init__(self, config: Document, lazy_dynamo: Document) -> None:
+        self._config, self._lazy_dynamo = config, lazy_dynamo
+        words = config["program"]
         self._module = words[1] if words[0] == "-m" else None
         self._program = os.path.realpath(words[0])
         safe = getattr(sys.flags, "safe_path", sys.flags.isolated)
         self._folder = os.getcwd() if self._module else os.path.dirname(self._program)
         self._first = "" if safe else self._folder
-        self.memory = self._memory()
-        known = self._known()
-        self._recorded: list[str] = known.get("names", [])
-        self.level = max(int(sys.argv[1]), known.get("level", 0))
-        self._known_level = known.get("level", 0)
+        self.record = ImportRecord(self._module, self._program)
+        self.level = max(int(sys.argv[1]), self.record.level)
 
     def __call__(self) -> None:
-        """Import what is wanted."""
+        """Import, or start this process anew without what does not survive a fork."""
         modules, handles = set(sys.modules), _handles()
         wanted = self._wanted()
         if wanted:
             self._import(wanted)
-            if why := self._unfit(modules, handles):
-                said = f"imports ahead of the program brought {why}: without {LEVELS[self.level]}\n"
-                os.write(2, said.encode())
-                self.again(self.level + 1)
-        if self.level > self._known_level:
-            self._write({"level": self.level, "names": self._recorded})
+            if problem := self._not_forkable(modules, handles):
+                text = (
+                    f"imports ahead of the program brought {problem}: without {LEVELS[self.level]}"
+                )
+                os.write(2, f"{text}\n".encode())
+                self.restart(self.level + 1)
+        if self.level > self.record.level:
+            self.record.write(self.level, self.record.names)
 
     def _wanted(self) -> list[str]:
         if self.level > 1:
             return []
-        if "torch" not in self._recorded and not self._seems_to_use_torch():
-            return [] if self.level else self._recorded
-        return ["torch", *([] if self.level else self._recorded)]
+        names = [] if self.level else self.record.names
+        if "torch" not in self.record.names and not self._seems_to_use_torch():
+            return names
+        return ["torch", *names]
 
     def _import(self, names: Iterable[str]) -> None:
         # torch asks the driver's library then, and not the GPU.
@@ -88,47 +120,41 @@ class Preload:
                 if name not in sys.modules:
                     with contextlib.suppress(BaseException):
                         importlib.import_module(name)
-                if name == "torch" and "torch" in sys.modules and _COMPILER not in self._recorded:
+                compiles = _COMPILER in self.record.names
+                if name == "torch" and "torch" in sys.modules and not compiles:
                     with contextlib.suppress(Exception):  # a torch that has no compiler
-                        self._eager["defer_dynamo"]()
-                        stack.enter_context(self._eager["deferred_compile"]())
+                        self._lazy_dynamo["defer_dynamo"]()
+                        stack.enter_context(self._lazy_dynamo["deferred_compile"]())
         if asked == "1" and "PYTORCH_NVML_BASED_CUDA_CHECK" not in self._config["env"]:
             del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
 
-    def _unfit(self, before: set[str], handles: set[str]) -> str | None:
-        """Why this process must not be forked, if it must not."""
+    def _not_forkable(self, modules: set[str], handles: set[str]) -> str | None:
+        """Return what imports have brought that a fork would break; None: nothing."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if (pid := os.fork()) == 0:
                 os._exit(0)
         os.waitpid(pid, 0)
-        # Whoever minds forks (OpenBLAS) has ended its threads for that one.
+        # A library that handles forks (OpenBLAS) has ended its threads for that one.
         threads = len(os.listdir("/proc/self/task")) - 1
         if threads:
             return f"{threads} thread{'s' if threads > 1 else ''}"
         if opened := sorted(_handles() - handles):
             return opened[0]
-        names = {name.partition(".")[0] for name in sys.modules.keys() - before}
-        if self._first and (own := sorted(filter(self._is_own, names))):
-            return f"a {own[0]} of the program's own folder"
-        return None
+        names = {name.partition(".")[0] for name in sys.modules.keys() - modules}
+        own = sorted(name for name in names if self._first and _module_file(self._first, name))
+        return f"a {own[0]} of the program's own folder" if own else None
 
-    def _is_own(self, name: str) -> bool:
-        """Whether the program would find a module of this name beside itself."""
-        return _module_file(self._first, name) is not None
-
-    def again(self, level: int, *more: str) -> None:
-        """Be the same process with nothing imported."""
+    def restart(self, level: int, *more: str) -> None:
+        """Execute this process anew, with nothing imported."""
         config = self._config
         for handle in (config["channel"], config["source"]):
             os.set_inheritable(handle, True)
         argv = [*config["argv"], "-c", config["text"], str(level), *more]
         os.execvpe(argv[0], argv, config["env"])
 
-    # -- what is known of the program
-
     def _seems_to_use_torch(self) -> bool:
-        """Whether it, or a module beside it that it imports, names torch."""
+        """Return whether the program, or a module beside it that it imports, names torch."""
         if self._module and _TORCH.search(self._module.encode()):
             return True
         more = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -157,24 +183,9 @@ class Preload:
                 names += [words[0] for each in found if (words := each.split())]
         return False
 
-    def _memory(self) -> str:
-        """The file that keeps what the program imports from one run, and version, to the next."""
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        program = _VERSION.sub(r"\1", self._program)
-        what = [sys.executable, sys.version, self._module or "", program]
-        digest = hashlib.sha256("\0".join(what).encode(errors="surrogateescape")).hexdigest()
-        return os.path.join(home, "clusterkit", "imports", f"{digest[:16]}.json")
-
-    def _known(self) -> Document:
-        with contextlib.suppress(OSError, TypeError, ValueError), open(self.memory, "rb") as file:
-            known = json.loads(file.read(MOST_BYTES))
-            old = time.time() - os.fstat(file.fileno()).st_mtime > _LEVEL_SECONDS
-            return {**known, "level": 0} if old else dict(known)
-        return {}
-
-    def record(self, code: int) -> None:
-        """Keep what is imported now, for the program's next run."""
-        packages = site_folders()
+    def save(self, code: int) -> None:
+        """Record what is imported now, for the program's next run; ``code``: its exit code."""
+        packages, known = site_folders(), self.record.names
         names = [
             name
             for name, module in list(sys.modules.items())
@@ -182,32 +193,20 @@ class Preload:
             and (getattr(module, "__file__", None) or "").startswith(packages)
         ]
         if code:  # it may not have come to its imports
-            names += [name for name in self._recorded if name not in names]
+            names += [name for name in known if name not in names]
         names = names[:MOST_MODULES]
-        if set(names) != set(self._recorded):
-            self._write({"level": self.level, "names": names})
-
-    def _write(self, document: Document) -> None:
-        temporary = f"{self.memory}.{os.getpid()}"
-        with contextlib.suppress(OSError):
-            os.makedirs(os.path.dirname(self.memory), exist_ok=True)
-            with open(temporary, "w") as file:
-                json.dump(document, file)
-            os.replace(temporary, self.memory)
-            others = list(os.scandir(os.path.dirname(self.memory)))
-            others.sort(key=lambda other: other.stat().st_mtime)
-            for other in others[:-_MOST_PROGRAMS]:
-                os.unlink(other)
+        if set(names) != set(known):
+            self.record.write(self.level, names)
 
 
 def _module_file(folder: str, name: str) -> str | None:
     base = os.path.join(folder, *name.split("."))
-    places = (f"{base}.py", f"{base}/__init__.py", f"{base}/__main__.py")
-    return next((place for place in places if os.path.isfile(place)), None)
+    paths = (f"{base}.py", f"{base}/__init__.py", f"{base}/__main__.py")
+    return next((path for path in paths if os.path.isfile(path)), None)
 
 
 def site_folders() -> tuple[str, ...]:
-    """Where packages are installed, each with a slash behind it."""
+    """Return where packages are installed, each folder with a slash at its end."""
     found = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     with contextlib.suppress(Exception):
         found |= {*site.getsitepackages(), site.getusersitepackages()}
@@ -215,11 +214,11 @@ def site_folders() -> tuple[str, ...]:
 
 
 def _handles() -> set[str]:
-    """What this process has open besides files."""
+    """Return what this process has open besides files."""
     found = set()
     for handle in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            place = os.readlink(f"/proc/self/fd/{handle}")
-            if place.startswith("/dev/") or not place.startswith("/"):
-                found.add(f"{place}")
+            path = os.readlink(f"/proc/self/fd/{handle}")
+            if path.startswith("/dev/") or not path.startswith("/"):
+                found.add(path)
     return found

@@ -21,10 +21,10 @@ agent.clock agent.files
 agent.failure agent.member agent.retries
 agent.processes agent.signals agent.archive agent.connections agent.membership
 agent.hangs agent.host agent.node_log agent.report agent.coordinator agent.peer
-agent.rank_state agent.stragglers agent.eager agent.preload agent.rank agent.program agent.standby
+agent.rank_state agent.stragglers agent.lazy_dynamo agent.preload agent.rank agent.program agent.warm_server
 agent.usage agent.stopped
 agent.forkserver
-agent.server
+agent.forkserver_process
 agent.warm agent.watch
 agent.node_files
 agent.streams agent.client

@@ -129,7 +129,7 @@ def become(wanted: Mapping[str, Any]) -> None:
 
 
 def main(modules: Sequence[str]) -> None:
-    from clusterkit.agent.eager import defer_dynamo, deferred_compile
+    from clusterkit.agent.lazy_dynamo import defer_dynamo, deferred_compile
 
     os.environ["DS_ACCELERATOR"] = "cpu"
     defer_dynamo()

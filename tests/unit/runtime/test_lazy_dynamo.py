@@ -9,7 +9,7 @@ import pytest
 
 START = """
 import sys
-from clusterkit.agent.eager import defer_dynamo, deferred_compile
+from clusterkit.agent.lazy_dynamo import defer_dynamo, deferred_compile
 defer_dynamo()
 import torch
 def loaded(): return "torch._dynamo.eval_frame" in sys.modules

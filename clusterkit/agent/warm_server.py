@@ -1,8 +1,8 @@
-"""A fork server that outlives runs (`warm`): what serves a run is a fork of it.
+"""A fork server that outlives runs (`warm`): each run is served by a fork of it.
 
 Run as text, like `forkserver`. It serves no run itself, so none leaves anything in it. It ends when
-nobody has asked for it long enough. Before it is used it looks whether anything that it has
-imported is another on disk by now; then it begins anew.
+it had no request for long enough. Before it forks it checks whether any file that it has imported
+has changed on disk; then it starts itself anew.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 _NEW_SECONDS = 1.0  # before its own start; a file written since may have been another when imported
 
 
-class Standby:
-    """Waits for runs.
+class WarmServer:
+    """Wait for runs.
 
     Args:
         config: of the server: ``channel``, the handle of the socket that takes requests; ``idle``,
-            seconds; ``files``, how the names begin of those that tell of this process.
+            seconds; ``files``, the prefix of this server's files.
         preload: a `preload.Preload`, which has done its imports.
         spaces: what these modules define.
         began: when this process did, by the system's clock.
@@ -35,84 +35,84 @@ class Standby:
         self._config, self._preload, self._spaces = config, preload, spaces
         self._socket = socket.socket(fileno=config["channel"])
         os.set_inheritable(config["channel"], False)
-        self._handles: list[int] = []  # they tell of the ends of its forks
-        self._asked = len(sys.argv) > 2  # whether somebody waits for what was just imported
-        self._seen = {path: _stamp(path) for path in self._files()}
-        newest = max((stamp[0] for stamp in self._seen.values() if stamp), default=0)
+        self._forks: list[int] = []  # their process handles (pidfd)
+        self._checked = len(sys.argv) > 2  # it has just started anew for the next request
+        self._stamps = {path: _stamp(path) for path in self._files()}
+        newest = max((stamp[0] for stamp in self._stamps.values() if stamp), default=0)
         self._unsure = newest > (began - _NEW_SECONDS) * 1e9
-        self._list = _stamp(preload.memory)
+        self._imports_stamp = _stamp(preload.record.path)
 
     def wait(self) -> None:
-        """Return in every fork, which has ``config["channel"]`` of its run's."""
+        """Return in every fork, with the run's channel in ``config["channel"]``."""
         own = self._socket.fileno()
         poll = select.poll()
         poll.register(own, select.POLLIN)
         while True:
             ready = poll.poll(self._config["idle"] * 1000)
             if not (self._reap() or ready):
-                for kind in ("json", "log", "sock"):  # the last one: until then it can be asked
+                for kind in ("json", "log", "sock"):  # the socket last: requests may still come
                     with contextlib.suppress(OSError):
                         os.unlink(f"{self._config['files']}.{kind}")
                 while poll.poll(0):
-                    if not self._take():
+                    if not self._fork():
                         return
                 os._exit(0)
             for handle, _ in ready:
                 if handle == own:
-                    if not self._asked and self._changed():
-                        self._preload.again(0, "asked")
-                    self._asked = False
-                    if (fork := self._take()) == 0:
+                    if not self._checked and self._changed():
+                        self._preload.restart(0, "checked")
+                    self._checked = False
+                    if (fork := self._fork()) == 0:
                         return
                     poll.register(fork, select.POLLIN)
                 else:
                     poll.unregister(handle)
-                    self._handles.remove(handle)
+                    self._forks.remove(handle)
                     os.close(handle)
-                    if self._changed():  # the next run need not wait for it
-                        self._preload.again(0)
+                    if self._changed():  # now, so that the next run need not wait for it
+                        self._preload.restart(0)
 
     def _reap(self) -> bool:
-        """Whether forks live; also those of before it began anew."""
+        """Return whether forks live, also those of before it started itself anew."""
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
             return True
         return False
 
-    def _take(self) -> int:
-        """Fork for the next request: 0 in the fork, and here the handle that tells of its end."""
+    def _fork(self) -> int:
+        """Fork for the next request; return 0 in the fork, and its handle in this process."""
         message, handles, _, _ = socket.recv_fds(self._socket, 1 << 16, 2)
         if pid := os.fork():
             for handle in handles:
                 os.close(handle)
-            self._handles.append(os.pidfd_open(pid))
-            return self._handles[-1]
+            self._forks.append(os.pidfd_open(pid))
+            return self._forks[-1]
         channel, output = handles
         os.setpgid(0, 0)
         # What a rank leaves behind stays below this process, where the agent looks for it.
         self._spaces["rank"]["libc"].prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         for number in (1, 2):
             os.dup2(output, number)
-        for handle in (output, *self._handles):
+        for handle in (output, *self._forks):
             os.close(handle)
         self._socket.close()
         title = [*self._config["argv"], "-c", self._config["text"], "0"]
         if not self._spaces["rank"]["set_title"](title, json.loads(message)):
-            os._exit(0)  # nobody could find it, or its ranks, by the run's name
+            os._exit(0)  # `agent stop` could not find it, or its ranks, by the run's folder
         self._config["channel"] = channel
         return 0
 
     def _changed(self) -> bool:
-        """Whether what would be imported now is something else."""
+        """Return whether imports would give something else by now."""
         return (
             self._unsure
-            or _stamp(self._preload.memory) != self._list
-            or any(_stamp(path) != stamp for path, stamp in self._seen.items())
+            or _stamp(self._preload.record.path) != self._imports_stamp
+            or any(_stamp(path) != stamp for path, stamp in self._stamps.items())
         )
 
     def _files(self) -> set[str]:
-        """Every file that this process is made of, and the folders where packages come and go."""
+        """Return every file that this process is made of, and the folders of packages."""
         found = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
         with open("/proc/self/maps") as maps:
             found |= {line.partition("/")[1] + line.partition("/")[2].strip() for line in maps}

@@ -1,15 +1,15 @@
-"""The process of a fork server: the job's own Python, which runs the text of some modules."""
+"""Start the process of a fork server: the job's own Python, which runs the text of some modules."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-MODULES = ("eager", "preload", "rank", "program", "standby", "forkserver")
-# Run by the server, as "<clusterkit>". The program starts from the outermost frame, so that nothing
-# but this one stands below it.
+MODULES = ("lazy_dynamo", "preload", "rank", "program", "warm_server", "forkserver")
+# Run by the server, as "<clusterkit>". The program starts from the outermost frame, so that its
+# stack holds no other one of clusterkit.
 _MAIN = """
 import sys
 config["modules"] = frozenset(sys.modules)
@@ -19,7 +19,7 @@ for name, text in config["texts"].items():
     exec(compile(text, f"<clusterkit {name}>", "exec", dont_inherit=True), spaces[name])
 program = spaces["forkserver"]["run"](config, spaces)
 error = None
-for step in range(2):  # find the program, and be it
+for step in range(2):  # find the program, and run it
     try:
         program.start(*program.arguments)
     except BaseException as raised:
@@ -34,41 +34,49 @@ _LOADER = (
 )
 
 
+class Target(NamedTuple):
+    """What a fork server imports for."""
+
+    python: Sequence[str]
+    """The interpreter and its options."""
+    program: Sequence[str]
+    """The program, or ``-m`` and its module; arguments may follow."""
+    env: Mapping[str, str]
+
+
 def start(
-    python: Sequence[str],
-    words: Sequence[str],
-    env: Mapping[str, str],
+    target: Target,
     channel: int,
     output: int,
     *,
     level: int = 0,
-    begin: Callable[[], None],
+    preexec: Callable[[], None],
     **more: Any,
 ) -> subprocess.Popen[bytes]:
-    """Start one.
+    """Start a fork server.
 
     Args:
-        python: the interpreter and its options.
-        words: the program, or ``-m`` and its module, and what else is known of its arguments.
-        env: its environment.
         channel: the handle of the socket that it gets its orders from.
         output: a handle that takes what it prints.
         level: the first of `preload.LEVELS` to try.
-        begin: done in the new process.
-        more: for `standby`.
+        preexec: called in the new process.
+        more: for `warm_server`.
+
+    Raises:
+        OSError: the interpreter cannot be run.
     """
     source = os.memfd_create("clusterkit")
     try:
         text = _LOADER.format(source)
         config = {
-            "texts": {name: module_text(name) for name in MODULES}, "argv": list(python),
-            "words": list(words), "env": dict(env), "channel": channel, "source": source,
-            "text": text, **more,
+            "texts": {name: module_text(name) for name in MODULES}, "argv": list(target.python),
+            "program": list(target.program), "env": dict(target.env), "channel": channel,
+            "source": source, "text": text, **more,
         }  # fmt: skip
         os.write(source, f"config = {config!r}\n{_MAIN}".encode())
         return subprocess.Popen(
-            [*python, "-c", text, str(level)], env=env, stdin=subprocess.DEVNULL,
-            stdout=output, stderr=output, process_group=0, preexec_fn=begin,
+            [*target.python, "-c", text, str(level)], env=target.env, stdin=subprocess.DEVNULL,
+            stdout=output, stderr=output, process_group=0, preexec_fn=preexec,
             pass_fds=(channel, source),
         )  # fmt: skip
     finally:
@@ -76,7 +84,7 @@ def start(
 
 
 def module_text(name: str) -> str:
-    """The source of a module of this package, which lies in a folder or in the archive."""
+    """Return the source of a module of this package, which is a folder or in the archive."""
     spec: Any = __spec__
     data: bytes = spec.loader.get_data(os.path.join(os.path.dirname(__file__), f"{name}.py"))
     return data.decode()
