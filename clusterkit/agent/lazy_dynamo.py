@@ -3,9 +3,9 @@
 torch 2.13 imports it (1.0 s of processor time and 800 modules in every rank, measured) when the
 first optimizer or DistributedDataParallel is made, only to mark functions as "not for the
 compiler" and to read one default. ``defer_dynamo`` puts a stand-in in its place that has just
-these, and the cache that ``init_process_group`` empties. Whatever asks for anything else
-(torch.compile, ``import torch._dynamo.config``) gets the real one, imported then, so this can
-make a program faster but not different.
+these, and the cache that ``init_process_group`` empties. Code that asks for anything else
+(torch.compile, ``import torch._dynamo.config``) gets the real one, imported then: this makes a
+program faster but not different.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def defer_dynamo() -> None:
 
 @contextmanager
 def deferred_compile() -> Iterator[None]:
-    """Within, ``torch.compile`` compiles a function when it is first called, not when decorated.
+    """Have ``torch.compile`` compile a function when it is first called, not when decorated.
 
-    For importing modules that decorate functions we may never call: DeepSpeed's Muon optimizer,
-    which it imports to compare a class, costs 3 s that way.
+    For importing modules that decorate functions which may never be called: DeepSpeed's Muon
+    optimizer, which it imports to compare a class, costs 3 s otherwise.
     """
     torch = importlib.import_module("torch")
 
@@ -68,7 +68,7 @@ def deferred_compile() -> Iterator[None]:
 
 
 class _StandIn(ModuleType):
-    """A module that fetches the real one when asked for something it does not have."""
+    """A module that loads the real one when it is asked for something that it does not have."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # the import system and inspect, probing
@@ -108,18 +108,18 @@ class _Dynamo(_StandIn):
         return call
 
     def graph_break(self, msg: str = "") -> None:
-        """Nothing is being traced, so there is nothing to break."""
+        """Do nothing: nothing is being traced."""
 
 
 class _Utils(_StandIn):
     def get_optimize_ddp_mode(self) -> str:
-        """What torch._dynamo.config says when nobody has set it."""
+        """Return torch._dynamo.config's default."""
         return "ddp_optimizer"
 
 
 class _TraceRules(_StandIn):
     def clear_lru_cache(self) -> None:
-        """There is no cache yet."""
+        """Do nothing: there is no cache yet."""
 
 
 class _Finder(MetaPathFinder):

@@ -46,14 +46,12 @@ class ImportRecord:
         self.path = os.path.join(home, "clusterkit", "imports", f"{digest[:16]}.json")
         self.names: list[str] = []
         self.level = 0  # the first of LEVELS that did not fail lately
-        with (
-            contextlib.suppress(OSError, AttributeError, ValueError),
-            open(self.path, "rb") as file,
-        ):
-            known = json.loads(file.read(MOST_BYTES))
+        with contextlib.suppress(OSError, AttributeError, ValueError):
+            with open(self.path, "rb") as file:
+                known = json.loads(file.read(MOST_BYTES))
+                age = time.time() - os.fstat(file.fileno()).st_mtime
             self.names = known.get("names", [])
-            if time.time() - os.fstat(file.fileno()).st_mtime <= _LEVEL_SECONDS:
-                self.level = known.get("level", 0)
+            self.level = known.get("level", 0) if age <= _LEVEL_SECONDS else 0
 
     def write(self, level: int, names: list[str]) -> None:
         temporary = f"{self.path}.{os.getpid()}"
@@ -96,10 +94,8 @@ class Preload:
         if wanted:
             self._import(wanted)
             if problem := self._not_forkable(modules, handles):
-                text = (
-                    f"imports ahead of the program brought {problem}: without {LEVELS[self.level]}"
-                )
-                os.write(2, f"{text}\n".encode())
+                text = f"imports ahead of the program brought {problem}"
+                os.write(2, f"{text}: without {LEVELS[self.level]}\n".encode())
                 self.restart(self.level + 1)
         if self.level > self.record.level:
             self.record.write(self.level, self.record.names)

@@ -1,11 +1,11 @@
-"""A fork of the fork server becomes the program, and ends as Python does.
+"""Run the program in a fork of the fork server, and end as Python does.
 
 Run as text, like `forkserver`.
 
-It does not end by the interpreter's own end, which frees the program's objects: a model that is
-freed while gloo's thread drops its last work waits for that thread for ever, and native threads
-that outlive the interpreter abort the process (torch 2.13). What a program can see of an end is
-done, in Python's order; then the process is gone.
+The process does not end by the interpreter's own shutdown, which frees the program's objects: a
+model that is freed while gloo's thread drops its last work waits for that thread for ever, and
+native threads that outlive the interpreter abort the process (torch 2.13). All that a program can
+see of a shutdown is done, in Python's order; then the process exits.
 """
 
 from __future__ import annotations
@@ -40,16 +40,18 @@ class Program:
         """
         Args:
             words: the program, or ``-m`` and its module; its arguments.
-            modules: what Python itself had imported.
-            last: done at the very end, with the exit code.
+            modules: those that Python itself had imported.
+            last: called at the very end, with the exit code.
         """
         self._words, self._modules, self._last = words, modules, last
-        self._flushes = False  # whether Python does, before it looks at how the program ended
+        self._flushes = False  # whether Python flushes before it looks at how the program ended
         self.start, self.arguments = self._prepare, ()
 
     def _prepare(self) -> None:
-        """Find and compile the program. It is started in two steps so that no function's frame
-        stands below its own."""
+        """Find and compile the program.
+
+        It is started in a second step, so that its stack holds no frame of this function.
+        """
         main: dict[str, Any] = vars(sys.modules["__main__"])
         if self._words[0] == "-m":
             module = self._words[1]
@@ -72,7 +74,7 @@ class Program:
         main.update(__file__=file, __cached__=None, __loader__=loader)
 
     def _put_first(self, folder: str) -> None:
-        """Have its modules found first; those of the same names were imported for the server."""
+        """Put a folder at the head of ``sys.path``; drop modules of the same names as its own."""
         if getattr(sys.flags, "safe_path", sys.flags.isolated):
             return
         sys.path.insert(0, folder)
@@ -92,7 +94,7 @@ class Program:
         return compile(text, file, "exec", dont_inherit=True)
 
     def end(self, error: BaseException | None) -> None:
-        """The process's end, after the program has returned or raised."""
+        """End the process, after the program has returned or raised."""
         if self._flushes:
             for stream in (sys.stderr, sys.stdout):
                 with contextlib.suppress(Exception):
@@ -123,7 +125,7 @@ def _finds(hook: Callable[[str], Any], path: str) -> bool:
 
 
 def _outcome(error: BaseException | None) -> int:
-    """The exit code; what Python says of an exception is said."""
+    """Report an exception as Python does; return the exit code."""
     if error is None:
         return 0
     if isinstance(error, SystemExit):
@@ -143,8 +145,8 @@ def _outcome(error: BaseException | None) -> int:
             print("sys.excepthook is missing", file=sys.stderr)
             hook = sys.__excepthook__
         hook(type(error), error, trace)
-    except SystemExit as ends:
-        return _outcome(ends)
+    except SystemExit as exits:
+        return _outcome(exits)
     except BaseException as raised:
         raised.__traceback__ = _trimmed(raised.__traceback__)
         print("Error in sys.excepthook:", file=sys.stderr)
@@ -155,21 +157,24 @@ def _outcome(error: BaseException | None) -> int:
 
 
 def _trimmed(trace: TracebackType | None) -> TracebackType | None:
-    """Without the frames of this file and of the text that runs it."""
+    """Return a traceback without the frames of this file and of the text that runs it."""
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith("<clusterkit"):
         trace = trace.tb_next
     return trace
 
 
 def _unraisable(error: BaseException, place: object) -> None:
-    """Have the program's hook tell of it; what that takes has a type without a name."""
+    """Pass an exception to the program's ``sys.unraisablehook``.
+
+    Its argument's type has no public name: one is caught from an exception that is raised here.
+    """
     kinds: list[Any] = []
 
     class Raises:
         def __del__(self) -> None:
             raise ValueError
 
-    hook, sys.unraisablehook = sys.unraisablehook, lambda told: kinds.append(type(told))
+    hook, sys.unraisablehook = sys.unraisablehook, lambda argument: kinds.append(type(argument))
     Raises()
     sys.unraisablehook = hook
     trace = error.__traceback__ = _trimmed(error.__traceback__)
@@ -178,7 +183,7 @@ def _unraisable(error: BaseException, place: object) -> None:
 
 
 def _close_files() -> None:
-    """What the interpreter's end does to files that nobody closed, and to the program's objects."""
+    """Do what the interpreter's shutdown does to open files, and to the program's objects."""
     for each in gc.get_objects():
         kind = type(each)
         place = getattr(kind, "__module__", None), getattr(kind, "__qualname__", None)
@@ -193,7 +198,7 @@ def _close_files() -> None:
 
 
 def _flush() -> int:
-    """The exit code where standard output could not be written to its end."""
+    """Flush standard output and error; return 120 where the first fails, as Python does, else 0."""
     code = 0
     for stream in (sys.stdout, sys.stderr):
         try:

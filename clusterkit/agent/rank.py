@@ -1,4 +1,4 @@
-"""A fork of the fork server as a rank: its environment, output, title, what is a process's own.
+"""Make a rank of a fork of the fork server: its environment, output, title, random state.
 
 Run as text, like `forkserver`.
 """
@@ -25,7 +25,7 @@ from typing import Any
 Document = dict[str, Any]
 _PR_SET_PDEATHSIG, _PR_SET_MM, _PR_SET_MM_MAP = 1, 35, 14
 libc = ctypes.CDLL(None, use_errno=True)
-_kept: list[Any] = []  # what must live as long as the process
+_kept: list[Any] = []  # objects that must live as long as the process
 
 
 def become(order: Document, config: Document, environment: Mapping[str, str]) -> None:
@@ -34,10 +34,10 @@ def become(order: Document, config: Document, environment: Mapping[str, str]) ->
     Args:
         order: the rank's environment, folder, output and program.
         config: the server's: ``argv``, the interpreter and its options; ``modules``.
-        environment: what the server's was before it imported anything.
+        environment: of the server before it imported anything.
     """
     os.setpgid(0, 0)
-    # As a launcher's rank: SIGTERM if the agent, and by that the server, is killed with -9.
+    # As a launcher's rank: SIGTERM if the agent, and with it the server, is killed with -9.
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != order["server"]:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -52,13 +52,13 @@ def become(order: Document, config: Document, environment: Mapping[str, str]) ->
     set_title([*argv, *words], env)
     if hasattr(sys, "orig_argv"):
         sys.orig_argv[:] = [*argv, *words]
-    _be_another_process()
-    _trace(*order["trace"])
-    _serve(order["socket"].format(**env))
+    _renew_process_state()
+    _dump_traces_on_signal(*order["trace"])
+    _serve_rank_state(order["socket"].format(**env))
 
 
 def _set_environment(before: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Make it what is wanted, and keep what imported modules have set."""
+    """Set the wanted environment, and keep what imported modules have set."""
     for name in before.keys() - wanted.keys():
         os.environ.pop(name, None)
     for name, value in wanted.items():
@@ -66,8 +66,8 @@ def _set_environment(before: Mapping[str, str], wanted: Mapping[str, str]) -> No
             os.environ[name] = value
 
 
-def _be_another_process() -> None:
-    """Draw anew what was drawn when modules were imported, and is a process's own."""
+def _renew_process_state() -> None:
+    """Draw again what imported modules drew at random for their process; set the thread's id."""
     if (numpy := sys.modules.get("numpy.random")) is not None:
         numpy.seed()
     if (process := sys.modules.get("multiprocessing.process")) is not None:
@@ -77,13 +77,13 @@ def _be_another_process() -> None:
 
 
 def set_title(argv: list[str], env: Mapping[str, str]) -> bool:
-    """Have ``/proc/PID/cmdline`` and ``environ`` show the program, to ps, py-spy and `stop`.
+    """Have ``/proc/PID/cmdline`` and ``environ`` show the program, for ps, py-spy and `stop`.
 
-    Where the kernel does not take it (PR_SET_MM_MAP; prctl(2)) they show the server's own, whose
+    Where the kernel does not allow it (PR_SET_MM_MAP; prctl(2)) they show the server's own, whose
     environment names the run as well.
 
     Returns:
-        Whether it did.
+        Whether the kernel allowed it.
     """
     words = b"".join(os.fsencode(word) + b"\0" for word in argv)
     block = ctypes.create_string_buffer(
@@ -103,24 +103,27 @@ def set_title(argv: list[str], env: Mapping[str, str]) -> bool:
     return int(libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, layout, len(layout), 0)) == 0
 
 
-def _trace(name: str, signum: int) -> None:
-    """Have a signal write where every thread is, whatever the interpreter does meanwhile."""
+def _dump_traces_on_signal(name: str, signum: int) -> None:
+    """Have a signal write where every thread is, into a file in memory of this name.
+
+    faulthandler does so whatever the interpreter does meanwhile.
+    """
     with contextlib.suppress(OSError, AttributeError):
         file = os.memfd_create(name)
         fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
         faulthandler.register(signum, file)
 
 
-def _serve(path: str) -> None:
-    """Have torch answer there how this rank stands, as soon as it is imported."""
+def _serve_rank_state(path: str) -> None:
+    """Have torch answer on this socket what the rank does, as soon as torch is imported."""
     if "torch" in sys.modules:
         _start_worker_server(path)
     else:
-        sys.meta_path.insert(0, _Torch(path))
+        sys.meta_path.insert(0, _TorchImport(path))
 
 
-class _Torch(importlib.abc.MetaPathFinder):
-    """Waits for the program to import torch."""
+class _TorchImport(importlib.abc.MetaPathFinder):
+    """Start torch's worker server once the program imports torch."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -145,12 +148,12 @@ class _Torch(importlib.abc.MetaPathFinder):
 
 
 def _start_worker_server(path: str) -> None:
-    """Without its line on standard error; where torch was built without it, there is none."""
+    """Start it without its line on standard error, unless torch was built without it."""
     folder, name = os.path.split(path)
     with contextlib.suppress(Exception):
         place = importlib.import_module("torch._C._distributed_c10d")
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)  # of the round before
+            os.unlink(path)  # of the previous start
         handles = [os.open(folder, os.O_PATH), os.open(os.devnull, os.O_WRONLY), os.dup(2)]
         try:
             os.dup2(handles[1], 2)

@@ -21,7 +21,8 @@ agent.clock agent.files
 agent.failure agent.member agent.retries
 agent.processes agent.signals agent.archive agent.connections agent.membership
 agent.hangs agent.host agent.node_log agent.report agent.coordinator agent.peer
-agent.rank_state agent.stragglers agent.lazy_dynamo agent.preload agent.rank agent.program agent.warm_server
+agent.rank_state agent.stragglers agent.lazy_dynamo agent.preload agent.rank agent.program
+agent.warm_server
 agent.usage agent.stopped
 agent.forkserver
 agent.forkserver_process
