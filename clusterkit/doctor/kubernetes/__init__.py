@@ -32,7 +32,7 @@ def look(
     progress(1, ("the API server",))
     seen = Seen(subject, transport)
     with ThreadPoolExecutor(len(checks) or 1) as pool:
-        verdicts = pool.map(lambda check: check.judge(seen, subject), checks)
+        verdicts = pool.map(lambda check: check.judge(seen), checks)
         findings = [
             Finding(check.name, *verdict)
             for check, judged in zip(checks, verdicts, strict=True)
@@ -40,7 +40,7 @@ def look(
         ]
     progress(1, ())
     try:
-        nodes = [node["metadata"]["name"] for node in nodes_of(seen, subject)]
+        nodes = [node["metadata"]["name"] for node in nodes_of(seen)]
     except UNEXPECTED:
         nodes = []  # the check of nodes tells of it
     everything = CLUSTER + (f" and {counted(len(nodes), 'node')}" if nodes else "")

@@ -1,9 +1,7 @@
-"""What a check of a Kubernetes cluster is made of: what it asks the API server, and how the answers
-are judged.
+"""The base of checks of a Kubernetes cluster.
 
-There are no hosts to run anything on. A check asks what it needs to know of what was `Seen`; every
-question is a request that changes nothing: reading an object, asking what one may do, creating
-something with ``dryRun=All``.
+There are no hosts to run anything on: a check reads from `Seen`, whose requests change nothing.
+They read objects, ask for access reviews, and create with ``dryRun=All``.
 """
 
 from __future__ import annotations
@@ -40,20 +38,20 @@ from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
 
 CLUSTER = "cluster"
-"""What findings call the cluster as a whole; its nodes have their names."""
+"""Host of findings on the cluster as a whole."""
 WATCHER = "watcher"
-"""Role of the pod that watches over a run in the cluster."""
+"""Role of the pod of a run's watcher."""
 
 
 @dataclass(frozen=True)
 class KubeSubject:
-    """A namespace of a Kubernetes cluster, and what it is to be fit for.
+    """A namespace of a Kubernetes cluster, and a job for it.
 
     Attributes:
-        cluster: what the cluster file calls it.
+        cluster: name in the cluster file.
         entry: its entry there.
-        job: whose needs; one node that runs anything, where nobody named a job.
-        manifests: the objects of the job by these facts, as its plan has them.
+        job: one node that runs anything if nobody named a job.
+        manifests: returns the objects of the job's plan for facts.
     """
 
     way: ClassVar[str] = "kubernetes"
@@ -63,40 +61,37 @@ class KubeSubject:
     job: JobSpec
     manifests: Callable[[Facts], list[Object]]
 
-    def kubectl(self, *words: str) -> str:
-        """A command for people, for this cluster."""
-        return shell.join(
-            ("kubectl", *kubectl_flags(self.entry.kubeconfig, self.entry.context), *words)
-        )
-
 
 class Reply(Struct, frozen=True):
-    """What the API server answered to one question."""
+    """The answer to a request.
+
+    Attributes:
+        reason: why it was refused: ``NotFound``, ``Forbidden``, ``AlreadyExists``; empty if not.
+        detail: the message of the refusal.
+    """
 
     document: dict[str, Any] = {}
     reason: str = ""
-    """Why it did not: ``NotFound``, ``Forbidden``, ``AlreadyExists``; empty where it did."""
-    said: str = ""
-    """Its words then."""
+    detail: str = ""
 
     @property
     def items(self) -> list[Any]:
         return self.document.get("items") or []
 
-    def unknown(self, what: str) -> Verdict:
-        """Nothing can be said, and why."""
+    def unknown(self, objects: str) -> Verdict:
+        """Return the verdict on objects that could not be read."""
         if self.reason == "Forbidden":
-            return skip(f"unknown: you may not look at {what}")
+            return skip(f"unknown: you may not look at {objects}")
         if self.reason == "Unasked":
             return skip("the API server did not answer")
-        cause = f"unknown: {shortened(self.said or self.reason)}"
+        cause = f"unknown: {shortened(self.detail or self.reason)}"
         return skip(cause) if self.reason == "NotFound" else warn(cause)
 
 
 def no_answer(error: ClusterkitError) -> Reply:
     if isinstance(error, Refusal):
-        return Reply(reason=error.reason, said=error.detail)
-    return Reply(reason="Unavailable", said=error.message)
+        return Reply(reason=error.reason, detail=error.detail)
+    return Reply(reason="Unavailable", detail=error.message)
 
 
 VERSION = "/version"
@@ -105,7 +100,7 @@ GROUPS = "/apis"
 NODES = "/api/v1/nodes"
 PODS = "/api/v1/pods?fieldSelector=status.phase%21%3DSucceeded,status.phase%21%3DFailed"
 UNEXPECTED = (KeyError, TypeError, ValueError, AttributeError, IndexError)
-"""Of an answer of a shape that Kubernetes does not give."""
+"""What reading an answer raises that is not in Kubernetes' form."""
 
 
 def unexpected(error: Exception) -> str:
@@ -113,49 +108,55 @@ def unexpected(error: Exception) -> str:
 
 
 class Seen(Server):
-    """What is known of a cluster: its API server, which is asked nothing twice, and what the job's
-    plan would make there. Checks ask it at the same time.
+    """A cluster and what the job's plan would create there. No request is sent twice; checks use it
+    from several threads.
 
     Attributes:
         now: Unix seconds.
-        flavor: kind of job that would be taken; None: there is none, or no plan.
+        flavor: kind of job that would be used; None: there is none, or no plan.
         origin: why that one.
-        objects: what the job's plan would make.
+        objects: what the job's plan would create.
         problem: why there is no plan.
     """
 
     def __init__(self, subject: KubeSubject, transport: Transport) -> None:
         super().__init__(Context(subject.entry.kubeconfig, subject.entry.context), transport)
         self._answers: dict[tuple[str, str], str | ClusterkitError] = {}
-        self._asking: dict[tuple[str, str], threading.Lock] = {}
+        self._locks: dict[tuple[str, str], threading.Lock] = {}
+        self.subject, self.entry, self.job = subject, subject.entry, subject.job
         self.context, self.namespace = context_of(subject.entry)
         self.now = time.time()
         self.flavor: str | None = None
         self.origin = ""
         self.objects: tuple[Object, ...] = ()
         self.problem: ClusterkitError | None = None
-        # Whether it answers at all is found out once.
-        self._away = False
-        self._away = bool(self.reply(VERSION).reason)
-        if not self._away:
-            self._plan(subject)
+        # If it does not answer once, nothing more is asked.
+        self._unreachable = False
+        self._unreachable = bool(self.reply(VERSION).reason)
+        if not self._unreachable:
+            self._plan()
 
-    def _plan(self, subject: KubeSubject) -> None:
+    def _plan(self) -> None:
         try:
-            entry, job = subject.entry, subject.job
+            entry, job = self.entry, self.job
             kube, gpus = survey(entry, job, self, self.context, self.namespace)
             self.flavor, self.origin = choose(job, entry, kube)
-            self.objects = tuple(subject.manifests(facts_of(entry, kube, gpus, job)))
+            self.objects = tuple(self.subject.manifests(facts_of(entry, kube, gpus, job)))
         except ClusterkitError as error:
             self.problem = error
         except UNEXPECTED as error:
             self.problem = Unavailable(unexpected(error))
 
+    def kubectl(self, *words: str) -> str:
+        """Return a kubectl command for people, for this cluster."""
+        flags = kubectl_flags(self.entry.kubeconfig, self.entry.context)
+        return shell.join(("kubectl", *flags, *words))
+
     def request(self, method: str, path: str, body: object = None, content: str = JSON) -> str:
         key = path, json.dumps(body)
-        with self._asking.setdefault(key, threading.Lock()):
+        with self._locks.setdefault(key, threading.Lock()):
             if key not in self._answers:
-                if self._away:
+                if self._unreachable:
                     raise Refusal("", "Unasked")
                 try:
                     self._answers[key] = super().request(method, path, body, content)
@@ -166,8 +167,7 @@ class Seen(Server):
         return answer
 
     def reply(self, path: str, body: Object | None = None) -> Reply:
-        """The answer to one question: to get what is at a path, or to post ``body`` to it.
-        ``{namespace}`` in a path is the run's."""
+        """Get what is at a path, or post ``body`` to it. Replaces ``{namespace}`` in the path."""
         path = path.replace("{namespace}", self.namespace)
         try:
             document = self.get(path) if body is None else self.post(path, body)
@@ -178,20 +178,19 @@ class Seen(Server):
         except ValueError:
             document = None
         if not isinstance(document, dict):
-            return Reply(reason="Unreadable", said="it answered with something unreadable")
+            return Reply(reason="Unreadable", detail="it answered with something unreadable")
         return Reply(document=document)
 
     @cached_property
     def rehearsed(self) -> dict[str, Reply]:
-        """What creating the job and its pods came to, without doing it; of the pods by their roles,
-        and of the job by its kind."""
+        """Replies to a dry run that creates the job and its pods, by kind and by role."""
         with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
             asked = _rehearsal(self)
             replies = pool.map(lambda each: self.reply(*each), asked.values())
             return dict(zip(asked, replies, strict=True))
 
     def spec_of(self, role: str, template: Object) -> Object:
-        """A pod's spec as the API server would have it, defaults and all; else the template's."""
+        """Return a pod's spec with the API server's defaults; the template's if it refuses."""
         answer = self.rehearsed[role]
         spec: Object = (template if answer.reason else answer.document)["spec"]
         return spec
@@ -202,19 +201,19 @@ class Seen(Server):
 
 
 def _rehearsal(seen: Seen) -> dict[str, tuple[str, Object]]:
-    """Where the job and its pods are created, and what is sent there."""
+    """Return the path and the body that create the job and each kind of pod."""
     query = "dryRun=All&fieldValidation=Strict"
     asked = {}
     for role, _, template in templates(seen.objects):
         name = f"{seen.objects[-1]['metadata']['name']}-{role}"
         spec = {**template["spec"], "restartPolicy": template["spec"].get("restartPolicy", "Never")}
-        if role == WATCHER:  # its account is made with the run
+        if role == WATCHER:  # its account is created with the run
             del spec["serviceAccountName"]
         meta = {**template.get("metadata", {}), "name": name, "namespace": seen.namespace}
         pod = new_object("v1", "Pod", meta, spec=spec)
         asked[role] = (f"{path_to('v1', seen.namespace, 'Pod')}?{query}", pod)
     if seen.objects and (kind := seen.kind) is not None and kind.kind != "TrainJob":
-        # The trainer admits a TrainJob only once its runtime is there.
+        # The trainer admits a TrainJob only if its runtime exists.
         path = f"{path_to(kind.api, seen.namespace, kind.kind)}?{query}"
         asked[kind.kind] = (path, seen.objects[-1])
     return asked
@@ -225,36 +224,36 @@ _OUTCOMES: tuple[tuple[str, Outcome], ...] = (
     ("violates PodSecurity", "pod security"), ("cannot create resource", "not allowed"),
     ("failed quota", "quota"), ("exceeded quota", "quota"),
 )  # fmt: skip
-"""Words of a refusal, and what they mean; the first counts."""
+"""Texts in a refusal, and what they mean; the first counts."""
 
 
 def outcome_of(reply: Reply) -> Outcome:
-    """What came of a thing that was created without doing it."""
-    known = (meaning for words, meaning in _OUTCOMES if words in reply.said)
+    """Return what a dry run came to."""
+    known = (meaning for words, meaning in _OUTCOMES if words in reply.detail)
     return next(known, "refused" if reply.reason else "taken")
 
 
 # ---------------------------------------------------------------- checks
 
 
-Judge = Callable[[Seen, KubeSubject], Verdict | list[Verdict]]
+Judge = Callable[[Seen], Verdict | list[Verdict]]
 UNPLANNED = "the job cannot be planned for this cluster"
 
 
 def check(
     path: str = "", *, of: str = "", quick: bool = False, planned: bool = False
 ) -> Callable[[Judge], Check]:
-    """Make a check of a function whose verdicts are those of `ok`, `warn`, `fail` and `skip`.
+    """Make a check of a function that returns verdicts.
 
     Args:
-        path: what it is about. Where that may not be looked at, ``of`` is what is unknown, and the
-            function is not called.
-        planned: nothing can be said as long as there is no plan; `plan` says why there is none.
+        path: what it reads. If that is refused the function is not called, and the verdict is that
+            ``of`` is unknown.
+        planned: skip the function if there is no plan; check `plan` reports why.
     """
 
     def decorate(function: Judge) -> Check:
         @wraps(function)
-        def judge(seen: Seen, subject: KubeSubject) -> list[Verdict]:
+        def judge(seen: Seen) -> list[Verdict]:
             found: Verdict | list[Verdict]
             try:
                 if path and (reply := seen.reply(path)).reason:
@@ -262,7 +261,7 @@ def check(
                 elif planned and not seen.objects:
                     found = skip(UNPLANNED)
                 else:
-                    found = function(seen, subject)
+                    found = function(seen)
             except UNEXPECTED as error:
                 found = warn(shortened(unexpected(error)))
             return found if isinstance(found, list) else [found]
@@ -288,11 +287,11 @@ def fail(cause: str, remedy: str | None = None, *, host: str = CLUSTER) -> Verdi
     return Verdict(host, "fail", cause, remedy)
 
 
-# ---------------------------------------------------------------- what the objects ask for
+# ---------------------------------------------------------------- requests of pods
 
 
 def templates(objects: Iterable[Object]) -> list[tuple[str, int, Object]]:
-    """Role, number and template of the pods that the objects make."""
+    """Return role, number and template of the pods that objects create."""
     found = []
     for each in objects:
         spec = each.get("spec") or {}
@@ -317,8 +316,8 @@ def templates(objects: Iterable[Object]) -> list[tuple[str, int, Object]]:
 
 
 def requests(spec: Mapping[str, Any]) -> dict[str, Decimal]:
-    """What a pod asks for: of each resource, its containers together, or one that runs before."""
-    # What is limited and not asked for is asked for as well.
+    """Return a pod's requests: its containers' sum, or an init container's if that is more."""
+    # A limit without a request is the request as well.
     total = _sum(spec.get("containers") or (), "limits", "requests")
     for each in spec.get("initContainers") or ():
         for name, amount in _sum([each], "limits", "requests").items():
@@ -327,12 +326,12 @@ def requests(spec: Mapping[str, Any]) -> dict[str, Decimal]:
 
 
 def limits(spec: Mapping[str, Any]) -> dict[str, Decimal]:
-    """What a pod may use at most, of what is limited."""
+    """Return a pod's limits."""
     return _sum(spec.get("containers") or (), "limits")
 
 
 def _sum(containers: Iterable[Mapping[str, Any]], *keys: str) -> dict[str, Decimal]:
-    """Of the containers together, what each has under the last of the keys that says anything."""
+    """Sum amounts over containers; for each resource the last of the keys that has it counts."""
     total: dict[str, Decimal] = {}
     for each in containers:
         resources = each.get("resources") or {}
@@ -343,7 +342,7 @@ def _sum(containers: Iterable[Mapping[str, Any]], *keys: str) -> dict[str, Decim
 
 
 def quantity(amount: object) -> Decimal:
-    """A quantity of Kubernetes as a number; 0 of what is none."""
+    """Parse a quantity of Kubernetes; 0 if it is none."""
     from kubernetes.utils.quantity import parse_quantity
 
     try:
@@ -356,7 +355,7 @@ _SCALES = (("Ti", 2**40), ("Gi", 2**30), ("Mi", 2**20), ("Ki", 2**10))
 
 
 def amount(name: str, value: Decimal) -> str:
-    """A number in the words of Kubernetes: ``16Gi``, ``500m``, ``3``."""
+    """Format a number as Kubernetes does: ``16Gi``, ``500m``, ``3``."""
     if "memory" in name or "storage" in name:
         for unit, scale in _SCALES:
             if value >= scale:
@@ -366,9 +365,6 @@ def amount(name: str, value: Decimal) -> str:
     return f"{value.to_integral_value():f}"
 
 
-# ---------------------------------------------------------------- helpers of judges
-
-
-def nodes_of(seen: Seen, subject: KubeSubject) -> list[Object]:
-    """The nodes that the entry's selector leaves; none where we may not look."""
-    return [node for node in seen.reply(NODES).items if selected(node, subject.entry)]
+def nodes_of(seen: Seen) -> list[Object]:
+    """Return the nodes with the entry's labels; none if we may not look."""
+    return [node for node in seen.reply(NODES).items if selected(node, seen.entry)]

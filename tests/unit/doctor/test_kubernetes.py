@@ -33,8 +33,10 @@ RECORDED = json.loads((Path(__file__).parents[2] / "data/kubernetes/cluster.json
 NOW = 1_795_000_000.0
 ALONE = ""
 """Key of the answer where a sort of questions has but one."""
-NOT_ALLOWED = Reply(reason="Forbidden", said='pods is forbidden: "u" cannot create resource "pods"')
-FORBIDDEN = Reply(reason="Forbidden", said='pods is forbidden: User "u" cannot list resource')
+NOT_ALLOWED = Reply(
+    reason="Forbidden", detail='pods is forbidden: "u" cannot create resource "pods"'
+)
+FORBIDDEN = Reply(reason="Forbidden", detail='pods is forbidden: User "u" cannot list resource')
 GPU = "nvidia.com/gpu"
 DATA = (Claim(claim="data", path="/data"),)
 
@@ -108,7 +110,7 @@ class Recorded(KubeTransport):
         other = Reply({"status": {}}) if sort == "rights" else NOT_ALLOWED
         reply = self.replies.get(sort, {}).get(key, other)
         if reply.reason:
-            raise Refusal(reply.said, reply.reason)
+            raise Refusal(reply.detail, reply.reason)
         return json.dumps(reply.document)
 
 
@@ -132,8 +134,7 @@ def judged(name, subject=None, replies=None):
     """Verdicts of one check."""
     subject = subject or subject_of()
     check = next(check for check in CHECKS if check.name == name)
-    found = check.judge(seen_of(subject, replies), subject)
-    return found
+    return check.judge(seen_of(subject, replies))
 
 
 def only(found):
@@ -158,7 +159,7 @@ def with_gpus(replies, *counts, capacity=None):
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
 def test_a_cluster_that_is_well(check):
-    for finding in check.judge(seen_of(subject_of()), subject_of()):
+    for finding in check.judge(seen_of(subject_of())):
         assert finding.level in ("ok", "skip"), finding
         assert finding.remedy is None
         assert finding.host in (CLUSTER, "node-1", "node-2")
@@ -169,7 +170,7 @@ def test_an_api_server_that_answers_nothing(check):
     def answer(path):
         raise Unavailable("it does not answer")
 
-    for finding in check.judge(Seen(subject_of(), Api(answer)), subject_of()):
+    for finding in check.judge(Seen(subject_of(), Api(answer))):
         assert finding.cause
         assert finding.level == ("fail" if check.name == "api-server" else "skip"), finding
 
@@ -216,7 +217,7 @@ def test_the_version(version, built, level, words):
 
 def test_a_namespace_that_is_not_there_and_one_that_goes():
     replies = documents()
-    replies["namespace"][ALONE] = Reply(reason="NotFound", said='namespaces "x" not found')
+    replies["namespace"][ALONE] = Reply(reason="NotFound", detail='namespaces "x" not found')
     found = only(judged("namespace", replies=replies))
     assert (found.level, found.cause) == ("fail", "the cluster has no namespace default")
     assert found.remedy == "kubectl create namespace default"
@@ -270,7 +271,7 @@ def test_only_rights_of_the_kind_of_job_are_asked_for():
 
 def test_a_kind_that_is_not_served():
     replies = documents()
-    replies["kinds"]["pytorchjob"] = Reply(reason="NotFound", said="not found")
+    replies["kinds"]["pytorchjob"] = Reply(reason="NotFound", detail="not found")
     groups = replies["groups"][ALONE].document["groups"]
     (ours,) = (group for group in groups if group["name"] == "kubeflow.org")
     ours["versions"] = [{"version": "v1alpha9"}]
@@ -484,7 +485,7 @@ def test_secrets_of_the_registry():
     subject = subject_of(image_pull_secrets=("regcred", "other"))
     replies = documents()
     replies["pull-secrets"] = {
-        "regcred": Reply(reason="AlreadyExists", said='secrets "regcred" already exists'),
+        "regcred": Reply(reason="AlreadyExists", detail='secrets "regcred" already exists'),
         "other": Reply({"metadata": {"name": "other"}}),
     }
     told = only(judged("pull-secrets", subject, replies))
@@ -551,12 +552,12 @@ def test_pod_security_in_the_api_server_s_own_words():
     assert only(judged("admission", replies=replies)).cause == (
         "the namespace enforces restricted; it takes a pod (worker), PyTorchJob"
     )
-    replies["rehearsal"]["worker"] = Reply(reason="Forbidden", said=REFUSED)
+    replies["rehearsal"]["worker"] = Reply(reason="Forbidden", detail=REFUSED)
     told = only(judged("admission", replies=replies))
     assert told.level == "fail"
     assert told.cause.startswith('a pod (worker) is refused: violates PodSecurity "restricted')
     not_allowed = 'pods is forbidden: User "u" cannot create resource "pods" in API group ""'
-    replies["rehearsal"]["worker"] = Reply(reason="Forbidden", said=not_allowed)
+    replies["rehearsal"]["worker"] = Reply(reason="Forbidden", detail=not_allowed)
     told = only(judged("admission", replies=replies))
     assert told.cause == (
         "the namespace enforces restricted, which clusterkit's pods pass; it takes PyTorchJob; "
@@ -564,22 +565,22 @@ def test_pod_security_in_the_api_server_s_own_words():
     )
     patched = subject_of(patch={"hostNetwork": True})
     assert "clusterkit's pods pass" not in only(judged("admission", patched, replies)).cause
-    replies["rehearsal"]["PyTorchJob"] = Reply(reason="Forbidden", said=not_allowed)
+    replies["rehearsal"]["PyTorchJob"] = Reply(reason="Forbidden", detail=not_allowed)
     assert only(judged("admission", patched, replies)).level == "skip"
 
 
 def test_what_admission_refuses_is_told_in_its_words():
     replies = documents()
     said = 'pods "x" is forbidden: no PriorityClass with name high was found'
-    replies["rehearsal"]["worker"] = Reply(reason="Forbidden", said=said)
+    replies["rehearsal"]["worker"] = Reply(reason="Forbidden", detail=said)
     told = only(judged("admission", replies=replies))
     assert told.cause == f"a pod (worker) is refused: {said}"
     same = said.replace('"x"', '"x-watch"')
-    replies["rehearsal"]["watcher"] = Reply(reason="Forbidden", said=same)
+    replies["rehearsal"]["watcher"] = Reply(reason="Forbidden", detail=same)
     watched(replies)
     told = only(judged("admission", WAITS, replies))
     assert told.cause == f"a pod (watcher) and a pod (worker) are refused: {same}"
-    replies["rehearsal"]["PyTorchJob"] = Reply(reason="BadRequest", said='unknown field "spec.x"')
+    replies["rehearsal"]["PyTorchJob"] = Reply(reason="BadRequest", detail='unknown field "spec.x"')
     assert [f.cause for f in judged("admission", WAITS, replies)][1] == (
         'PyTorchJob is refused: unknown field "spec.x"'
     )
@@ -618,7 +619,7 @@ def test_quotas(hard, used, level, words):
 def test_a_quota_that_wants_an_amount_named():
     replies = quota(documents(), {"requests.cpu": "100"})
     said = 'pods "x" is forbidden: failed quota: team: must specify requests.cpu for: pytorch'
-    replies["rehearsal"]["worker"] = Reply(reason="Forbidden", said=said)
+    replies["rehearsal"]["worker"] = Reply(reason="Forbidden", detail=said)
     found = only(judged("admission", replies=replies))
     assert found.cause == (
         "a pod (worker) is refused: failed quota: team: must specify requests.cpu for: pytorch"
@@ -629,7 +630,7 @@ def test_a_quota_that_wants_an_amount_named():
 def test_a_quota_that_is_used_up_is_told_once():
     replies = quota(documents(), {"pods": "3"}, {"pods": "3"})
     said = 'pods "x" is forbidden: exceeded quota: team, requested: pods=1, used: pods=3'
-    replies["rehearsal"]["worker"] = Reply(reason="Forbidden", said=said)
+    replies["rehearsal"]["worker"] = Reply(reason="Forbidden", detail=said)
     assert only(judged("quota", replies=replies)).level == "warn"
     assert only(judged("admission", replies=replies)).level == "ok"
     replies["quotas"][ALONE].document["items"][0]["spec"]["scopes"] = ["BestEffort"]

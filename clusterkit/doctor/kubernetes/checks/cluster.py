@@ -1,4 +1,4 @@
-"""Is the cluster there with what makes and connects pods, and may we use it?"""
+"""Checks of the cluster: API server, namespace, kind of job, operator, name servers, rights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from clusterkit.doctor.kubernetes.base import (
     GROUPS,
     NAMESPACE,
     VERSION,
-    KubeSubject,
     Seen,
     check,
     fail,
@@ -28,19 +27,19 @@ from clusterkit.doctor.kubernetes.base import (
 from clusterkit.errors import ClusterkitError, counted
 
 TRIED = 34
-"""Minor version of Kubernetes 1 that clusterkit was tried with."""
+"""Minor version of Kubernetes 1 that clusterkit is tested with."""
 SUPPORTED = 3
 """How many minor versions Kubernetes' project supports at a time, the newest included."""
 LEAST = 27
-"""Before it a Job's pods lack ``batch.kubernetes.io/job-name``, by which they are found."""
+"""Older ones do not label a Job's pods with ``batch.kubernetes.io/job-name``."""
 
 
 @check(quick=True)
-def api_server(seen: Seen, subject: KubeSubject) -> Verdict:
+def api_server(seen: Seen) -> Verdict:
     """The API server answers, and its version is one that clusterkit knows."""
     reply = seen.reply(VERSION)
     if reply.reason:
-        return fail(reply.said or "it did not answer", "kubectl cluster-info")
+        return fail(reply.detail or "it did not answer", "kubectl cluster-info")
     version = str(reply.document.get("gitVersion", "?"))
     cause = version + _age(str(reply.document.get("buildDate", "")), seen.now)
     found = re.match(r"v?1\.(\d+)", version)
@@ -59,7 +58,7 @@ def api_server(seen: Seen, subject: KubeSubject) -> Verdict:
 
 
 def _age(built: str, now: float) -> str:
-    """When it was built, in words; builders that want the same bytes each time say 1970."""
+    """Return its age as text; reproducible builds have a date of 1970, which is left out."""
     try:
         moment = datetime.fromisoformat(built.replace("Z", "+00:00"))
     except ValueError:
@@ -72,12 +71,12 @@ def _age(built: str, now: float) -> str:
 
 
 @check(quick=True)
-def namespace(seen: Seen, subject: KubeSubject) -> Verdict:
+def namespace(seen: Seen) -> Verdict:
     """The namespace is there."""
     reply, name = seen.reply(NAMESPACE), seen.namespace
     if reply.reason == "NotFound":
-        mend = subject.kubectl("create", "namespace", name)
-        return fail(f"the cluster has no namespace {name}", mend)
+        remedy = seen.kubectl("create", "namespace", name)
+        return fail(f"the cluster has no namespace {name}", remedy)
     if reply.reason:
         return reply.unknown(f"namespace {name}")
     if (reply.document.get("status") or {}).get("phase") == "Terminating":
@@ -86,26 +85,26 @@ def namespace(seen: Seen, subject: KubeSubject) -> Verdict:
 
 
 @check(GROUPS, quick=True, of="the API groups")
-def kind(seen: Seen, subject: KubeSubject) -> Verdict:
+def kind(seen: Seen) -> Verdict:
     """The cluster serves the kind of job that is to keep the pods, in the version that is used."""
     name = seen.flavor
-    if name is None and subject.entry.flavor == "auto":
-        # Only mpirun cannot do with what every cluster has.
-        name = "mpijob" if subject.job.started_by == "mpirun" else "job"
-    name = name or subject.entry.flavor
+    if name is None and seen.entry.flavor == "auto":
+        # Every cluster has Jobs, which can do all but mpirun.
+        name = "mpijob" if seen.job.started_by == "mpirun" else "job"
+    name = name or seen.entry.flavor
     flavor = FLAVORS[name]
     group, _, version = flavor.api.rpartition("/")
     groups = {each["name"]: each["versions"] for each in seen.reply(GROUPS).document["groups"]}
     versions = [each["version"] for each in groups.get(group, ())]
-    there = name == "job" or flavor.served(seen.reply(f"/apis/{flavor.api}").document)
-    if version in versions and there:
+    served = name == "job" or flavor.served(seen.reply(f"/apis/{flavor.api}").document)
+    if version in versions and served:
         why = f"; {seen.origin}" if seen.origin else ""
         return ok(f"{flavor.kind} ({flavor.api}){why}")
     cause = f"the cluster does not serve {flavor.kind} ({flavor.api})"
     if versions and version not in versions:
         cause += f"; of {group} it serves {', '.join(versions)}"
-    mend = f"install {flavor.operator or 'Kubernetes 1.27 or newer'}, or flavor: job"
-    return fail(cause, mend)
+    remedy = f"install {flavor.operator or 'Kubernetes 1.27 or newer'}, or flavor: job"
+    return fail(cause, remedy)
 
 
 # ---------------------------------------------------------------- operators
@@ -114,17 +113,17 @@ DEPLOYMENTS = "/apis/apps/v1/deployments"
 _CALLED = {
     "pytorchjob": (re.compile(r"training-operator"),),
     "mpijob": (re.compile(r"mpi-operator"),),
-    # The trainer makes a JobSet, and somebody else makes Jobs of that.
+    # The trainer makes a JobSet, of which JobSet's controller makes Jobs.
     "jobset": (re.compile(r"jobset-controller"),),
     "trainjob": (re.compile(r"trainer-controller"), re.compile(r"jobset-controller")),
 }
-"""What deployments of operators, or their images, are called."""
+"""Names of operators' deployments, or of their images."""
 _ONLY_IN = re.compile(r"--?namespace(?:=(\S*))?\Z")
 
 
 @check()
-def operator(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
-    """Whoever makes pods of the job is alive, and watches this namespace."""
+def operator(seen: Seen) -> Verdict | list[Verdict]:
+    """The job's operator is alive, and watches this namespace."""
     if seen.flavor is None:
         return skip("there is no kind of job to act on")
     if seen.flavor == "job":
@@ -137,7 +136,7 @@ def operator(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
     for pattern in _CALLED[seen.flavor]:
         found = [each for each in reply.items if _is(each, pattern)]
         if found:
-            findings.append(_alive(found, seen.namespace, subject))
+            findings.append(_alive(found, seen))
         else:
             cause = f"unknown: no deployment is called {pattern.pattern}, as that of {who} is"
             findings.append(warn(cause))
@@ -145,26 +144,26 @@ def operator(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
     return bad or ok(", ".join(one.cause for one in findings))
 
 
-def _alive(found: list[Any], namespace: str, subject: KubeSubject) -> Verdict:
-    """Whether one of several deployments acts on jobs of the namespace."""
+def _alive(found: list[Any], seen: Seen) -> Verdict:
+    """Return whether one of several deployments acts on jobs of the namespace."""
     others = []
     for each in found:
         meta, wanted = each["metadata"], each["spec"].get("replicas", 1)
         place = f"{meta['namespace']}/{meta['name']}"
         only = _only_in(each)
-        if only not in ("", namespace):
-            others.append(f"{place} watches namespace {only} alone, not {namespace}")
+        if only not in ("", seen.namespace):
+            others.append(f"{place} watches namespace {only} alone, not {seen.namespace}")
             continue
         ready = (each.get("status") or {}).get("readyReplicas", 0)
-        # One that is going is ready for a moment more.
+        # One that was scaled to 0 is ready for a moment more.
         if ready and wanted:
             return ok(f"{place} is ready")
         words = ("-n", meta["namespace"])
         if not wanted:
-            mend = subject.kubectl(*words, "scale", "deployment", meta["name"], "--replicas=1")
-            return fail(f"{place} is scaled to 0: nobody acts on the job", mend)
-        mend = subject.kubectl(*words, "describe", "deployment", meta["name"])
-        return fail(f"{place}: {ready} of {wanted} pods are ready: nobody acts on the job", mend)
+            remedy = seen.kubectl(*words, "scale", "deployment", meta["name"], "--replicas=1")
+            return fail(f"{place} is scaled to 0: nobody acts on the job", remedy)
+        remedy = seen.kubectl(*words, "describe", "deployment", meta["name"])
+        return fail(f"{place}: {ready} of {wanted} pods are ready: nobody acts on the job", remedy)
     return fail("; ".join(others))
 
 
@@ -175,7 +174,7 @@ def _is(deployment: Any, pattern: re.Pattern[str]) -> bool:
 
 
 def _only_in(deployment: Any) -> str:
-    """The namespace that the operator was told to keep to; empty: none."""
+    """Return the only namespace that an operator watches, by its arguments; empty: all."""
     for container in deployment["spec"]["template"]["spec"]["containers"]:
         words = [*(container.get("command") or ()), *(container.get("args") or ())]
         for word, after in zip(words, [*words[1:], ""], strict=True):
@@ -193,14 +192,14 @@ SERVERS = (
 
 
 @check(SERVERS, of="the name servers in kube-system")
-def dns(seen: Seen, subject: KubeSubject) -> Verdict:
+def dns(seen: Seen) -> Verdict:
     """The cluster's name servers are ready."""
     reply = seen.reply(SERVERS)
     ready = {
         address
         for each in reply.items
         for endpoint in each.get("endpoints") or ()
-        # Nothing said means that it is.
+        # Without the condition it is ready.
         if (endpoint.get("conditions") or {}).get("ready", True) is not False
         for address in endpoint.get("addresses") or ()
     }
@@ -210,9 +209,9 @@ def dns(seen: Seen, subject: KubeSubject) -> Verdict:
         return warn(
             "unknown: there is no service kube-system/kube-dns; pods find each other by name"
         )
-    mend = subject.kubectl("-n", "kube-system", "get", "pods", "-l", "k8s-app=kube-dns")
+    remedy = seen.kubectl("-n", "kube-system", "get", "pods", "-l", "k8s-app=kube-dns")
     cause = "no name server behind kube-system/kube-dns is ready: pods cannot find each other"
-    return fail(cause, mend)
+    return fail(cause, remedy)
 
 
 # ---------------------------------------------------------------- rights
@@ -221,7 +220,7 @@ _WHO = "/apis/authentication.k8s.io/v1/selfsubjectreviews"
 
 
 @check(quick=True)
-def rights(seen: Seen, subject: KubeSubject) -> Verdict:
+def rights(seen: Seen) -> Verdict:
     """We may do all that a run needs; `k8s/rbac.yaml` is a role with just that."""
     asked = new_object("authentication.k8s.io/v1", "SelfSubjectReview")
     status = seen.reply(_WHO, asked).document.get("status") or {}
@@ -229,25 +228,25 @@ def rights(seen: Seen, subject: KubeSubject) -> Verdict:
     name = who or "you"
     wanted = run_rights(seen.flavor or "job")
     try:
-        missing = _in_words(denied(seen, seen.namespace, wanted))
+        missing = _by_resource(denied(seen, seen.namespace, wanted))
     except ClusterkitError as error:
         return no_answer(error).unknown("your own rights")
     if not missing:
         cause = f"{name} may do all {len(wanted)} things needed"
-        watching = () if subject.entry.watcher is False else watcher_rights()
-        if lacking := _in_words(denied(seen, seen.namespace, watching)):
+        watching = () if seen.entry.watcher is False else watcher_rights()
+        if lacking := _by_resource(denied(seen, seen.namespace, watching)):
             cause += f"; runs have no watcher in the cluster without: {lacking}"
         return ok(cause)
     cause = f"{name} may not, in namespace {seen.namespace}: {missing}"
     here = ("-n", seen.namespace)
     account = who.removeprefix("system:serviceaccount:")
     whom = ("--user", who or "NAME") if account == who else ("--serviceaccount", account)
-    apply = subject.kubectl(*here, "apply", "-f", "k8s/rbac.yaml")
-    bind = subject.kubectl(*here, "create", "rolebinding", ROLE, "--role", ROLE, *whom)
+    apply = seen.kubectl(*here, "apply", "-f", "k8s/rbac.yaml")
+    bind = seen.kubectl(*here, "create", "rolebinding", ROLE, "--role", ROLE, *whom)
     return fail(cause, f"{apply}\n{bind}")
 
 
-def _in_words(rights: Iterable[Right]) -> str:
+def _by_resource(rights: Iterable[Right]) -> str:
     found: dict[str, list[str]] = {}
     for verb, _, resource in rights:
         found.setdefault(resource, []).append(verb)

@@ -1,4 +1,4 @@
-"""Can the job be planned, and does the namespace admit its pods and hold what they need?"""
+"""Checks of the namespace: the plan, admission, quotas, limit ranges, volumes, pull secrets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from clusterkit.doctor.base import Verdict, shortened
 from clusterkit.doctor.kubernetes.base import (
     NAMESPACE,
     UNPLANNED,
-    KubeSubject,
     Seen,
     amount,
     check,
@@ -29,7 +28,7 @@ from clusterkit.errors import counted
 
 
 @check(quick=True)
-def plan(seen: Seen, subject: KubeSubject) -> Verdict:
+def plan(seen: Seen) -> Verdict:
     """The job fits the cluster's entry and can be planned for it."""
     if seen.problem is not None:
         return fail(seen.problem.message, seen.problem.hint)
@@ -38,29 +37,26 @@ def plan(seen: Seen, subject: KubeSubject) -> Verdict:
     return ok(counted(sum(number for _, number, _ in templates(seen.objects)), "pod"))
 
 
-# ---------------------------------------------------------------- whether it admits them
-
-
 QUOTAS = "/api/v1/namespaces/{namespace}/resourcequotas"
 _NOT_TRIED = "not tried: you may not create them yourself"
 
 
 @check(planned=True)
-def admission(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
+def admission(seen: Seen) -> Verdict | list[Verdict]:
     """The API server would take the job and its pods: pod security, quotas, schema, webhooks,
     classes, accounts."""
     space = seen.reply(NAMESPACE)
     if space.reason == "NotFound":
         return skip("there is no such namespace")
-    tried = {what: (outcome_of(each), each.said) for what, each in seen.rehearsed.items()}
+    tried = {what: (outcome_of(each), each.detail) for what, each in seen.rehearsed.items()}
     kind = "" if seen.kind is None else seen.kind.kind
     names = {what: what if what == kind else f"a pod ({what})" for what in tried}
     refused: dict[str, tuple[str, list[str]]] = {}
     for what, (outcome, said) in tried.items():
-        # A refusal begins with the pod's own name.
+        # Without the pod's own name, to be the same for all pods.
         why = said.rpartition(" is forbidden: ")[2]
-        if outcome == "quota" and (why.startswith("failed") or not _exceeded(seen, subject)):
-            # One that a pod fails wants it to say how much memory it takes.
+        if outcome == "quota" and (why.startswith("failed") or not _exceeded(seen)):
+            # A pod fails a quota if it does not say how much of the resource it takes.
             said = why
         elif outcome == "pod security":
             said = why = "violates" + said.partition("violates")[2]
@@ -81,7 +77,7 @@ def admission(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
     if space.reason:
         cause = "what the namespace enforces is unknown"
     untried = any(outcome == "not allowed" for outcome, _ in tried.values())
-    if untried and level is not None and not subject.entry.patch:
+    if untried and level is not None and not seen.entry.patch:
         cause += ", which clusterkit's pods pass"
     taken = [names[what] for what, (outcome, _) in tried.items() if outcome == "taken"]
     if not taken:
@@ -90,23 +86,20 @@ def admission(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
     return ok(f"{cause}; pods were {_NOT_TRIED}" if untried else cause)
 
 
-# ---------------------------------------------------------------- how much it may have
-
-
 @check(QUOTAS, of="quotas", planned=True)
-def quota(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
+def quota(seen: Seen) -> Verdict | list[Verdict]:
     """The namespace's quotas leave room for the job."""
     names = ", ".join(each["metadata"]["name"] for each in seen.reply(QUOTAS).items)
-    return _exceeded(seen, subject) or ok(f"room in {names}" if names else "there is none")
+    return _exceeded(seen) or ok(f"room in {names}" if names else "there is none")
 
 
-def _exceeded(seen: Seen, subject: KubeSubject) -> list[Verdict]:
-    """Of what there is not enough for all pods together."""
-    wanted, findings = _wanted(seen, subject), []
+def _exceeded(seen: Seen) -> list[Verdict]:
+    """Return a verdict for each resource of which the quotas leave too little for all pods."""
+    wanted, findings = _wanted(seen), []
     for each in seen.reply(QUOTAS).items:
         name, spec, status = each["metadata"]["name"], each.get("spec") or {}, each.get("status")
         if spec.get("scopes") or spec.get("scopeSelector"):
-            continue  # it counts some pods only, by rules that are not followed here
+            continue  # it counts some pods only, by rules that are not checked here
         hard = (status or {}).get("hard") or spec.get("hard") or {}
         used = (status or {}).get("used") or {}
         for resource, limit in hard.items():
@@ -116,14 +109,14 @@ def _exceeded(seen: Seen, subject: KubeSubject) -> list[Verdict]:
                 continue
             cause = f"quota {name} has {amount(resource, most)} of {resource}, "
             cause += f"{amount(resource, taken)} in use; the job needs {amount(resource, need)}"
-            mend = subject.kubectl("-n", seen.namespace, "describe", "quota", name)
-            # What is in use now may be free later; what is more than all of it never fits.
-            findings.append((fail if need > most else warn)(cause, mend))
+            remedy = seen.kubectl("-n", seen.namespace, "describe", "quota", name)
+            # What others use may be free later; more than the whole quota never fits.
+            findings.append((fail if need > most else warn)(cause, remedy))
     return findings
 
 
-def _wanted(seen: Seen, subject: KubeSubject) -> dict[str, Decimal]:
-    """What the job takes of everything that quotas count, by their names for it."""
+def _wanted(seen: Seen) -> dict[str, Decimal]:
+    """Return what the job takes of each resource that quotas count."""
     found: dict[str, Decimal] = {}
 
     def add(name: str, value: Decimal | int) -> None:
@@ -139,7 +132,7 @@ def _wanted(seen: Seen, subject: KubeSubject) -> dict[str, Decimal]:
                 add(name, value * number)
         for name, value in limits(spec).items():
             add(f"limits.{name}", value * number)
-    copied = subject.entry.code == "copied"
+    copied = seen.entry.code == "copied"
     for name, number in (
         ("configmaps", 1 + copied + sum(each["kind"] == "ConfigMap" for each in seen.objects)),
         ("secrets", "secretKeyRef" in str(seen.objects)),
@@ -157,35 +150,35 @@ RANGES = "/api/v1/namespaces/{namespace}/limitranges"
 
 
 @check(RANGES, of="limit ranges")
-def limit_range(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
+def limit_range(seen: Seen) -> Verdict | list[Verdict]:
     """A pod of the job is within what the namespace allows one to have."""
     reply = seen.reply(RANGES)
     if not reply.items:
         return ok("there is none")
     if not seen.objects:
         return skip(UNPLANNED)
-    wrong: list[str] = []
-    given: dict[str, str] = {}
+    violations: list[str] = []
+    defaults: dict[str, str] = {}
     for each in reply.items:
         name = each["metadata"]["name"]
         for rule in (each.get("spec") or {}).get("limits") or ():
             if rule.get("type") not in ("Container", "Pod"):
                 continue
             for _, _, template in templates(seen.objects):
-                wrong += _broken(name, rule, template["spec"])
-                given |= _given(rule, template["spec"])
-    if wrong:
-        return [fail(cause) for cause in dict.fromkeys(wrong)]
+                violations += _violations(name, rule, template["spec"])
+                defaults |= _defaults(rule, template["spec"])
+    if violations:
+        return [fail(cause) for cause in dict.fromkeys(violations)]
     names = ", ".join(each["metadata"]["name"] for each in reply.items)
-    if not given:
+    if not defaults:
         return ok(f"within {names}")
-    what = ", ".join(f"{key} {value}" for key, value in given.items())
-    tight = "limit memory" in given or "limit cpu" in given
+    what = ", ".join(f"{key} {value}" for key, value in defaults.items())
+    tight = "limit memory" in defaults or "limit cpu" in defaults
     cause = f"{names} gives pods what the cluster entry leaves open: {what}"
     return (warn if tight else ok)(cause)
 
 
-def _broken(name: str, rule: Any, spec: Any) -> list[str]:
+def _violations(name: str, rule: Any, spec: Any) -> list[str]:
     asked, most = requests(spec), limits(spec)
     found = []
     for bounds, sign, has, end, verb in (
@@ -202,17 +195,14 @@ def _broken(name: str, rule: Any, spec: Any) -> list[str]:
     return found
 
 
-def _given(rule: Any, spec: Any) -> dict[str, str]:
-    """What a container gets that says nothing of it."""
+def _defaults(rule: Any, spec: Any) -> dict[str, str]:
+    """Return the defaults that a container gets."""
     asked, most = requests(spec), limits(spec)
-    defaults, wanted = rule.get("default") or {}, rule.get("defaultRequest") or {}
+    limit, request = rule.get("default") or {}, rule.get("defaultRequest") or {}
     return {
-        **{f"limit {name}": str(value) for name, value in defaults.items() if name not in most},
-        **{f"request {name}": str(value) for name, value in wanted.items() if name not in asked},
+        **{f"limit {name}": str(value) for name, value in limit.items() if name not in most},
+        **{f"request {name}": str(value) for name, value in request.items() if name not in asked},
     }
-
-
-# ---------------------------------------------------------------- volumes and credentials
 
 
 CLASSES = "/apis/storage.k8s.io/v1/storageclasses"
@@ -220,19 +210,19 @@ _SEVERAL = {"ReadWriteMany", "ReadOnlyMany"}
 
 
 @check()
-def volumes(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
+def volumes(seen: Seen) -> Verdict | list[Verdict]:
     """The claims of the cluster entry are bound, and all pods can write to them."""
-    if not subject.entry.volumes:
+    if not seen.entry.volumes:
         return skip("the cluster entry names none")
-    findings = [_claim(each, seen, subject) for each in subject.entry.volumes]
+    findings = [_claim(each, seen) for each in seen.entry.volumes]
     bad = [finding for finding in findings if finding.level != "ok"]
     return bad or ok("; ".join(each.cause for each in findings))
 
 
-def _claim(volume: Claim, seen: Seen, subject: KubeSubject) -> Verdict:
+def _claim(volume: Claim, seen: Seen) -> Verdict:
     name = f"claim {volume.claim}"
     reply = seen.reply(path_to("v1", seen.namespace, "PersistentVolumeClaim", volume.claim))
-    describe = subject.kubectl("-n", seen.namespace, "describe", "pvc", volume.claim)
+    describe = seen.kubectl("-n", seen.namespace, "describe", "pvc", volume.claim)
     if reply.reason == "NotFound":
         cause = f"namespace {seen.namespace} has no volume {name}"
         return fail(cause, "k8s/pvc.yaml makes one: give it that name")
@@ -251,12 +241,12 @@ def _claim(volume: Claim, seen: Seen, subject: KubeSubject) -> Verdict:
             cause += "" if wanted else "storage class and the cluster has no default one"
         return fail(cause, describe)
     modes = set(status.get("accessModes") or spec.get("accessModes") or ())
-    several = subject.job.node_range[1] > 1
+    several = seen.job.node_range[1] > 1
     cause = f"{name}: {', '.join(sorted(modes))}" + ("" if phase == "Bound" else ", not bound yet")
     if several and not modes & (_SEVERAL if volume.read_only else {"ReadWriteMany"}):
         cause += f": pods on several nodes cannot {'read' if volume.read_only else 'write to'}"
-        mend = "a claim with accessModes: [ReadWriteMany] (k8s/pvc.yaml)"
-        return fail(f"{cause} it together", mend)
+        remedy = "a claim with accessModes: [ReadWriteMany] (k8s/pvc.yaml)"
+        return fail(f"{cause} it together", remedy)
     return ok(cause)
 
 
@@ -271,14 +261,14 @@ def _class(seen: Seen, name: str | None) -> dict[str, Any] | None:
 
 
 @check()
-def pull_secrets(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
+def pull_secrets(seen: Seen) -> Verdict | list[Verdict]:
     """The secrets with the registry's credentials are there."""
-    names = subject.entry.image_pull_secrets
+    names = seen.entry.image_pull_secrets
     if not names:
         return skip("the cluster entry names none")
     findings = []
     for name in names:
-        # Whether one could be made of that name, without making it: nobody has to read a secret.
+        # A dry run that creates one of that name needs no right to read secrets.
         path = f"{path_to('v1', seen.namespace, 'Secret')}?dryRun=All"
         reply = seen.reply(path, new_object("v1", "Secret", {"name": name}))
         if reply.reason == "AlreadyExists":
@@ -286,9 +276,9 @@ def pull_secrets(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
         if reply.reason:
             findings.append(reply.unknown("secrets"))
             continue
-        mend = subject.kubectl(
+        remedy = seen.kubectl(
             "-n", seen.namespace, "create", "secret", "docker-registry", name,
             "--docker-server=...", "--docker-username=...", "--docker-password=...",
         )  # fmt: skip
-        findings.append(fail(f"namespace {seen.namespace} has no secret {name}", mend))
+        findings.append(fail(f"namespace {seen.namespace} has no secret {name}", remedy))
     return findings or ok(", ".join(names))

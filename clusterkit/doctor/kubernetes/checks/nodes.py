@@ -1,4 +1,4 @@
-"""Are there nodes for the job's pods: well, with GPUs, room and the image?"""
+"""Checks of the nodes: ready, with GPUs, room and the image."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from clusterkit.doctor.base import Verdict
 from clusterkit.doctor.kubernetes.base import (
     NODES,
     PODS,
-    KubeSubject,
     Seen,
     amount,
     check,
@@ -33,36 +32,36 @@ _PRESSURE = {"MemoryPressure": "memory", "DiskPressure": "disk", "PIDPressure": 
 
 
 @check(NODES, of="nodes")
-def nodes(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
+def nodes(seen: Seen) -> Verdict | list[Verdict]:
     """There are nodes that take pods of the job, and they are well."""
-    there = nodes_of(seen, subject)
-    if not there:
-        entry = subject.entry
+    found = nodes_of(seen)
+    if not found:
+        entry = seen.entry
         wanted = ", ".join(
             [*map("=".join, entry.node_selector.items()), *filter(None, [entry.topology_key])]
         )
         cause = f"no node has the labels {wanted}" if wanted else "the cluster has no nodes"
-        return fail(cause, subject.kubectl("get", "nodes"))
-    findings = [_of(node, subject) for node in there]
+        return fail(cause, seen.kubectl("get", "nodes"))
+    findings = [_node(node, seen) for node in found]
     if not any(finding.level == "ok" for finding in findings):
         causes = dict.fromkeys(finding.cause for finding in findings)
         findings.append(fail(f"no node takes pods of the job: {'; '.join(causes)}"))
     return findings
 
 
-def _of(node: Any, subject: KubeSubject) -> Verdict:
+def _node(node: Any, seen: Seen) -> Verdict:
     name = node["metadata"]["name"]
     conditions = conditions_of(node)
     if not is_ready(node):
         said = str((conditions.get("Ready", {})).get("message") or "it has never been ready")
-        mend = subject.kubectl("describe", "node", name)
-        return warn(f"not ready: {said}", mend, host=name)
+        remedy = seen.kubectl("describe", "node", name)
+        return warn(f"not ready: {said}", remedy, host=name)
     if (node.get("spec") or {}).get("unschedulable"):
-        mend = subject.kubectl("uncordon", name)
-        return warn("it takes no pods (cordoned)", mend, host=name)
-    for taint in repelling(node, subject.entry):
+        remedy = seen.kubectl("uncordon", name)
+        return warn("it takes no pods (cordoned)", remedy, host=name)
+    for taint in repelling(node, seen.entry):
         text = f"{taint.get('key')}={taint.get('value', '')}:{taint.get('effect')}"
-        # Meant so, most of the time.
+        # On purpose, most of the time.
         cause = f"it takes no pods of the job: taint {text.replace('=:', ':')}"
         return skip(cause, host=name)
     short = [
@@ -73,33 +72,29 @@ def _of(node: Any, subject: KubeSubject) -> Verdict:
     return ok("ready", host=name)
 
 
-def _taking(seen: Seen, subject: KubeSubject) -> list[Object]:
-    """The nodes that take pods of the job."""
-    there = [node for node in nodes_of(seen, subject) if is_ready(node)]
-    return [node for node in there if usable(node, subject.entry)]
-
-
-# ---------------------------------------------------------------- GPUs
+def _taking(seen: Seen) -> list[Object]:
+    """Return the nodes that take pods of the job."""
+    return [node for node in nodes_of(seen) if is_ready(node) and usable(node, seen.entry)]
 
 
 _WAITS = "Pods wait until a node has as many, which is right where a pool is scaled to zero"
 
 
 @check(NODES, of="nodes, so not at their GPUs", planned=True)
-def gpus(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
+def gpus(seen: Seen) -> Verdict | list[Verdict]:
     """A device plugin offers GPUs, and there are nodes with as many as a pod of the job needs."""
-    resource = subject.entry.gpu_resource
-    there = _taking(seen, subject)
-    wanted = _gpus_wanted(seen, subject)
-    if not any(resource in (each["status"].get("capacity") or {}) for each in there):
+    resource = seen.entry.gpu_resource
+    found = _taking(seen)
+    wanted = _gpus_wanted(seen)
+    if not any(resource in (each["status"].get("capacity") or {}) for each in found):
         if wanted == 0:
             return skip("no GPUs are asked for: ranks run on CPUs")
         cause = f"no node that takes the job's pods knows of {resource}: "
         cause += "is the device plugin up, and does `gpu_resource` name what it offers? "
         return warn(cause + _WAITS)
     findings = []
-    for node in there:
-        name, offered = node["metadata"]["name"], gpu_count(node, subject.entry)
+    for node in found:
+        name, offered = node["metadata"]["name"], gpu_count(node, seen.entry)
         capacity = int(quantity((node["status"].get("capacity") or {}).get(resource, 0)))
         if offered < capacity:
             cause = f"{capacity - offered} of {counted(capacity, 'GPU')} are not well, "
@@ -109,26 +104,24 @@ def gpus(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
             findings.append(skip(cause, host=name))
         elif offered == capacity:
             findings.append(ok(counted(offered, "GPU"), host=name))
-    most = max(gpu_count(each, subject.entry) for each in there)
+    most = max(gpu_count(each, seen.entry) for each in found)
     if wanted > most:
         cause = f"a pod of the job needs {counted(wanted, 'GPU')}, no node has more than {most}"
         findings.append(warn(f"{cause}. {_WAITS}"))
     return findings
 
 
-def _gpus_wanted(seen: Seen, subject: KubeSubject) -> int:
+def _gpus_wanted(seen: Seen) -> int:
     """GPUs of a pod."""
-    name = subject.entry.gpu_resource
+    name = seen.entry.gpu_resource
     return max(int(limits(spec["spec"]).get(name, 0)) for _, _, spec in templates(seen.objects))
 
-
-# ---------------------------------------------------------------- room
 
 Amounts = dict[str, Decimal]
 
 
 @check(NODES, of="nodes, so not at the room there", planned=True)
-def room(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
+def room(seen: Seen) -> Verdict | list[Verdict]:
     """The nodes have room for all pods of the job, with what each asks for."""
     pods = [
         requests(seen.spec_of(role, template))
@@ -140,15 +133,15 @@ def room(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
             name: quantity(value)
             for name, value in (node["status"].get("allocatable") or {}).items()
         }
-        for node in _taking(seen, subject)
+        for node in _taking(seen)
     }
     largest = max(pods, key=lambda pod: sorted(pod.items()))
     asked = ", ".join(f"{name} {amount(name, value)}" for name, value in sorted(largest.items()))
     if left := _left_over(pods, whole):
         cause = f"even on empty nodes {_no_room(left, len(pods))}; a pod asks for "
-        most = max((gpu_count(each, subject.entry) for each in _taking(seen, subject)), default=0)
-        # Nodes with so many GPUs are not there now, and may be when pods wait for them.
-        level = warn if _gpus_wanted(seen, subject) > most else fail
+        most = max((gpu_count(each, seen.entry) for each in _taking(seen)), default=0)
+        # An autoscaler may start nodes with so many GPUs once pods wait for them.
+        level = warn if _gpus_wanted(seen) > most else fail
         return [*_lacking(largest, whole), level(cause + (asked or "nothing"))]
     cause = f"{counted(len(pods), 'pod')}"
     cause += f" with {asked}" if asked else " that ask for nothing"
@@ -172,21 +165,21 @@ def _no_room(left: int, pods: int) -> str:
     return f"there is no room for {left} of the job's {pods} pods"
 
 
-def _lacking(pod: Amounts, there: Mapping[str, Amounts], where: str = "") -> list[Verdict]:
-    """Of each node on which a pod does not fit, what it would lack."""
-    missing = {name: _missing(pod, has) for name, has in there.items()}
-    return [skip(f"{what}{where}", host=name) for name, what in missing.items() if what]
+def _lacking(pod: Amounts, free: Mapping[str, Amounts], suffix: str = "") -> list[Verdict]:
+    """Return what a pod would lack on each node on which it does not fit."""
+    missing = {name: _missing(pod, has) for name, has in free.items()}
+    return [skip(f"{text}{suffix}", host=name) for name, text in missing.items() if text]
 
 
 def _take(has: Amounts, needs: Mapping[str, Decimal]) -> None:
-    """Put a pod on a node."""
+    """Subtract a pod's requests from what a node has."""
     for name, value in {**needs, "pods": Decimal(1)}.items():
         if name in has:
             has[name] -= value
 
 
 def _missing(needs: Mapping[str, Decimal], has: Mapping[str, Decimal]) -> str:
-    """What a pod would lack there, in words; empty where it fits."""
+    """Return as text what a pod would lack; empty if it fits."""
     lacking = [
         f"{name} {amount(name, max(Decimal(0), has.get(name, Decimal(0))))}, "
         f"not {amount(name, value)}"
@@ -196,9 +189,9 @@ def _missing(needs: Mapping[str, Decimal], has: Mapping[str, Decimal]) -> str:
     return "; ".join(lacking)
 
 
-def _left_over(pods: Iterable[Amounts], there: Mapping[str, Amounts]) -> int:
-    """How many of the pods find no place, each put on the first node that takes it."""
-    free = [dict(has) for has in there.values()]
+def _left_over(pods: Iterable[Amounts], nodes: Mapping[str, Amounts]) -> int:
+    """Count the pods that do not fit, each put on the first node that has room."""
+    free = [dict(has) for has in nodes.values()]
     left = 0
     for needs in pods:
         for has in free:
@@ -210,26 +203,24 @@ def _left_over(pods: Iterable[Amounts], there: Mapping[str, Amounts]) -> int:
     return left
 
 
-# ---------------------------------------------------------------- the image
-
 LISTED = 50
-"""How many images a node tells of, the largest first, unless its kubelet is set otherwise."""
+"""How many images a node lists, the largest first, unless its kubelet is set otherwise."""
 
 
 @check(NODES, of="nodes, so not at their images", planned=True)
-def image(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
+def image(seen: Seen) -> Verdict | list[Verdict]:
     """The nodes have the image; where they do not, that it can be pulled is only seen then."""
     (name,) = {
         container["image"]
         for _, _, template in templates(seen.objects)
         for container in template["spec"]["containers"][:1]
     }
-    policy = subject.entry.image_pull_policy
+    policy = seen.entry.image_pull_policy
     if policy == "Always":
         return ok(f"{name} is pulled each time; whether it can be is seen then alone")
     wanted = full_name(name)
     findings = []
-    for node in _taking(seen, subject):
+    for node in _taking(seen):
         host, images = node["metadata"]["name"], node["status"].get("images") or ()
         if any(full_name(each) == wanted for one in images for each in one.get("names") or ()):
             findings.append(ok(f"{name} is there", host=host))
@@ -248,7 +239,7 @@ def image(seen: Seen, subject: KubeSubject) -> Verdict | list[Verdict]:
 
 
 def full_name(image: str) -> str:
-    """The image's name as nodes write it: with a registry and a tag."""
+    """Return an image's name as nodes list it: with a registry and a tag."""
     name, at, digest = image.partition("@")
     first, slash, rest = name.partition("/")
     if not slash:
