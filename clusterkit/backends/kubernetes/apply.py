@@ -6,7 +6,7 @@ import base64
 import contextlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
@@ -73,7 +73,7 @@ def apply(to: RunObjects, folder: Path, env: Mapping[str, str]) -> None:
     """
     attempt = env.get("CLUSTERKIT_ATTEMPT", "1")
     secrets = {name: value for name, value in env.items() if name != "CLUSTERKIT_ATTEMPT"}
-    objects = kustomized(folder)
+    objects = kustomized(lambda name: (folder / name).read_bytes())
     if secrets:
         # Named and labelled as the run's config map.
         secret = new_object("v1", "Secret", objects[0]["metadata"], stringData=secrets)
@@ -140,24 +140,27 @@ def _path(to: RunObjects, each: Mapping[str, Any]) -> str:
     return to.path(each["apiVersion"], each["kind"], each["metadata"]["name"])
 
 
-def kustomized(folder: Path) -> list[Object]:
+def kustomized(read: Callable[[str], bytes]) -> list[Object]:
     """Return the objects of a kustomization: config maps of files, then the resources.
+
+    Args:
+        read: returns the content of one of its files.
 
     Raises:
         SubmitFailed: a file of it is gone.
     """
     try:
-        main = yaml.safe_load((folder / KUSTOMIZATION).read_bytes())
+        main = yaml.safe_load(read(KUSTOMIZATION))
         labels = main.get("generatorOptions", {}).get("labels", {})
         objects: list[Object] = [
             new_object(
                 "v1", "ConfigMap", {"name": each["name"], "labels": dict(labels)},
-                **_data({name: (folder / name).read_bytes() for name in each["files"]}),
+                **_data({name: read(name) for name in each["files"]}),
             )
             for each in main.get("configMapGenerator", ())
         ]  # fmt: skip
         for name in main.get("resources", ()):
-            objects += yaml.safe_load_all((folder / name).read_bytes())
+            objects += yaml.safe_load_all(read(name))
     except OSError as error:
         raise SubmitFailed(
             f"{error.filename}: {(error.strerror or 'unreadable').lower()}"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import posixpath
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -29,25 +27,16 @@ from clusterkit.backends.base import (
 from clusterkit.backends.kubernetes.api_server import KubeTransport, RunObjects, Server
 from clusterkit.backends.kubernetes.apply import apply, kustomized, objects_of, remove
 from clusterkit.backends.kubernetes.flavors import FLAVORS
-from clusterkit.backends.kubernetes.monitor import PodMonitor
+from clusterkit.backends.kubernetes.monitor import PodMonitor, status_now
 from clusterkit.backends.kubernetes.objects import Object
-from clusterkit.backends.kubernetes.observe import (
-    all_nodes_had_pods,
-    ended_elsewhere,
-    known_after,
-    list_pods,
-    observation,
-    read_known,
-    why_no_pods,
-)
+from clusterkit.backends.kubernetes.observe import list_pods
 from clusterkit.backends.kubernetes.pod_log import fetch_logs
 from clusterkit.backends.kubernetes.probe import context_of, facts_of, places
 from clusterkit.backends.kubernetes.remote_runs import for_machine, listing, recover
 from clusterkit.backends.kubernetes.validation import check_entry
-from clusterkit.backends.node_status import folder_exists
 from clusterkit.backends.probing import assumed_gpus
 from clusterkit.cluster import Facts, KubernetesCluster, KubernetesFacts
-from clusterkit.errors import BadInput, ClusterkitError
+from clusterkit.errors import BadInput
 from clusterkit.plan import KubernetesNative, Plan
 from clusterkit.run.folder import RunHandle, home, resolve
 from clusterkit.spec import JobSpec
@@ -125,10 +114,8 @@ class KubernetesBackend(
         if secrets:
             create = f"kubectl --namespace {plan.native.namespace} create secret generic"
             head = [*head, f"First: {create} {plan.native.name}{secrets}"]
-        with tempfile.TemporaryDirectory() as folder:
-            for file in plan.files:
-                Path(folder, posixpath.basename(file.path)).write_bytes(file.content())
-            objects = kustomized(Path(folder))
+        files = {posixpath.basename(file.path): file.content() for file in plan.files}
+        objects = kustomized(files.__getitem__)
         for each in objects:
             each["metadata"]["namespace"] = plan.native.namespace
         return documents(objects, "\n".join(head))
@@ -143,22 +130,7 @@ class KubernetesBackend(
         super().submit(plan, transport, **more)
 
     def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
-        if not folder_exists(handle):
-            return None
-        before = read_known(handle)
-        try:
-            listed = list_pods(handle, transport)
-        except ClusterkitError as error:
-            return observation(handle, before, transport, unreachable=error.message)
-        pods, objects = known_after(before, listed, handle.plan), RunObjects(handle.plan, transport)
-        if not listed and (unknown := ended_elsewhere(handle, pods, objects)) is not None:
-            return unknown
-        if handle.plan.restarts:
-            # Which attempt runs in the pods is in their logs alone, in each node's the same.
-            with contextlib.suppress(ClusterkitError):
-                fetch_logs(handle, transport, [pod for pod in listed.values() if pod.node == 0])
-        waits_for = None if all_nodes_had_pods(handle.plan, pods) else why_no_pods(objects)
-        return observation(handle, pods, transport, waits_for=waits_for)
+        return status_now(handle, transport)
 
     def watch(self, handle: RunHandle, transport: Transport) -> Monitor:
         return PodMonitor(handle, transport)

@@ -1,4 +1,4 @@
-"""Follow a run's pods: one watch, one stream for each log."""
+"""The states of a run's nodes: once, or while its pods and their logs are followed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from clusterkit.backends.base import Observation
 from clusterkit.backends.kubernetes.api_server import RawStream, RunObjects
 from clusterkit.backends.kubernetes.observe import (
     all_nodes_had_pods,
+    ended_elsewhere,
     known_after,
+    list_pods,
     observation,
     read_known,
     read_pods,
@@ -23,7 +25,12 @@ from clusterkit.backends.kubernetes.observe import (
     why_no_pods,
     write_known,
 )
-from clusterkit.backends.kubernetes.pod_log import LOG_SECONDS, RETRY_SECONDS, LogFollower
+from clusterkit.backends.kubernetes.pod_log import (
+    LOG_SECONDS,
+    RETRY_SECONDS,
+    LogFollower,
+    fetch_logs,
+)
 from clusterkit.backends.kubernetes.pod_status import (
     Pod,
     cause_from_events,
@@ -41,6 +48,26 @@ WATCH_SECONDS = 280
 """How long a watch lasts before the server ends it."""
 REFRESH_SECONDS = 5.0
 """How often states are worked out anew although nothing changed, and why pods are missing."""
+
+
+def status_now(handle: RunHandle, transport: Transport) -> Observation | None:
+    """Return the states of an attempt's nodes, by one list of its pods."""
+    if not folder_exists(handle):
+        return None
+    before = read_known(handle)
+    try:
+        listed = list_pods(handle, transport)
+    except ClusterkitError as error:
+        return observation(handle, before, transport, unreachable=error.message)
+    pods, objects = known_after(before, listed, handle.plan), RunObjects(handle.plan, transport)
+    if not listed and (unknown := ended_elsewhere(handle, pods, objects)) is not None:
+        return unknown
+    if handle.plan.restarts:
+        # Which attempt runs in the pods is in their logs alone, in each node's the same.
+        with contextlib.suppress(ClusterkitError):
+            fetch_logs(handle, transport, [pod for pod in listed.values() if pod.node == 0])
+    waits_for = None if all_nodes_had_pods(handle.plan, pods) else why_no_pods(objects)
+    return observation(handle, pods, transport, waits_for=waits_for)
 
 
 class PodWatch:
