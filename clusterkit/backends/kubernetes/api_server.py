@@ -89,7 +89,7 @@ class KubeTransport(LocalTransport):
 
     Attributes:
         handlers: functions that are called instead of commands, by argv, with the command's
-            environment: a plan says ``kubectl apply``, which need not be installed.
+            environment. A plan has ``kubectl apply``, but kubectl need not be installed.
     """
 
     def __init__(self) -> None:
@@ -182,7 +182,7 @@ class RawStream:
         self._closed = False
 
     def read(self, timeout: float | None = None) -> bytes:
-        """Return what has come, waiting for some; ``b""`` at the end or if the connection broke.
+        """Return the next bytes; ``b""`` at the end or if the connection broke.
 
         Raises:
             SubmitFailed: nothing came within ``timeout`` seconds.

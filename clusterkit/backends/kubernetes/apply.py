@@ -16,6 +16,7 @@ from urllib.parse import quote
 import msgspec
 import yaml
 
+from clusterkit.backends.kubernetes import observe
 from clusterkit.backends.kubernetes.api_server import (
     PARALLEL_REQUESTS,
     Forbidden,
@@ -28,15 +29,6 @@ from clusterkit.backends.kubernetes.api_server import (
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.lost_pods import MERGE_PATCH
 from clusterkit.backends.kubernetes.objects import ATTEMPT, USER, Object, new_object
-from clusterkit.backends.kubernetes.observe import (
-    Removed,
-    known_after,
-    list_pods,
-    read_known,
-    removed_pods,
-    write_known,
-    write_removed,
-)
 from clusterkit.backends.kubernetes.pod_status import read_pod
 from clusterkit.backends.kubernetes.pods import STOP_EXTRA, code_of
 from clusterkit.backends.node_status import folder_exists
@@ -88,7 +80,7 @@ def apply(to: RunObjects, folder: Path, env: Mapping[str, str]) -> None:
     with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
         made_before = folder.parent / MADE
         if not made_before.exists():
-            # Nothing was created yet, so that what has one of the names is of another run. (The
+            # Nothing was created yet: an object of the same name is of another run. (The
             # submitter's role does not allow to read other kinds.)
             named = [each for each in objects if each["kind"] in (*_OWNERS, "ConfigMap")]
             found = pool.map(lambda each: to.find(_path(to, each), (NotFound, Forbidden)), named)
@@ -180,7 +172,6 @@ def _data(files: Mapping[str, bytes]) -> Object:
 
 
 def _renumber(value: Any, attempt: str) -> None:
-    """Set every label ATTEMPT to this number."""
     if isinstance(value, dict):
         if isinstance(value.get(ATTEMPT), str):
             value[ATTEMPT] = attempt
@@ -216,11 +207,11 @@ def remove(handle: RunHandle, transport: Transport) -> None:
     job, *others = _paths(plan, objects)
     try:
         if folder_exists(handle):
-            pods = list_pods(handle, transport)
-            write_known(handle, known_after(read_known(handle), pods, plan))
-            if removed_pods(handle) is None:
+            pods = observe.list_pods(handle, transport)
+            observe.write_known(handle, observe.known_after(observe.read_known(handle), pods, plan))
+            if observe.removed_pods(handle) is None:
                 ended = frozenset(pod.name for pod in pods.values() if pod.running)
-                write_removed(handle, Removed(ended))
+                observe.write_removed(handle, observe.Removed(ended))
         # Before the pods, so that nothing creates new ones.
         objects.delete(job)
         _delete_pods(objects)
@@ -228,10 +219,10 @@ def remove(handle: RunHandle, transport: Transport) -> None:
             objects.delete(path)
         lost = _await_gone(plan, objects)
         if folder_exists(handle):
-            before = removed_pods(handle) or Removed()
+            before = observe.removed_pods(handle) or observe.Removed()
             after = msgspec.structs.replace(before, lost=before.lost | lost, complete=True)
             if after != before:
-                write_removed(handle, after)
+                observe.write_removed(handle, after)
     except ClusterkitError as error:
         raise Unavailable(
             f"could not end run {plan.run_id}: {error.message}",
@@ -240,7 +231,7 @@ def remove(handle: RunHandle, transport: Transport) -> None:
 
 
 def _paths(plan: Plan, objects: RunObjects) -> list[str]:
-    """Return the paths of the plan's objects; the job's is the first."""
+    """Return the paths of the run's objects; the job's is the first."""
     named = [(each["apiVersion"], each["kind"], each["metadata"]["name"])
              for each in reversed(objects_of(plan))]  # fmt: skip
     files = [("v1", kind, objects.name) for kind in ("ConfigMap", "Secret")]
@@ -276,7 +267,7 @@ def _await_gone(plan: Plan, objects: RunObjects) -> frozenset[str]:
     while True:
         now = time.monotonic()
         late = now > grace_ends
-        # Until then it only matters whether there are any.
+        # During the grace period it only matters whether there are any.
         items = objects.get(objects.pods_path(**({} if late else {"limit": "1"})))["items"]
         if not items:
             return frozenset(lost)

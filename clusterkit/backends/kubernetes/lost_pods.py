@@ -1,11 +1,10 @@
-"""Removes a run's pods by force from nodes of the cluster that do not answer.
+"""The watcher of a run: removes pods by force from nodes of the cluster that do not answer.
 
-Nothing takes the place of such a pod before, whatever kind of job it is of: it stays, as nobody on
-its node can say that it has ended. That is all that Kubernetes does not do for a run by itself.
+Kubernetes replaces such a pod only after it was removed by force, as no kubelet reports its end.
 
-One file, standard library only: it comes in the run's config map and is run by the image's own
-Python, in a small pod that belongs to the run. Whoever watches the run from outside does the same,
-with the functions here; it does no harm that two do.
+One file, standard library only: it is in the run's config map, and the image's Python runs it in a
+small pod of the run. A monitor outside the cluster does the same with the functions here, which may
+run at the same time.
 
     python3 -I lost_pods.py NAMESPACE SELECTOR SECONDS
 """
@@ -27,32 +26,32 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-LOOK_SECONDS = 5.0
+POLL_SECONDS = 5.0
 IDLE_SECONDS = 900.0
-"""How long no pod of the run may be there that has not ended: the run has."""
+"""How long to go on while all pods have ended: then the run has."""
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 JSON, MERGE_PATCH = "application/json", "application/merge-patch+json"
 
 
 def unreachable_since(pod: Mapping[str, Any]) -> float | None:
-    """Unix time from which the node of a pod that has not ended has not answered; None: it does.
+    """Return the Unix time from which a pod's node has not answered; None: it does, or the pod has
+    ended.
 
-    Of its pods the cluster says that they are not ready. A kubelet that says so says the same of
-    their containers.
+    The node controller sets Ready alone; a kubelet sets ContainersReady as well.
     """
-    told = conditions_of(pod)
-    ready, containers = (told.get(each, {}) for each in ("Ready", "ContainersReady"))
     if ended(pod):
         return None
+    conditions = conditions_of(pod)
+    ready, containers = (conditions.get(each, {}) for each in ("Ready", "ContainersReady"))
     if ready.get("status") == "False" and containers.get("status") == "True":
         return unix(ready.get("lastTransitionTime"))
-    if told.get("DisruptionTarget", {}).get("reason") == "DeletionByTaintManager":
+    if conditions.get("DisruptionTarget", {}).get("reason") == "DeletionByTaintManager":
         return unix(pod["metadata"].get("deletionTimestamp"))  # when it should have ended
     return None
 
 
 def conditions_of(document: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """An object's conditions, by their type."""
+    """Return an object's conditions by their type."""
     return {each["type"]: each for each in (document.get("status") or {}).get("conditions") or ()}
 
 
@@ -61,7 +60,7 @@ def ended(pod: Mapping[str, Any]) -> bool:
 
 
 def unix(stamp: str | None) -> float | None:
-    """Kubernetes' time as Unix seconds."""
+    """Return a time of Kubernetes as Unix seconds; None if it is none."""
     try:
         return float(calendar.timegm(time.strptime(str(stamp)[:19], "%Y-%m-%dT%H:%M:%S")))
     except ValueError:
@@ -69,12 +68,11 @@ def unix(stamp: str | None) -> float | None:
 
 
 def force(request: Callable[..., object], path: str, uid: str, *, held: bool) -> None:
-    """Remove the pod at a path at once; none that has its name by now.
+    """Remove the pod at a path at once, if it has this uid.
 
     Args:
         request: takes a method, a path, a body and its content type.
-        held: whether it has finalizers: a Job holds its pods until they have ended, which this one
-            will not say.
+        held: whether it has finalizers: those of a Job stay until its end is reported.
     """
     request("DELETE", path, {"gracePeriodSeconds": 0, "preconditions": {"uid": uid}}, JSON)
     if held:
@@ -86,10 +84,10 @@ def force(request: Callable[..., object], path: str, uid: str, *, held: bool) ->
 
 
 def ask(method: str, path: str, body: object = None, content: str = JSON) -> Any:
-    """What the API server of the cluster that this pod is in answers."""
+    """Send a request to the API server of this pod's cluster, and return the answer."""
     host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
     base = f"https://{f'[{host}]' if ':' in host else host}:{port}"
-    # The token is renewed in its file.
+    # Read each time: the token is renewed in its file.
     headers = {"Authorization": f"Bearer {(ACCOUNT / 'token').read_text().strip()}"}
     data = None if body is None else json.dumps(body).encode()
     headers |= {} if body is None else {"Content-Type": content}
@@ -99,36 +97,36 @@ def ask(method: str, path: str, body: object = None, content: str = JSON) -> Any
         return json.load(answer)
 
 
-def look(pods: str, selector: str, seconds: float) -> bool:
-    """Remove what is to be removed; whether there is a pod that has not ended."""
+def poll(pods: str, selector: str, seconds: float) -> bool:
+    """Remove pods that are lost for so many seconds; returns whether any pod has not ended."""
     listed = ask("GET", f"{pods}?labelSelector={quote(selector, safe='')}")["items"]
     for each in listed:
         since, meta = unreachable_since(each), each["metadata"]
         if since is not None and time.time() > since + seconds:
             print(f"{meta['name']}: its node does not answer: removed by force", flush=True)
             path, held = f"{pods}/{meta['name']}", bool(meta.get("finalizers"))
-            with contextlib.suppress(OSError):  # somebody was faster; else the next time
+            with contextlib.suppress(OSError):  # removed by another, or tried again
                 force(ask, path, meta["uid"], held=held)
     return not all(map(ended, listed))
 
 
 def main(namespace: str, selector: str, seconds: str) -> None:
-    """Until the run has ended."""
-    said, alive = "", time.monotonic()
+    """Poll until the run has ended."""
+    last_error, alive = "", time.monotonic()
     while time.monotonic() < alive + IDLE_SECONDS:
         try:
-            if look(f"/api/v1/namespaces/{namespace}/pods", selector, float(seconds)):
+            if poll(f"/api/v1/namespaces/{namespace}/pods", selector, float(seconds)):
                 alive = time.monotonic()
-            said = ""
+            last_error = ""
         except (OSError, http.client.HTTPException, ValueError) as error:
             alive = time.monotonic()
-            if str(error) != said:
-                said = str(error)
-                print(said, file=sys.stderr, flush=True)
-        time.sleep(LOOK_SECONDS)
+            if str(error) != last_error:
+                last_error = str(error)
+                print(last_error, file=sys.stderr, flush=True)
+        time.sleep(POLL_SECONDS)
 
 
 if __name__ == "__main__":
-    # As a failure: of a pod that ends well its Job would make no other.
+    # A failure, so that its Job replaces a watcher that is evicted.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     main(*sys.argv[1:])

@@ -12,19 +12,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from clusterkit.backends.base import Observation
+from clusterkit.backends.kubernetes import observe
 from clusterkit.backends.kubernetes.api_server import RawStream, RunObjects
-from clusterkit.backends.kubernetes.observe import (
-    all_nodes_had_pods,
-    ended_elsewhere,
-    known_after,
-    list_pods,
-    observation,
-    read_known,
-    read_pods,
-    replaces,
-    why_no_pods,
-    write_known,
-)
 from clusterkit.backends.kubernetes.pod_log import (
     LOG_SECONDS,
     RETRY_SECONDS,
@@ -54,20 +43,25 @@ def status_now(handle: RunHandle, transport: Transport) -> Observation | None:
     """Return the states of an attempt's nodes, by one list of its pods."""
     if not folder_exists(handle):
         return None
-    before = read_known(handle)
+    before = observe.read_known(handle)
     try:
-        listed = list_pods(handle, transport)
+        listed = observe.list_pods(handle, transport)
     except ClusterkitError as error:
-        return observation(handle, before, transport, unreachable=error.message)
-    pods, objects = known_after(before, listed, handle.plan), RunObjects(handle.plan, transport)
-    if not listed and (unknown := ended_elsewhere(handle, pods, objects)) is not None:
+        return observe.observation(handle, before, transport, unreachable=error.message)
+    pods, objects = (
+        observe.known_after(before, listed, handle.plan),
+        RunObjects(handle.plan, transport),
+    )
+    if not listed and (unknown := observe.ended_elsewhere(handle, pods, objects)) is not None:
         return unknown
     if handle.plan.restarts:
         # Which attempt runs in the pods is in their logs alone, in each node's the same.
         with contextlib.suppress(ClusterkitError):
             fetch_logs(handle, transport, [pod for pod in listed.values() if pod.node == 0])
-    waits_for = None if all_nodes_had_pods(handle.plan, pods) else why_no_pods(objects)
-    return observation(handle, pods, transport, waits_for=waits_for)
+    waits_for = (
+        None if observe.all_nodes_had_pods(handle.plan, pods) else observe.why_no_pods(objects)
+    )
+    return observe.observation(handle, pods, transport, waits_for=waits_for)
 
 
 class PodWatch:
@@ -85,7 +79,7 @@ class PodWatch:
         self._stream: RawStream | None = None
         self._event_causes: dict[str, str] = {}
         self.lock = threading.Lock()
-        self.pods = read_known(handle)
+        self.pods = observe.read_known(handle)
         self.listed = False
         self.unreachable: str | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -107,9 +101,9 @@ class PodWatch:
     def _list(self) -> str:
         """List all pods, and return the version at which to begin a watch."""
         found = self._objects.get(self._objects.pods_path())
-        pods = self._with_causes(read_pods(self._handle, self._objects, found["items"]))
+        pods = self._with_causes(observe.read_pods(self._handle, self._objects, found["items"]))
         with self.lock:
-            self.pods = known_after(self.pods, pods, self._handle.plan)
+            self.pods = observe.known_after(self.pods, pods, self._handle.plan)
             self.listed, self.unreachable = True, None
         self._notify()
         return str(found["metadata"]["resourceVersion"])
@@ -130,16 +124,16 @@ class PodWatch:
                     self._take(event)
 
     def _take(self, event: Mapping[str, Any]) -> None:
-        pods = read_pods(self._handle, self._objects, [event["object"]])
+        pods = observe.read_pods(self._handle, self._objects, [event["object"]])
         pods = self._with_causes(pods)
         with self.lock:
-            self.pods = updated(self.pods, pods, replaceable=replaces(self._handle.plan))
+            self.pods = updated(self.pods, pods, replaceable=observe.replaces(self._handle.plan))
             if event["type"] == "DELETED":
                 self.pods = without(self.pods, (pod.uid for pod in pods.values()))
         self._notify()
 
     def _with_causes(self, pods: dict[str, Pod]) -> dict[str, Pod]:
-        """Add to pods what the namespace or their events tell of why they were ended."""
+        """Add the causes of ends that only the namespace or events have."""
         for name, pod in pods.items():
             removed_by = pod.removed_by
             if pod.terminating and removed_by is None and self._objects.namespace_deleted:
@@ -173,7 +167,7 @@ class PodMonitor:
         self._changed = threading.Event()
         self._changed.set()
         self._watch = PodWatch(handle, self._objects, self._changed.set)
-        self._recorded: Mapping[str, Pod] = read_known(handle)
+        self._recorded: Mapping[str, Pod] = observe.read_known(handle)
         self._last: Observation | None = None
         self._refresh_at = 0.0
         self._waits_for: str | None = None
@@ -193,13 +187,13 @@ class PodMonitor:
             unreachable = self._watch.unreachable
         if pods != self._recorded:
             self._recorded = pods
-            write_known(self._handle, pods)
+            observe.write_known(self._handle, pods)
         if unreachable is None:
             if not listed:
-                return observation(self._handle, pods, self._transport)
-            if now >= self._ask_at and not all_nodes_had_pods(plan, pods):
+                return observe.observation(self._handle, pods, self._transport)
+            if now >= self._ask_at and not observe.all_nodes_had_pods(plan, pods):
                 self._ask_at = now + REFRESH_SECONDS
-                waits_for = why_no_pods(self._objects)
+                waits_for = observe.why_no_pods(self._objects)
                 changed, self._waits_for = changed or waits_for != self._waits_for, waits_for
             if plan.replace_lost:
                 self._remove_lost(pods, now)
@@ -208,7 +202,7 @@ class PodMonitor:
             incomplete = self._incomplete_logs(pods, now) if listed else frozenset()
             if incomplete:
                 self._refresh_at = now
-            self._last = observation(
+            self._last = observe.observation(
                 self._handle, pods, self._transport, waits_for=self._waits_for,
                 unreachable=unreachable, incomplete_logs=incomplete, unseen=State.PENDING,
             )  # fmt: skip

@@ -1,5 +1,5 @@
-"""The states of a run's nodes by its pods, and what the run's folder keeps of the pods: once they
-are gone nothing else tells how they ended."""
+"""The states of a run's nodes by its pods; and the record of the pods in the run's folder, by which
+their ends are known once they are gone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ENDED_ELSEWHERE = (
 
 
 def list_pods(handle: RunHandle, transport: Transport) -> dict[str, Pod]:
-    """Return the attempt's pods that are there, by name.
+    """Return the attempt's pods that exist, by name.
 
     Raises:
         Unavailable: the API server does not answer.
@@ -62,7 +62,7 @@ def read_pods(
 
 
 def known_after(known: Mapping[str, Pod], listed: Mapping[str, Pod], plan: Plan) -> dict[str, Pod]:
-    """Return what is known of pods after all that are there were listed."""
+    """Return the record of an attempt's pods after all that exist were listed."""
     present = {pod.uid for pod in listed.values()}
     gone = {pod.uid for pod in known.values()} - present
     return without(updated(known, listed, replaceable=replaces(plan)), gone)
@@ -141,7 +141,6 @@ def _next_attempt(handle: RunHandle, node: int) -> bytes | None:
 
 
 def _agent_file(handle: RunHandle, node: int, name: str) -> bytes | None:
-    """Return a file of a node's agent, which came with its log."""
     return read_from(handle.folder.node_dir(handle.attempt, node) / name)
 
 
@@ -157,8 +156,8 @@ def _job_active(objects: RunObjects) -> bool:
 def ended_elsewhere(
     handle: RunHandle, pods: Mapping[str, Pod], objects: RunObjects
 ) -> Observation | None:
-    """Return UNKNOWN for an attempt that had not ended when it was seen last, and of which there
-    are neither pods nor a job. None: its job is there, or clusterkit has ended it from here."""
+    """Return UNKNOWN for an attempt that had not ended when it was seen last, and has neither pods
+    nor a job. None: its job exists, or clusterkit has ended it from this machine."""
     with contextlib.suppress(ClusterkitError):
         began = any(pod.exit_code is None for pod in pods.values())
         if began and removed_pods(handle) is None and objects.find(objects.job_path) is None:
@@ -188,10 +187,10 @@ def why_no_pods(objects: RunObjects) -> str | None:
     with contextlib.suppress(ClusterkitError, ValueError, KeyError, TypeError):
         for event in objects.events("type=Warning"):
             about = event["involvedObject"]
-            # The documents of pods tell more than their events.
+            # A pod's status is more exact than its events.
             if about.get("kind") != "Pod" and f"{about.get('name')}-".startswith(f"{name}-"):
                 at = str(event.get("lastTimestamp") or event.get("eventTime") or "")
-                # An operator warns of much; what it failed at is why.
+                # Operators warn of much; what they failed at comes first.
                 failed = str(event.get("reason", "")).startswith("Failed")
                 reasons.append((failed, at, str(event.get("message", "")).strip()))
     return max(reasons, default=(False, "", None))[2]

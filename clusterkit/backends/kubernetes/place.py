@@ -316,7 +316,6 @@ def _program(
 
 
 def _in_image(job: JobSpec, cluster: KubernetesCluster) -> JobSpec:
-    """Return the job with its program's path in the image."""
     if job.program is None or not posixpath.isabs(job.program):
         return job
     root = (job.workdir or "/").rstrip("/") + "/"
@@ -384,7 +383,6 @@ class KubernetesPlacement(Placement):
         )
 
     def _file(self, name: str, file: PlanFile) -> PlanFile:
-        """Give a file its path on this machine."""
         return msgspec.structs.replace(file, path=posixpath.join(self.local, "files", name))
 
     def steps(self, assembly: Assembly) -> tuple[Step, ...]:

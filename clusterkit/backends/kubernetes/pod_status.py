@@ -56,14 +56,14 @@ class Pod(Struct, frozen=True, kw_only=True):
         stuck: whether that will not come.
         started: whether its container has started.
         reason: the container's: ``OOMKilled``, ``Error``, ``Completed``.
-        termination_message: what its agent left: ``exit.json``.
+        termination_message: the agent's ``exit.json``.
         unreachable_since: from when its node has not answered; it may come back.
         lost: whether that is so long ago that the node counts as gone.
         removed_by: why the cluster removes it, if it does.
         terminating: whether it is being deleted.
-        has_finalizers: whether it stays, even if removed by force, until these are taken away.
+        has_finalizers: whether removal by force has to remove these as well.
         attempt: the attempt that it was started for; its agent may have begun others since.
-        gone: whether it is there no more, or another pod has its name.
+        gone: whether it was deleted, or another pod has its name now.
     """
 
     name: str
@@ -113,23 +113,23 @@ class Pod(Struct, frozen=True, kw_only=True):
     def removed(self) -> bool:
         """Whether it ends because somebody or the cluster removed it, not by itself."""
         if self.exit_code is None:
-            taken = self.terminating or self.gone is not None
+            removed = self.terminating or self.gone is not None
         else:
-            # One that was killed had no time for a report.
+            # An agent that was killed had no time for a report.
             silent = not (self.termination_message or "").strip() and self.reason != "OOMKilled"
-            taken = self.stopped or (silent and self.exit_code in _KILLED)
-        return taken or (self.removed_by is not None and not self.exit_report)
+            removed = self.stopped or (silent and self.exit_code in _KILLED)
+        return removed or (self.removed_by is not None and not self.exit_report)
 
 
 # ---------------------------------------------------------------- reading
 
 
 def read_pod(document: Mapping[str, Any], index: str | None, now: float | None = None) -> Pod:
-    """Read a pod from the API server's document; one that makes no sense gets such a phase.
+    """Read a pod from the API server's document; if that is malformed its phase is ``unreadable``.
 
     Args:
         index: label that holds the node's rank; None: it is node 0.
-        now: Unix time, to tell for how long it has waited.
+        now: Unix time; None: without the time that it has waited.
     """
     meta = document["metadata"]
     labels = meta.get("labels") or {}
@@ -260,8 +260,8 @@ def _disruption(document: Mapping[str, Any]) -> str | None:
 
 
 def cause_from_events(events: Sequence[Mapping[str, Any]], namespace: str) -> str | None:
-    """Return why a pod was ended where only its events tell: the pod that it was preempted for, the
-    probe that failed. None: they do not."""
+    """Return why a pod was ended, by its events: it was preempted for which pod, or which probe
+    failed. None: they do not show it."""
     killed, probe = False, None
     for event in events:
         related, message = event.get("related") or {}, str(event.get("message", "")).strip()
@@ -278,7 +278,7 @@ def cause_from_events(events: Sequence[Mapping[str, Any]], namespace: str) -> st
 
 
 def needs_events(pod: Pod) -> bool:
-    """Whether a pod's events may tell more of its end than the pod itself."""
+    """Whether a pod's events may have a cause of its end that the pod has not."""
     if pod.removed_by is not None:
         return pod.removed_by.startswith(PREEMPTED)
     if pod.exit_code is None or pod.terminating or pod.reason == "OOMKilled":
@@ -292,7 +292,7 @@ def needs_events(pod: Pod) -> bool:
 def updated(
     known: Mapping[str, Pod], pods: Mapping[str, Pod], *, replaceable: bool
 ) -> dict[str, Pod]:
-    """Return what is known of pods after some of them were seen again.
+    """Return the record of pods after some were seen again.
 
     Args:
         replaceable: whether a pod may take the place of another of its name. If not, the first of a
@@ -336,7 +336,7 @@ def by_node(pods: Collection[Pod]) -> dict[int, Pod]:
 
 
 class Rejoin(Struct, frozen=True):
-    """How a run that goes on waits for replacements of lost pods.
+    """The rules by which a run waits for replacements of lost pods.
 
     Attributes:
         forced: whether clusterkit removes pods whose node of the cluster does not answer.
@@ -376,7 +376,7 @@ def node_status(
         pod: None: none was ever seen.
         replaceable: whether another pod may take its place (elastic runs).
         rejoin: how a replacement is waited for; None: it is not.
-        waits_for: why there is no pod yet, if that is known.
+        waits_for: why there is no pod yet, if known.
         ours: whether clusterkit itself has removed the pod.
     """
     host, ended_at = (pod.host, pod.finished_at) if pod else ("", None)

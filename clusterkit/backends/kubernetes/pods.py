@@ -127,12 +127,12 @@ def template(
             for name in shape.secrets
         ]
     gpus = shape.gpus if ranks else 0
-    words = shape.command if command is None else command
+    argv = shape.command if command is None else command
     body: Object = {
         "name": container,
         "image": shape.image,
         "imagePullPolicy": cluster.image_pull_policy,
-        "command": [literal(word) for word in words],
+        "command": [literal(word) for word in argv],
         "env": env,
         **without_empty(resources=resources(cluster, gpus, ranks=ranks)),
         "securityContext": container_security(read_only=cluster.read_only_root),
@@ -189,12 +189,12 @@ def _tolerations(shape: Shape, gpus: int) -> list[Object]:
     a lost pod is replaced, `lost_after` of an unreachable node: by default Kubernetes waits 300 s,
     in which all other nodes wait as well."""
     found = [dict(each) for each in shape.cluster.tolerations]
-    taken = {each.get("key") for each in found}
-    if gpus and not taken & {None, shape.cluster.gpu_resource}:
+    keys = {each.get("key") for each in found}
+    if gpus and not keys & {None, shape.cluster.gpu_resource}:
         found.append(gpu_toleration(shape.cluster))
-    if shape.rejoin and None not in taken:
+    if shape.rejoin and None not in keys:
         waited = unreachable_for(shape.cluster.lost_after)
-        found += [each for each in waited if each["key"] not in taken]
+        found += [each for each in waited if each["key"] not in keys]
     return found
 
 
@@ -269,7 +269,7 @@ def resources(cluster: KubernetesCluster, gpus: int, *, ranks: bool = True) -> O
 
 
 def _volumes(shape: Shape) -> list[tuple[Object, Object]]:
-    """Return the definition and the mount of each volume."""
+    """Return each volume with its mount."""
     files, code = (posixpath.join(shape.run_dir, each) for each in ("files", "code"))
     shm = {"medium": "Memory", "sizeLimit": shape.cluster.shm_size}
     found: list[tuple[str, Object, str, bool]] = [

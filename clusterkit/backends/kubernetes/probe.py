@@ -208,7 +208,7 @@ def _require(
     """Check rights before anything is created.
 
     Args:
-        key: what needs them: how the message begins.
+        key: prefix of the message: the key of the cluster entry that needs them.
 
     Raises:
         Unavailable: names the first right that is missing.

@@ -131,7 +131,7 @@ def read(job: Mapping[str, Any], flavor: Flavor) -> RemoteRun:
         state=state,
         kind=flavor.kind,
         attempt=attempt_of(job) or 1,
-        pods=_pods(job.get("spec") or {}),
+        pods=_node_count(job.get("spec") or {}),
         user=labels.get(USER),
         started_at=unix(meta.get("creationTimestamp")),
         finished_at=unix(ended) if state.final else None,
@@ -163,8 +163,7 @@ def _conditions(job: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [each for each in found if isinstance(each, Mapping)]
 
 
-def _pods(spec: Mapping[str, Any]) -> int | None:
-    """Return how many nodes a job has."""
+def _node_count(spec: Mapping[str, Any]) -> int | None:
     for replicas in ("pytorchReplicaSpecs", "mpiReplicaSpecs"):
         if replicas in spec:
             return int(spec[replicas].get("Worker", {}).get("replicas", 1))

@@ -3,7 +3,7 @@
 import pytest
 
 from clusterkit.backends.kubernetes import lost_pods
-from clusterkit.backends.kubernetes.lost_pods import JSON, MERGE_PATCH, look, unreachable_since
+from clusterkit.backends.kubernetes.lost_pods import JSON, MERGE_PATCH, poll, unreachable_since
 
 NOW = 1_800_000_000.0
 AT = "2027-01-15T08:00:00Z"
@@ -67,7 +67,7 @@ def test_a_pod_is_removed_by_force_once_its_node_was_silent_for_so_long(
     late, removed, asked, monkeypatch
 ):
     monkeypatch.setattr(lost_pods.time, "time", lambda: NOW + late)
-    assert look("/pods", "run=r", 30.0)
+    assert poll("/pods", "run=r", 30.0)
     (listing, *rest) = asked
     assert listing[:2] == ("GET", "/pods?labelSelector=run%3Dr")
     gone = {"gracePeriodSeconds": 0, "preconditions": {"uid": "u-r-1"}}
@@ -79,4 +79,4 @@ def test_a_pod_is_removed_by_force_once_its_node_was_silent_for_so_long(
 def test_pods_that_have_all_ended_are_nothing_to_stay_for(monkeypatch):
     ended = {"items": [pod(phase="Succeeded"), pod(phase="Failed")]}
     monkeypatch.setattr(lost_pods, "ask", lambda *_: ended)
-    assert not look("/pods", "run=r", 30.0)
+    assert not poll("/pods", "run=r", 30.0)
