@@ -51,7 +51,7 @@ def command(run: str, as_json: bool) -> None:
                 time.strftime("%H:%M:%S", time.localtime(earlier.finished_at)),
                 earlier.last_step,
                 earlier.steps_lost,
-                f"{earlier.failure.who}: {earlier.failure.summary}" if earlier.failure else "",
+                earlier.failure.line if earlier.failure else "",
             )
             for earlier in status.attempts
         ]

@@ -60,7 +60,7 @@ _HINTS = (
      "that file is not there, or what its first line (#!) names is not"),
     (re.compile(r"exec: .*Permission denied"), "chmod +x makes a file executable"),
     (re.compile(r"exec: .*not found"),
-     "no such command on the ranks' PATH, where the folder of their Python stands first"),
+     "no such command on the ranks' PATH, which begins with the folder of their Python"),
 )  # fmt: skip
 
 _SIGNALS: dict[int, tuple[str, str | None]] = {
@@ -270,7 +270,9 @@ def _missing_file(
     if len(lacks) == len(nodes):
         return "it is on none of the nodes"
     some = listed((f"node {node}" for node in sorted(lacks)), len(lacks))
-    return f"of {len(nodes)} nodes only {some} says so: put it on every node, or where all see it"
+    return (
+        f"missing on {some} only, of {len(nodes)} nodes: put it on every node, or where all see it"
+    )
 
 
 def _from_nodes(nodes: Sequence[NodeStatus], oom_kills: int) -> Failure:

@@ -1,7 +1,7 @@
 """The run folder: the truth about one run, in files that outlive every process.
 
 $CLUSTERKIT_HOME/runs/RUN/
-    run.json        who, when, which job, cluster and backend
+    run.json        id, time, job, cluster and backend
     job.json        the job as it was submitted, with flags applied; a job file itself
     cluster.json facts.json plan.json plan.txt
     files/          what the plan wrote: scripts, configs
@@ -13,7 +13,7 @@ $CLUSTERKIT_HOME/runs/RUN/
     cancelled       exists once someone has asked to cancel
     leftovers       exists while a host that did not answer may still run some of it
     attempts/K/node-N/   log, exit code and process ids of one node in attempt K
-    checkpoints/    unless the job says elsewhere
+    checkpoints/    unless the job names another folder
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class RunFolder:
             return cls(path)
         except KeyboardInterrupt:
             with contextlib.suppress(OSError):
-                path.rmdir()  # nobody else knows of it yet
+                path.rmdir()  # no other process uses it yet
             raise
         except FileExistsError:
             if path.is_dir():

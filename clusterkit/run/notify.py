@@ -37,7 +37,7 @@ class Notification(Struct, frozen=True):
 
 def notification(status: RunStatus) -> Notification:
     """Return the notification of a run that has ended or restarts."""
-    why = f": {status.failure.who}: {status.failure.summary}" if status.failure else ""
+    why = f": {status.failure.line}" if status.failure else ""
     if status.state is State.RESTARTING:
         text = f"{status.run}: attempt {status.attempt} failed{why}; starting again"
         return Notification("restarted", text, status)

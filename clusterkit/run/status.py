@@ -89,21 +89,26 @@ class Failure(Struct, frozen=True, kw_only=True):
     traceback: str | None = None
 
     @property
-    def who(self) -> str:
+    def origin(self) -> str:
         """``rank 3 on node 1``, ``node 1``, or ``the run`` where it was neither."""
         node = "the run" if self.node is None else f"node {self.node}"
         return node if self.rank is None else f"rank {self.rank} on {node}"
 
     @property
-    def blame(self) -> str:
+    def headline(self) -> str:
         """``rank 3 on node 1 failed first``, or ``the run failed``."""
-        return f"{self.who} failed{'' if self.node is None else ' first'}"
+        return f"{self.origin} failed{'' if self.node is None else ' first'}"
 
     @property
     def summary(self) -> str:
         """The first line of the cause, with ``...`` if there are more."""
         first, _, rest = self.cause.partition("\n")
         return f"{first} ..." if rest else first
+
+    @property
+    def line(self) -> str:
+        """``rank 3 on node 1: `` and the summary."""
+        return f"{self.origin}: {self.summary}"
 
 
 class AttemptStatus(Struct, frozen=True, kw_only=True):

@@ -248,7 +248,7 @@ class Supervisor:
 
     def _failed_event(self, failure: Failure) -> None:
         self._event(
-            f"attempt {self.status.attempt} failed: {failure.who}: {failure.summary}; "
+            f"attempt {self.status.attempt} failed: {failure.line}; "
             f"starting again, {counted(self.status.restarts_left or 0, 'restart')} left"
         )
 

@@ -75,7 +75,7 @@ def failure_text(status: RunStatus, *, with_hint: bool = True) -> str:
     code = "" if known else f" (exit code {failure.exit_code})"
     # The traceback ends with the whole of the cause.
     cause, *more = [failure.summary] if failure.traceback else failure.cause.split("\n")
-    lines = [f"{failure.blame}: {cause}{code}", *(f"  {line}" for line in more)]
+    lines = [f"{failure.headline}: {cause}{code}", *(f"  {line}" for line in more)]
     if failure.traceback:
         lines += [f"  {line}" for line in failure.traceback.splitlines()]
     if failure.hint and with_hint:

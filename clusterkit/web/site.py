@@ -149,7 +149,7 @@ class Site:
             whose = [status.failure, *(each.failure for each in status.attempts)]
         for shown, failure in zip(failures, whose, strict=True):
             if failure is not None:
-                shown["who"] = failure.who
+                shown["who"] = failure.origin
                 shown["cause"] = printable(failure.cause, colours=False)
         return document
 

@@ -279,7 +279,7 @@ class Case:
         failures = [each.failure for each in end.attempts if each.failure]
         failures += [end.failure] if end.failure else []
         if failures:
-            self.row.cause = f"{failures[0].who}: {failures[0].summary}"
+            self.row.cause = failures[0].line
         wanted = {"node": (self.node, None), "rank": (self.node, self.rank)}.get(fault.blames)
         blames = fault.cause or wanted
         named = any(

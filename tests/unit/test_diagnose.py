@@ -316,7 +316,7 @@ def test_a_known_cause_has_a_remedy(last, hint):
 @pytest.mark.parametrize(
     ("lacking", "hint"),
     [
-        ([1], "of 2 nodes only node 1 says so: put it on every node, or where all see it"),
+        ([1], "missing on node 1 only, of 2 nodes: put it on every node, or where all see it"),
         ([0, 1], "it is on none of the nodes"),
     ],
 )

@@ -537,7 +537,7 @@ def test_an_attempt_that_the_agents_begin_is_followed_and_not_started(supervise_
     assert [attempt for attempt, _ in backend.submitted] == [1]
     assert backend.cancelled == 1  # at the end
     assert (status.state, status.attempt) == (State.SUCCEEDED, 3)
-    assert [each.failure.who for each in status.attempts] == ["node 0", "node 0"]
+    assert [each.failure.origin for each in status.attempts] == ["node 0", "node 0"]
     assert [event.text.split("; ")[-1] for event in events] == [
         "starting again, 1 restart left",
         "starting again, 0 restarts left",
@@ -1185,7 +1185,7 @@ def test_earlier_attempts_are_on_record(supervise_with, by_hand):
         (2, State.FAILED, 9),
     ]
     first, second = status.attempts
-    assert first.failure.who == "node 0"
+    assert first.failure.origin == "node 0"
     assert status.started_at == first.started_at <= first.finished_at == second.started_at
 
 

@@ -451,7 +451,7 @@ class RunBoard(Board[tuple[int, int]]):
             if node.slow:
                 found += paint.wrapped(f"slow: {node.slow}", width, 2, "yellow")
         if status.failure is not None and self._standstill is None:
-            text = f"{status.failure.blame}: {status.failure.summary}"
+            text = f"{status.failure.headline}: {status.failure.summary}"
             found += paint.wrapped(text, width, 2, "bold red")
         if (reason := pending_reason(status)) is not None:
             found += paint.wrapped(f"waits: {reason}", width, 1, "yellow")
