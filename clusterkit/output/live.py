@@ -205,8 +205,7 @@ class LiveRun:
         self._usages: dict[int, tuple[float, dict[str, Usage]]] = {}
         self._reporter: tuple[int, int] | None = None
         self._ranks_per_node = 0  # 0: not known
-        self._polls = 0
-        self._read_at: dict[int, int] = {}  # in which poll a node's log was read last
+        self._unread: set[int] = set()  # nodes whose log was not read since the last poll
         self._next_log = 0
         self._refreshed: RunStatus | None = None
 
@@ -220,7 +219,7 @@ class LiveRun:
                     self.events.append(msgspec.json.decode(line, type=Event))
                 except msgspec.MsgspecError:
                     continue
-        self._polls += 1
+        self._unread = set(self._logs)
         # In this order: the attempt of the status has begun, so its predecessor's log is complete.
         self.behind = self._read(0, news)
         while not self.behind and self.attempt < self.newest:
@@ -242,7 +241,7 @@ class LiveRun:
 
     def catch_up(self, node: int, news: set[str] | None = None) -> None:
         """Read what is new in a node's log, once per poll."""
-        if self._read_at.get(node) != self._polls and not self.behind:
+        if node in self._unread and not self.behind:
             self._read(node, set() if news is None else news)
 
     def refresh(self, connections: control.Connections | None = None) -> None:
@@ -261,8 +260,8 @@ class LiveRun:
             self.plan = self.folder.maybe_json("plan.json", Plan)
         if found == self.status and stale == self.stale:
             return set()
-        if len(found.nodes) > len(self._logs):  # more nodes than in the plan
-            self._open(found.attempt if self.attempt else 0, len(found.nodes))
+        if found.attempt == self.attempt:
+            self._open(len(found.nodes))  # there may be more than in the plan
         self.status, self.stale = found, stale
         self.nodes = {node.node: node for node in found.nodes}
         return {STATUS}
@@ -299,7 +298,7 @@ class LiveRun:
         self.ranks, self.launchers, self._logs = {}, {}, {}
         self._usages = {}
         nodes = len(self.status.nodes) or (self.plan.nodes if self.plan else 1)
-        self._open(attempt, nodes if attempt == newest else 1)
+        self._open(nodes if attempt == newest else 1)
         self._ranks_per_node = 0
         if self.plan is not None and attempt == newest:
             for rank in range(self.plan.world_size):
@@ -307,14 +306,14 @@ class LiveRun:
                     self.ranks[node, rank] = RankView(self, node, rank)
                     self._ranks_per_node = self.plan.topology["nproc_per_node"]
 
-    def _open(self, attempt: int, nodes: int) -> None:
-        if attempt and attempt == self.attempt:
-            for node in range(len(self._logs), nodes):
-                self._logs[node] = GrowingFile(self.log_path(node))
+    def _open(self, nodes: int) -> None:
+        for node in range(len(self._logs), nodes):
+            self._logs[node] = GrowingFile(self.log_path(node))
+            self._unread.add(node)
 
     def _read(self, node: int, news: set[str]) -> bool:
         """Read what is new in a node's log. Return whether there is more."""
-        self._read_at[node] = self._polls
+        self._unread.discard(node)
         log = self._logs.get(node)
         if log is None:
             return False
