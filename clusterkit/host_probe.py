@@ -1,11 +1,11 @@
-"""Looks at one host before a submit; read-only, prints one JSON document. Others send some of
-its functions.
+"""Describe one host before a submit: read-only; prints one JSON document.
 
 Standard library only; its text is sent to the host and run there by the job's Python:
 
     python - '{"workdir": "~/x", "packages": [..], "tools": [..], "gpu_query": [..]}'
 
-``{"port": 20001}`` asks for a free port alone, that one if it is.
+``{"port": 20001}`` asks for a free port only, that one if possible. The checks of `clusterkit
+doctor` that run on hosts are sent with some of these functions.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from collections.abc import Sequence
 from typing import Any
 
 PORTS = range(20000, 32000)
-"""Below Linux's ephemeral range (32768 and up): no outgoing connection takes such a port."""
+"""Below Linux's ephemeral range (32768 and up): no outgoing connection uses such a port."""
 NVIDIA_SECONDS = 20
 
 
 def addresses() -> list[tuple[str, str]]:
-    """Every IPv4 address, with the interface that has it in front (netdevice(7))."""
+    """Return every IPv4 address as (interface, address); netdevice(7)."""
     import array
     import fcntl
     import struct
 
-    # SIOCGIFCONF gives 40 bytes each; of several of one interface the first one first.
+    # SIOCGIFCONF returns 40 bytes for each, an interface's first address before its others.
     room = array.array("B", bytes(40 * 1024))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("iL", len(room), room.buffer_info()[0])
@@ -46,8 +46,8 @@ def addresses() -> list[tuple[str, str]]:
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """What is installed for this interpreter."""
-    # As importlib.metadata finds them, which takes 30 ms to import and to read whole documents.
+    """Return the versions of those packages that are installed for this interpreter."""
+    # importlib.metadata would take 30 ms to import, and reads whole documents.
     found: dict[str, str] = {}
     wanted = {name.lower().replace("-", "_"): name for name in packages}
     for folder in sys.path:
@@ -60,7 +60,7 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
             name = wanted.get(stem.partition("-")[0].lower().replace(".", "_"))
             if name is None or name in found or kind not in ("dist-info", "egg-info"):
                 continue
-            # Half a package may have no version, or none that can be read.
+            # A package that is half removed may have no version.
             with contextlib.suppress(OSError, StopIteration):
                 inside = "METADATA" if kind == "dist-info" else "PKG-INFO"
                 path = os.path.join(folder, entry)
@@ -73,10 +73,9 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def refusal(port: int) -> OSError | None:
-    """Why nothing can listen on a port; None: it is free."""
-    # SO_REUSEADDR, as torch's store has it: the connections of the attempt that has just ended are
-    # in TIME_WAIT for a minute. Both families, because that store listens on [::] where there is
-    # IPv6.
+    """Return why no process can listen on a port; None: it is free."""
+    # SO_REUSEADDR, as torch's store sets it: the connections of the attempt that has just ended are
+    # in TIME_WAIT for a minute. Both families: that store listens on [::] where there is IPv6.
     for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
             with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -92,17 +91,17 @@ def refusal(port: int) -> OSError | None:
 
 
 def free_port(wanted: int | None) -> int | None:
-    """``wanted`` if it is free, otherwise (or without it) another, and the one after it is, too."""
+    """Return ``wanted`` if it is free, else two free ports' first one; None: none was found."""
     if wanted is not None and refusal(wanted) is None:
         return wanted
-    # At random, so that two submits at the same moment do not get the same one; by the system's
-    # own generator, because a program that submits may have seeded Python's.
+    # At random, so that two submits at the same moment do not get the same port; by the system's
+    # generator, because a program that submits may have seeded Python's.
     ports = random.SystemRandom().sample(PORTS, 200)
     return next((port for port in ports if refusal(port) is refusal(port + 1) is None), None)
 
 
 def gpus(query: Sequence[str]) -> str:
-    """nvidia-smi's list; empty where there is no such tool, or it does not answer."""
+    """Return nvidia-smi's list; empty where there is no such tool, or it does not answer."""
     if shutil.which(query[0]) is None:
         return ""
     try:
@@ -116,12 +115,12 @@ def gpus(query: Sequence[str]) -> str:
 
 
 def document(asked: dict[str, Any]) -> dict[str, Any]:
-    """What this Python and its host have.
+    """Describe this Python and its host.
 
     Args:
         asked: ``workdir``, ``packages``, ``tools``, ``gpu_query``.
     """
-    # A second address of an interface is nobody's to be reached at.
+    # Other nodes connect to an interface's first address.
     first: dict[str, str] = {}
     for name, address in addresses():
         first.setdefault(name, address)

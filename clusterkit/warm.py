@@ -1,4 +1,4 @@
-"""Whether fork servers outlive runs on this machine, and those that do."""
+"""The setting that fork servers outlive runs on this machine, and the servers that do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from clusterkit.agent import warm as agents
+from clusterkit.agent import warm as warm_servers
 from clusterkit.agent.files import read_json, write_json
 from clusterkit.agent.processes import load
 from clusterkit.run.folder import home
@@ -17,7 +17,7 @@ class WarmServer(Struct, frozen=True, kw_only=True):
 
     pid: int
     program: str
-    """What it has imported for."""
+    """The program that it has imported for."""
     python: str
     memory_mib: int
     started_at: float
@@ -25,35 +25,35 @@ class WarmServer(Struct, frozen=True, kw_only=True):
 
 
 class Warm(Struct, frozen=True, kw_only=True):
-    """Whether runs leave them behind, and which there are."""
+    """Whether runs leave fork servers behind, and which servers wait."""
 
     on: bool
     idle_seconds: float | None
-    """How long one waits for another run, where that is on."""
+    """How long a server waits for another run; None: runs leave none."""
     servers: tuple[WarmServer, ...]
 
 
 def seconds() -> float:
-    """How long one waits; 0: runs leave none."""
-    return float((read_json(_setting()) or {}).get("idle", 0.0))
+    """Return how long a server waits for another run; 0: runs leave none."""
+    return float((read_json(_setting_file()) or {}).get("idle", 0.0))
 
 
 def turn_on(idle: float) -> None:
-    """Have runs leave one from now on.
+    """Have runs leave a fork server from now on, for ``idle`` seconds.
 
     Raises:
-        OSError: that cannot be noted.
+        OSError: the setting cannot be written.
     """
-    with agents.locked(_folder()):
-        write_json(_setting(), {"idle": idle})
+    with warm_servers.locked(_folder()):
+        write_json(_setting_file(), {"idle": idle})
 
 
 def turn_off() -> None:
-    """Have runs leave none, and end those that are there; what they serve goes on."""
+    """Have runs leave no fork server, and end the waiting ones; runs that they serve continue."""
     if _folder().exists():
-        with agents.locked(_folder()):
-            _setting().unlink(missing_ok=True)
-            agents.end(_folder())
+        with warm_servers.locked(_folder()):
+            _setting_file().unlink(missing_ok=True)
+            warm_servers.end(_folder())
 
 
 def state() -> Warm:
@@ -64,7 +64,7 @@ def state() -> Warm:
             memory_mib=(load(each) or (0.0, 0))[1] >> 20,
             started_at=each["since"], used_at=each["used"],
         )
-        for each in agents.servers(_folder())
+        for each in warm_servers.servers(_folder())
     )  # fmt: skip
     return Warm(on=idle > 0, idle_seconds=idle or None, servers=found)
 
@@ -73,5 +73,5 @@ def _folder() -> Path:
     return home() / "warm"
 
 
-def _setting() -> Path:
+def _setting_file() -> Path:
     return _folder() / "on"

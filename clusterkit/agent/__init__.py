@@ -12,7 +12,7 @@ by the job's own Python, so that a node needs nothing installed. `__main__` has 
     log            one line per line of output: ``TIME RANK TEXT``; RANK is ``-`` for the launcher
     exit.json      exit code, time, and why, once everything has ended
 
-Here is what the rest of clusterkit uses of it.
+This module exports what the rest of clusterkit uses of it.
 """
 
 from clusterkit.agent.clock import Awake

@@ -1,4 +1,4 @@
-"""The agent as one file, which any Python runs: ``python -I agent.pyz``. Stays on this machine."""
+"""Build the agent as one file, which any Python runs: ``python -I agent.pyz``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import io
 
 ARCHIVE = "agent.pyz"
-_HERE = {"archive.py", "__init__.py"}
+_NOT_SENT = {"archive.py", "__init__.py"}
 _MAIN = b"""import sys
 from clusterkit.agent.__main__ import main
 sys.exit(main(sys.argv[1:]))
@@ -15,8 +15,8 @@ sys.exit(main(sys.argv[1:]))
 
 @functools.cache
 def build() -> bytes:
-    """The archive: the same bytes from the same sources, on every machine and with every zlib."""
-    import zipfile  # not at the start of every command
+    """Build the archive: the same bytes from the same sources, on every machine."""
+    import zipfile  # slow: not at the start of every command
     from importlib import resources
 
     files = {
@@ -25,7 +25,7 @@ def build() -> bytes:
         "clusterkit/agent/__init__.py": b"",
     }
     for source in resources.files("clusterkit.agent").iterdir():
-        if source.name.endswith(".py") and source.name not in _HERE:
+        if source.name.endswith(".py") and source.name not in _NOT_SENT:
             files[f"clusterkit/agent/{source.name}"] = source.read_bytes()
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_STORED) as writer:
@@ -38,7 +38,7 @@ def build() -> bytes:
 
 
 def as_text() -> bytes:
-    """The archive as a program for ``python -I -``, which reads it from standard input."""
+    """Return the archive as a program for ``python -I -``, which reads it from standard input."""
     return (
         "import os, sys\n"
         "handle = os.memfd_create('agent.pyz')\n"

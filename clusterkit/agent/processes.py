@@ -1,4 +1,4 @@
-"""Processes: which ones they are, whether they live, and ending them."""
+"""Identify processes, find out whether they live, and end them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a living process started, in clock ticks since boot; None: gone, or a zombie.
+    """Return when a living process started, in clock ticks since boot; None: gone, or a zombie.
 
     With the boot id this tells a process from a later one of the same number (proc(5),
     /proc/pid/stat fields 3 and 22).
@@ -28,7 +28,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def process_start(stat: bytes | None) -> int | None:
-    """The start time in the contents of ``/proc/PID/stat``; None for no process or a zombie."""
+    """Return the start time in the contents of ``/proc/PID/stat``; None: no process, a zombie."""
     fields = _fields(stat)
     return None if len(fields) < 20 or fields[0] in (b"Z", b"X") else int(fields[19])
 
@@ -41,7 +41,7 @@ def _stat(pid: int) -> bytes | None:
 
 
 def _fields(stat: bytes | None) -> list[bytes]:
-    """From the third one, the state, on; the second is a name that may hold anything."""
+    """Split it from the third field, the state, on; the second is a name that may hold anything."""
     return (stat or b"").rpartition(b")")[2].split()
 
 
@@ -53,12 +53,12 @@ def boot_id() -> str:
 
 
 def identity(pid: int) -> Document:
-    """What must be recorded of a process to end it, and no other, later."""
+    """Return what must be recorded of a process to end it, and no other, later."""
     return {"pid": pid, "start_ticks": start_ticks(pid), "boot_id": boot_id()}
 
 
 def is_alive(recorded: Document) -> bool:
-    """Whether the very process that `identity` described still runs."""
+    """Return whether the very process that `identity` described still runs."""
     ticks = recorded.get("start_ticks")
     return (
         ticks is not None
@@ -67,25 +67,28 @@ def is_alive(recorded: Document) -> bool:
     )
 
 
-def is_stopped(recorded: Document) -> bool | None:
-    """Whether a recorded process is stopped (SIGSTOP); None: it is not there any more."""
+def _fields_of(recorded: Document) -> list[bytes] | None:
     stat = _stat(recorded["pid"])
     if stat is None or process_start(stat) != recorded.get("start_ticks"):
         return None
-    return _fields(stat)[0] == b"T"
+    return _fields(stat)
+
+
+def is_stopped(recorded: Document) -> bool | None:
+    """Return whether a recorded process is stopped (SIGSTOP); None: it has ended."""
+    fields = _fields_of(recorded)
+    return None if fields is None else fields[0] == b"T"
 
 
 def load(recorded: Document) -> tuple[float, int] | None:
-    """Seconds of processor time and bytes of memory of a recorded process; None: it has ended."""
-    stat = _stat(recorded["pid"])
-    if stat is None or process_start(stat) != recorded.get("start_ticks"):
+    """Return a recorded process's CPU time in seconds and memory in bytes; None: it has ended."""
+    if (fields := _fields_of(recorded)) is None:
         return None
-    fields = _fields(stat)
     return (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[21]) * _PAGE
 
 
 def descendants(*roots: int) -> list[int]:
-    """Living processes below these, parents first."""
+    """Return the living processes below these, parents first."""
     children: dict[int, list[int]] = {}
     for pid in _all_pids():
         stat = _stat(pid)
@@ -98,10 +101,10 @@ def descendants(*roots: int) -> list[int]:
 
 
 def processes_of(folder: str, variable: str = "CLUSTERKIT_RUN_DIR") -> list[int]:
-    """Living processes that carry this run's folder in the environment they started with.
+    """Return the living processes that were started with this run's folder in their environment.
 
-    The folder's name was made for the run alone, and every process of the run inherits it:
-    this finds the ones that lost their parent before anybody recorded them.
+    The folder's name is used by this run alone, and every process of the run inherits it:
+    this finds the ones that lost their parent before they were recorded.
     """
     mark = os.fsencode(f"{variable}={folder}")
     spared = {os.getpid(), *_ancestors(os.getpid())}
@@ -125,26 +128,26 @@ def _ancestors(pid: int) -> Iterator[int]:
 
 
 def send(pids: Iterable[int], signum: int) -> None:
-    """Signal those that are still there."""
+    """Signal those of the processes that still exist."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signum)
 
 
 def all_below(kept: Collection[int] = ()) -> list[int]:
-    """Every descendant of this process, and of those ``kept``, but not those."""
+    """Return every descendant of this process and of those ``kept``, without the latter."""
     return [pid for pid in descendants(os.getpid(), *kept) if pid not in kept]
 
 
 def kill_all_below(kept: Collection[int] = ()) -> None:
-    """SIGKILL for `all_below`, until none is left."""
+    """Send SIGKILL to `all_below`, until none is left."""
     while left := all_below(kept):
         send(left, signal.SIGKILL)
         wait_gone(left, 1.0)
 
 
 def wait_gone(pids: Iterable[int], seconds: float) -> None:
-    """Return when all of them have ended, or after ``seconds``."""
+    """Wait until all of them have ended, at most ``seconds``."""
     deadline = time.monotonic() + seconds
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
         for pid in pids:
@@ -163,7 +166,7 @@ def wait_gone(pids: Iterable[int], seconds: float) -> None:
 def stop(run_dir: str, grace: float) -> Document:
     """End every process of a run on this host. Idempotent.
 
-    Agents look for the reason in the command line of whoever signals them (`signals.sender`).
+    Agents find the reason in the command line of the process that signals them (`signals.sender`).
 
     Returns:
         ``{"asked": [...], "killed": [...]}``: process ids that got SIGTERM, and of those and
@@ -174,7 +177,7 @@ def stop(run_dir: str, grace: float) -> Document:
     agents = [int(each["pid"]) for each in living]
     frozen = [int(each["pid"]) for each in living if is_stopped(each)]
     send(agents, signal.SIGTERM)
-    send(frozen, signal.SIGCONT)  # they end as the others do, and say so
+    send(frozen, signal.SIGCONT)  # so that they end as the others do, and log it
     wait_gone(agents, grace + limits.LEFTOVER_GRACE + 2.0)
     orphans = [pid for pid in processes_of(run_dir) if pid not in agents]
     send(orphans, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Signals to the agent, with who sent them; what the kernel does for it when processes end."""
+"""Receive signals with their senders; have the kernel reparent and end processes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def signal_handle(signals: Collection[int]) -> int:
-    """Have these signals come through a file, for `read_signals`, and not otherwise; signalfd(2).
+    """Return a handle (signalfd(2)) from which `read_signals` reads these signals; block them.
 
     To be called before there are other threads; children inherit that the signals are blocked.
+
+    Raises:
+        OSError: the kernel gives no handle.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     for signum in signals:  # a shell ignores SIGINT for what it starts in the background
@@ -35,7 +38,7 @@ def signal_handle(signals: Collection[int]) -> int:
 
 
 def read_signals(handle: int) -> list[tuple[int, int, int]]:
-    """The signals that have come: number, and process and user id of whoever sent it."""
+    """Return the signals that have arrived: number, and process and user id of the sender."""
     with contextlib.suppress(BlockingIOError):
         data = os.read(handle, 32 * 128)
         found = (struct.unpack_from("=IiiII", data, at) for at in range(0, len(data), 128))
@@ -44,7 +47,12 @@ def read_signals(handle: int) -> list[tuple[int, int, int]]:
 
 
 def sender(signum: int, pid: int, uid: int) -> tuple[str, bool]:
-    """Who sent a signal, and whether it says what for (``stop --reason``): then that, instead."""
+    """Describe the sender of a signal.
+
+    Returns:
+        The reason that it gives (``stop --reason``) and True, or its process, user and command
+        line and False.
+    """
     words: list[str] = []
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
@@ -58,16 +66,16 @@ def sender(signum: int, pid: int, uid: int) -> tuple[str, bool]:
 
 
 def adopt_orphans(on: bool = True) -> None:
-    """Become the parent of every descendant that loses its own."""
+    """Become the parent of every descendant that loses its own, or no longer."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
 
 
 def take_signals() -> None:
-    """In a process that the agent starts: take them as usual."""
+    """Unblock the signals, in a process that the agent starts."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPS, signal.SIGCONT))
 
 
 def end_with_parent() -> None:
-    """In a new launcher: take signals as usual, and SIGTERM if the agent is killed with -9."""
+    """Prepare a new child: unblock signals; it gets SIGTERM if the agent is killed with -9."""
     take_signals()
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

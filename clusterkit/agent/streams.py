@@ -1,4 +1,4 @@
-"""Output of a node's launcher and ranks, on its way to the log."""
+"""Read the output of a node's launcher and ranks into its log."""
 
 from __future__ import annotations
 
@@ -20,56 +20,56 @@ _HALF_TAG = re.compile(rb"\[(?:[^]\n]{0,50}|[^]\n]{1,50}\](?:<[a-z]{0,7}>?)?)\Z"
 
 
 class Lines:
-    """Takes output apart into lines; a carriage return ends one, too.
+    """Split output into lines; a carriage return ends one, too.
 
-    With ``tagged``, what Open MPI's ``--tag-output`` sends: ``[JOB,RANK]<stdout>:TEXT``. A line
-    that is written in pieces, or is longer than one of its messages, has a tag before each piece,
-    and the pieces of other ranks may come between them.
+    With ``tagged`` the output is that of Open MPI's ``--tag-output``: ``[JOB,RANK]<stdout>:TEXT``.
+    A line that is written in pieces, or is longer than one of its messages, has a tag before each
+    piece, and pieces of other ranks may come between them.
     """
 
     def __init__(self, *, tagged: bool = False) -> None:
         self._tagged = tagged
         self._rest = b""
-        self._speaker = "-"
-        self._begun: dict[str, bytes] = {}
+        self._rank = "-"
+        self._unfinished: dict[str, bytes] = {}
 
     def feed(self, data: bytes) -> list[tuple[str, bytes]]:
-        """Ranks (``-``: no tag) and lines, those that end here, without their ends."""
+        """Return the lines that end in this data, each with its rank (``-``: no tag)."""
         data = self._rest + data
-        # Half of a tag, or of a line's end, may have come.
+        # The data may end in the middle of a tag, or of a line's end.
         half = _HALF_TAG.search(data, max(0, len(data) - 64)) if self._tagged else None
         cut = half.start() if half else len(data) - data.endswith(b"\r")
         data, self._rest = data[:cut].replace(b"\r\n", b"\n").replace(b"\r", b"\n"), data[cut:]
         lines = []
-        at = 0
+        start = 0
         for mark in (_TAG_OR_END if self._tagged else _END).finditer(data):
-            self._add(data[at : mark.start()])
-            at = mark.end()
+            self._add(data[start : mark.start()])
+            start = mark.end()
             if mark.lastindex:
-                self._speaker = mark[1].decode()
+                self._rank = mark[1].decode()
             else:
-                lines.append((self._speaker, self._begun.pop(self._speaker, b"")))
-                self._speaker = "-"
-        self._add(data[at:])
-        long = [name for name, text in self._begun.items() if len(text) > limits.LONGEST_LINE]
-        return lines + [(speaker, self._begun.pop(speaker)) for speaker in long]
+                lines.append((self._rank, self._unfinished.pop(self._rank, b"")))
+                self._rank = "-"
+        self._add(data[start:])
+        long = [name for name, text in self._unfinished.items() if len(text) > limits.LONGEST_LINE]
+        return lines + [(rank, self._unfinished.pop(rank)) for rank in long]
 
     def end(self) -> list[tuple[str, bytes]]:
-        """What was begun and has no end."""
+        """Return the unfinished lines, at the end of the output."""
         self._add(self._rest.removesuffix(b"\r"))
-        left, self._begun, self._rest = list(self._begun.items()), {}, b""
+        left, self._unfinished, self._rest = list(self._unfinished.items()), {}, b""
         return left
 
     def _add(self, text: bytes) -> None:
         if text:
-            self._begun[self._speaker] = self._begun.get(self._speaker, b"") + text
+            self._unfinished[self._rank] = self._unfinished.get(self._rank, b"") + text
 
 
 class Stream:
-    """One source of output: a rank's named pipe, or the launcher's own.
+    """One source of output: a rank's named pipe, or the launcher's own output.
 
     Args:
-        tagged: output of ranks on other hosts comes through it, as `Lines` says.
+        tagged: lines of ranks on other hosts come through it, with tags as in `Lines`.
     """
 
     def __init__(self, handle: int, log: NodeLog, *, tagged: bool = False) -> None:
@@ -79,7 +79,7 @@ class Stream:
         self._log = log
 
     def pump(self) -> bool:
-        """Move what is there to the log; False at the end of the stream."""
+        """Move available output to the log; return False at the end of the stream."""
         try:
             data = os.read(self.handle, 1 << 16)
         except BlockingIOError:
@@ -88,7 +88,7 @@ class Stream:
         return bool(data)
 
     def drain(self) -> None:
-        """All that is left, a last line without its newline included."""
+        """Log all that is left, also a last line without a newline."""
         os.set_blocking(self.handle, False)
         while self._readable() and self.pump():
             pass
@@ -100,16 +100,16 @@ class Stream:
             return bool(selector.select(0))
 
     def _emit(self, lines: list[tuple[str, bytes]]) -> None:
-        for rank, group in itertools.groupby(self._owned(lines), key=lambda owned: owned[0]):
+        for rank, group in itertools.groupby(self._with_ranks(lines), key=lambda pair: pair[0]):
             texts = [text for _, text in group]
             self._log.lines(rank, texts)
             for text in texts:
                 self._log.words.read(rank, text)
 
-    def _owned(self, lines: list[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
-        """Lines with whose they are; what ranks say of their start and end is taken out."""
-        for speaker, line in lines:
-            if speaker == "-" and (header := HEADER.match(line)):
+    def _with_ranks(self, lines: list[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
+        """Yield lines with their ranks, without those by which ranks report start and end."""
+        for rank, line in lines:
+            if rank == "-" and (header := HEADER.match(line)):
                 self.rank = header[1].decode()
                 self._log.rank_started(int(header[1]), int(header[2]))
                 continue
@@ -117,4 +117,4 @@ class Stream:
                 self._log.rank_ended(int(end[1]), int(end[2]))
                 line = line[: end.start()]  # a last line that had no end of its own
             if line or not end:
-                yield self.rank if speaker == "-" else speaker, line
+                yield self.rank if rank == "-" else rank, line
