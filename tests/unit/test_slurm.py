@@ -321,7 +321,7 @@ def seen(plan, tmp_path):
             transport = Slurm(squeue=squeue)
             taken = observe.read(handle)
             number = observe.newest(handle, transport)
-            return observe.observation(handle, taken, number, patient=True)
+            return observe.observation(handle, taken, number, files_delayed=True)
         return backends.backend("slurm").status(handle, Slurm(squeue=squeue))
 
     return look

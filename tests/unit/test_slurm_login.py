@@ -180,12 +180,12 @@ def test_what_the_nodes_write_comes_here_once(handle, write):
         write(name, data)
     write("attempts/1/node-0/checkpoint.pt", b"large")
     write("attempts/2/node-0/log", b"another attempt's")
-    assert login.bring(handle, LoginNode()) is None
+    assert login.copy_once(handle, LoginNode()) is None
     files.pop("attempts/1/node-1/log")  # nothing of it has come
     assert here(handle) == {"run.json": b"{}", **files}
     write("attempts/1/node-0/log", b"one\n" * 999 + b"two\n")
     write("attempts/1/next", b"2\n")
-    assert login.bring(handle, LoginNode()) is None
+    assert login.copy_once(handle, LoginNode()) is None
     assert here(handle)["attempts/1/node-0/log"] == b"one\n" * 999 + b"two\n"
     assert here(handle)["attempts/1/next"] == b"2\n"
 
@@ -281,7 +281,7 @@ def test_a_monitor_judges_nothing_before_all_has_come(handle, write):
 
 
 def test_a_folder_that_is_gone_there_hides_nothing_that_is_known_here(handle):
-    assert login.bring(handle, LoginNode()) is None
+    assert login.copy_once(handle, LoginNode()) is None
     assert backends.backend("slurm").status(handle, LoginNode(squeue="")).state is State.PENDING
 
 
@@ -308,7 +308,7 @@ def test_why_a_job_is_ended_is_said_there_and_here(handle, write):
 def test_a_run_of_this_machine_copies_and_removes_nothing(handle):
     own = msgspec.structs.replace(handle.plan, run_dir=str(handle.folder.path))
     local = run_folder.RunHandle(handle.folder, own, 1)
-    assert login.bring(local, LoginNode()) is None
+    assert login.copy_once(local, LoginNode()) is None
     assert login.follow(local, LoginNode()) is None
     backends.backend("slurm").forget(local, LoginNode())
     assert local.folder.path.exists()

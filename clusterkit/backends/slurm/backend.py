@@ -1,7 +1,7 @@
-"""Nodes of a Slurm cluster: one allocation a run, one agent a node, started by one ``srun``.
+"""Backend slurm: one allocation for each run, in which one ``srun`` starts an agent on every node.
 
-The run's folder lies on a disk that the login node and all nodes see, so that what the agents write
-is read there, as for local runs; where the login node is reached over SSH, it is copied here.
+The run folder is on a disk that the login node and all nodes share, so the agents' files are read
+there as for local runs. If the login node is reached over SSH, they are copied to this machine.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from clusterkit.backends.base import (
     SupportsForget,
     SupportsRemoteRuns,
 )
+from clusterkit.backends.node_status import folder_exists
 from clusterkit.backends.slurm import login
 from clusterkit.backends.slurm.observe import SlurmMonitor, status, stop_file
 from clusterkit.backends.slurm.queue import HERE, SLURM_SECONDS, Job, jobs_of, run
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
     from clusterkit.backends.slurm.doctor import SlurmSubject
 
 GRACE_SECONDS = 10.0
-"""Beyond `stop_grace`, before a job that does not end in order is ended by Slurm."""
-ASK_SECONDS = 1.0
+"""Beyond `stop_grace`, before `scancel` kills a job whose agents do not end it."""
+POLL_SECONDS = 1.0
 
 
 class SlurmBackend(Backend, SupportsDoctor, SupportsFile, SupportsForget, SupportsRemoteRuns):
@@ -73,8 +74,6 @@ class SlurmBackend(Backend, SupportsDoctor, SupportsFile, SupportsForget, Suppor
     def home(self, facts: Facts) -> Path:
         return Path(facts.home) if facts.hosts[0].host == HERE else home()
 
-    # -- as one file ------------------------------------------------------------
-
     def assumed_facts(self, cluster: SlurmCluster, job: JobSpec) -> Facts:
         from clusterkit.backends.slurm.probe import assumed
 
@@ -84,7 +83,7 @@ class SlurmBackend(Backend, SupportsDoctor, SupportsFile, SupportsForget, Suppor
         scripts = {posixpath.basename(file.path): file for file in plan.files}
         lines = (scripts.pop("slurm.sh").text or "").splitlines(keepends=True)
         del scripts["submit.sh"]
-        # Slurm opens its output before anything here has made that folder.
+        # Without the options that need the run folder: Slurm opens its output before that exists.
         lines = [
             line for line in lines if not (line.startswith("#SBATCH") and plan.run_dir in line)
         ]
@@ -98,8 +97,6 @@ class SlurmBackend(Backend, SupportsDoctor, SupportsFile, SupportsForget, Suppor
             unpacking(scripts.values()), *lines[end:],
         ])  # fmt: skip
 
-    # -- an attempt -----------------------------------------------------------
-
     def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
         return status(handle, transport)
 
@@ -109,23 +106,23 @@ class SlurmBackend(Backend, SupportsDoctor, SupportsFile, SupportsForget, Suppor
     def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
         plan, host = handle.plan, handle.plan.hosts[0]
         deadline = time.monotonic() + plan.stop_grace + GRACE_SECONDS
-        asked: set[int] = set()
+        signalled: set[int] = set()
         try:
             while jobs := [
                 job for job in jobs_of(plan.run_id, host, transport) if not job.means.final
             ]:
                 for job in jobs:
-                    _say_why(handle, job, reason, transport)
+                    _write_reason(handle, job, reason, transport)
                     if job.means is not State.RUNNING or time.monotonic() > deadline:
                         _scancel(transport, host, job)
-                    elif job.id not in asked:
-                        # Its batch script passes it on to the agents, with the reason.
+                    elif job.id not in signalled:
+                        # The batch script passes this on to the agents, with the reason.
                         _scancel(transport, host, job, "--batch", "--signal=USR1")
-                    asked.add(job.id)
+                    signalled.add(job.id)
                 if time.monotonic() > deadline + SLURM_SECONDS:
                     names = ", ".join(str(job.id) for job in jobs)
                     raise Unavailable(f"job {names} does not end")
-                time.sleep(ASK_SECONDS)
+                time.sleep(POLL_SECONDS)
         except ClusterkitError as error:
             raise Unavailable(
                 f"could not end run {plan.run_id}: {error.message}",
@@ -141,8 +138,6 @@ class SlurmBackend(Backend, SupportsDoctor, SupportsFile, SupportsForget, Suppor
                     f"host {plan.hosts[0]}: cannot remove {plan.run_dir}: {done.stderr}"
                 )
 
-    # -- runs of others -------------------------------------------------------
-
     def listing(self, cluster: SlurmCluster, transport: Transport) -> list[RemoteRun]:
         from clusterkit.backends.slurm.remote_runs import listing
 
@@ -154,18 +149,22 @@ class SlurmBackend(Backend, SupportsDoctor, SupportsFile, SupportsForget, Suppor
         raise refuse(run, cluster, transport)
 
 
-def _say_why(handle: RunHandle, job: Job, reason: str, transport: Transport) -> None:
-    """For the job's batch script; and here, where it says that it was us who ended it."""
+def _write_reason(handle: RunHandle, job: Job, reason: str, transport: Transport) -> None:
+    """Write why the job is ended: for its batch script, and to show that clusterkit ended it."""
     plan, text = handle.plan, f"{reason}\n".encode()
-    if handle.folder.file("run.json").exists():  # a folder that is gone does not come back
+    if folder_exists(handle):  # do not make a removed folder again
         handle.folder.write(stop_file(job), text)
     if login.is_remote(handle):
         transport.put(plan.hosts[0], posixpath.join(plan.run_dir, stop_file(job)), text)
 
 
 def _scancel(transport: Transport, host: str, job: Job, *options: str) -> None:
-    """Raises Unavailable: it could not be done, and the job is still there."""
+    """Run ``scancel`` on a job; a job that has ended is no error.
+
+    Raises:
+        Unavailable: it failed.
+    """
     done = run(transport, host, ["scancel", *options, str(job.id)])
-    said = done.stderr.strip()
-    if done.exit_code and "Invalid job id" not in said and "already completing" not in said:
-        raise Unavailable(f"Slurm: {said or f'scancel exited with {done.exit_code}'}")
+    error = done.stderr.strip()
+    if done.exit_code and "Invalid job id" not in error and "already completing" not in error:
+        raise Unavailable(f"Slurm: {error or f'scancel exited with {done.exit_code}'}")

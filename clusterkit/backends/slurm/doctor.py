@@ -1,4 +1,4 @@
-"""Examines a Slurm cluster: questions, a rehearsal of `sbatch`, a look at one compute node."""
+"""The doctor's checks of a Slurm cluster: queries, `sbatch --test-only`, one compute node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
 
 LOCAL_DISKS = ("ext2/ext3", "xfs", "btrfs", "tmpfs", "overlayfs", "zfs")
-"""File systems, as stat(1) calls them, that other machines do not see."""
+"""File systems that other machines do not see, by their names in stat(1)."""
 IMMEDIATE_SECONDS = 20
 _FOLDER = """\
 case $1 in "~"/*) set -- "$HOME/${1#"~/"}";; esac
@@ -36,7 +36,7 @@ Verdict = tuple[Level, str, str | None]
 
 
 class SlurmSubject(Struct, frozen=True, kw_only=True):
-    """A cluster entry, and the job that is to run there."""
+    """A cluster entry and the job to check it for."""
 
     way: ClassVar[str] = "slurm"
     cluster: str
@@ -46,7 +46,7 @@ class SlurmSubject(Struct, frozen=True, kw_only=True):
 
 
 def _folder_for_runs(subject: SlurmSubject, transport: Transport, then: str = "") -> list[str]:
-    """What `_FOLDER` prints on the login node."""
+    """Return the lines that `_FOLDER` and the script ``then`` print on the login node."""
     argv = ("/bin/sh", "-c", _FOLDER + then, "sh", folder(subject.entry))
     done = transport.run(host_of(subject.entry), argv, timeout=SLURM_SECONDS)
     return [*done.stdout.splitlines(), "", ""]
@@ -78,7 +78,7 @@ def _admission(subject: SlurmSubject, transport: Transport) -> Verdict:
     done = run(transport, host_of(entry), argv, stdin=script.encode())
     said = [line.removeprefix("sbatch: ") for line in done.stderr.strip().splitlines()]
     if done.exit_code:
-        # The first line has the reason, the last one that it was refused.
+        # The first line is the reason; the last one only says that the job was refused.
         return "fail", shortened("; ".join(said) or "sbatch --test-only failed"), None
     return "ok", shortened(said[-1] if said else ""), None
 
@@ -100,7 +100,7 @@ def _compute(subject: SlurmSubject, transport: Transport) -> Verdict:
     asked = {"partition": entry.partition, "account": entry.account, "qos": entry.qos,
              "constraint": entry.constraint, "reservation": entry.reservation}  # fmt: skip
     given = [f"--{name}={value}" for name, value in asked.items() if value is not None]
-    # A job's folder that is copied is not there before the job.
+    # A folder that is copied for the job does not exist yet.
     workdir = job.workdir if entry.ssh is None or not entry.sync else None
     python = "" if entry.container else python_of(job, entry)[0]
     argv = (
@@ -124,7 +124,7 @@ CHECKS = tuple(map(Check, (_partition, _admission, _folder, _compute)))
 def look(
     subject: SlurmSubject, transport: Transport, checks: Sequence[Check], progress: Progress
 ) -> Report:
-    """Ask, and judge what was answered. Nothing in the cluster is changed."""
+    """Run the checks. Nothing in the cluster is changed."""
     findings = []
     progress(1, ("Slurm",))
     for check in checks:

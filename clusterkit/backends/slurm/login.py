@@ -1,7 +1,7 @@
-"""A login node that is reached over SSH, and the copy here of what the nodes write there.
+"""Reaches a login node over SSH, and copies the run folder on the cluster's disk to this machine.
 
-The run's folder here gets the same files as the one on the cluster's disk (`tail` sends them):
-whoever reads of a run reads them here, whether the login node is this machine or not.
+The run folder here gets the same files as the one there (`tail` sends them), so that all readers
+of a run read local files, whether the login node is this machine or not.
 """
 
 from __future__ import annotations
@@ -29,48 +29,48 @@ _NAME = re.compile(
     r"(job|stop)-\d+|slurm-\d+\.out"
     rf"|attempts/\d+/(next|node-\d+/({'|'.join(map(re.escape, (*GROWING_FILES, *WHOLE_FILES)))}))"
 )
-"""Of files that are taken: nothing that a login node sends may lie elsewhere."""
+"""Names of the files that are accepted: a login node must not write others on this machine."""
 
 
 def transport(cluster: SlurmCluster) -> Transport:
-    """What reaches the entry's login node, as backend ssh would.
+    """Return the transport of backend ssh to the entry's login node.
 
     Raises:
-        BadInput: it is none.
+        BadInput: `ssh` in the entry is not the name of another machine.
         Unavailable: paramiko is not installed.
     """
     name = str(cluster.ssh)
     try:
-        found = addresses.host_from(name)
-        addresses.check(found, "ssh")
+        login_node = addresses.host_from(name)
+        addresses.check(login_node, "ssh")
     except BadInput:
-        found = None
-    if found is None or name == HERE:
+        login_node = None
+    if login_node is None or name == HERE:
         raise BadInput(
             f"ssh: {name} is no login node on another machine",
             hint="[user@]host[:port]; on a login node itself, leave it out",
             cluster="ssh",
         )
-    host = msgspec.structs.replace(found, name=name, address=found.name)
+    host = msgspec.structs.replace(login_node, name=name, address=login_node.name)
     python = cluster.python or LOGIN_PYTHON
     return backends.transport_for(SshCluster(hosts=(host,), python=python))
 
 
 class Copy(mirror.NodeView):
-    """The files of one attempt, and whether they are as they are there."""
+    """The copy of one attempt's files, and whether it is up to date."""
 
     @classmethod
     def of_run(cls, handle: RunHandle) -> Copy:
         return cls(0, handle.plan.hosts[0], handle.folder.path)
 
     def take(self, header: dict[str, Any], payload: bytes) -> None:
-        super().take(header, b"")  # a path is no name that it knows
+        super().take(header, b"")  # which stores no file with a path
         name = header.get("file")
         if name is None or self.folder is None or not _NAME.fullmatch(name):
             return
         if (at := header.get("at")) is None:
             write_atomic(self.folder / name, payload)
-        elif at == size_of(self.folder / name):  # not after a part that could not be written
+        elif at == size_of(self.folder / name):  # else a part before it could not be written
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             self._append(name, payload)
         else:
@@ -78,26 +78,25 @@ class Copy(mirror.NodeView):
 
     def lost(self, error: ClusterkitError) -> None:
         super().lost(error)
-        self.begun = False  # they come anew, from where they are
+        self.begun = False  # set again by the next stream, once it has sent what is new
 
     @property
     def behind(self) -> str | None:
-        """Why the files may not be as they are there; empty: they have not all come yet; None: they
-        are."""
+        """Why the copy may be out of date; empty: not all has arrived yet; None: it is not."""
         if not self.known:
-            return None  # the folder there is gone: nothing is to come
+            return None  # the original folder is gone
         if self.error is not None:
             return str(self.error.message)
         return None if self.begun else ""
 
 
 def is_remote(handle: RunHandle) -> bool:
-    """Whether the nodes write to another folder than the run's own here."""
+    """Return whether the nodes write to another folder than the run folder of this machine."""
     return str(handle.folder.path) != handle.plan.run_dir
 
 
-def bring(handle: RunHandle, transport: Transport) -> str | None:
-    """Copy what there is by now; returns `Copy.behind`."""
+def copy_once(handle: RunHandle, transport: Transport) -> str | None:
+    """Copy what is new. Return `Copy.behind`."""
     if not is_remote(handle):
         return None
     copy = Copy.of_run(handle)
@@ -114,14 +113,14 @@ def bring(handle: RunHandle, transport: Transport) -> str | None:
 
 
 def follow(handle: RunHandle, transport: Transport) -> mirror.Watch | None:
-    """Copy from here on, in a thread, until closed; None: there is nothing to copy."""
+    """Keep copying in a thread, until closed; None: the nodes write to this machine's folder."""
     if not is_remote(handle):
         return None
     return mirror.Watch([Copy.of_run(handle)], lambda view: _report(handle, transport, follow=True))
 
 
 def behind(watch: mirror.Watch | None) -> str | None:
-    """`Copy.behind` of what `follow` copies."""
+    """Return `Copy.behind` for the result of `follow`."""
     if watch is None:
         return None
     (copy,) = watch.views
@@ -130,18 +129,21 @@ def behind(watch: mirror.Watch | None) -> str | None:
 
 
 def _report(handle: RunHandle, transport: Transport, *, follow: bool) -> Stream:
-    plan, here = handle.plan, handle.folder.path
-    nodes = here.glob(f"attempts/{handle.attempt}/node-*")
+    plan, folder = handle.plan, handle.folder.path
+    nodes = folder.glob(f"attempts/{handle.attempt}/node-*")
     growing = [path for node in nodes for name in GROWING_FILES if (path := node / name).exists()]
-    growing += here.glob("slurm-*.out")
-    asked = {
-        "folder": plan.run_dir, "attempt": handle.attempt, "follow": follow,
-        "sizes": {str(path.relative_to(here)): size_of(path) for path in growing},
-        "whole": WHOLE_FILES, "growing": GROWING_FILES,
-    }  # fmt: skip
+    growing += folder.glob("slurm-*.out")
+    request = {
+        "folder": plan.run_dir,
+        "attempt": handle.attempt,
+        "follow": follow,
+        "sizes": {str(path.relative_to(folder)): size_of(path) for path in growing},
+        "whole": WHOLE_FILES,
+        "growing": GROWING_FILES,
+    }
     text = (resources.files("clusterkit.backends.slurm") / "tail.py").read_text()
     argv = [plan.python, "-I", "-S", "-X", "utf8", "-c", _BOOT.format(len(text))]
     stream = transport.open(plan.hosts[0], argv)
-    stream.write(text.encode() + json.dumps(asked).encode())
+    stream.write(text.encode() + json.dumps(request).encode())
     stream.close_input()
     return stream

@@ -1,14 +1,15 @@
-"""What a run's job and the files of its agents mean for its nodes.
+"""The status of nodes from Slurm's job and their agents' files.
 
-The agents write to the run's folder, which the login node sees as well (or `login` copies it):
-how they stand, and how they ended, is read there. Slurm tells what they cannot: why nothing has
-started, and why they were ended without a word.
+The agents write to the run folder, which the login node sees as well (or `login` copies it): how
+nodes run and ended is read there. Slurm adds why they have not started, or were killed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 from msgspec import Struct
@@ -24,27 +25,27 @@ from clusterkit.run.folder import RunHandle
 from clusterkit.run.status import NodeCause, NodeStatus, State
 from clusterkit.transport import Transport
 
-LOOK_SECONDS = 0.5
-"""Between two looks at the agents' files: each is a request to a file server."""
-ASK_SECONDS = (1.0, 5.0, 30.0)
-"""At least, between two questions to Slurm, which serves a whole cluster: where files have changed;
-while the job waits; while it runs."""
+READ_SECONDS = 0.5
+"""Between two readings of the agents' files, each of which makes requests to a file server."""
+CHANGED_SECONDS, WAITING_SECONDS, RUNNING_SECONDS = 1.0, 5.0, 30.0
+"""Least time between two queries to Slurm, which serves a whole cluster: when the files have
+changed, while the job waits, and while it runs."""
 _SIGNALLED = (143, -15, 137, -9)
-"""Exit codes of what was ended by SIGTERM, or SIGKILL."""
-AGAIN = "Slurm ended its job, and starts it again"
-"""Why a node has no more to say: it was lost, or its agent killed."""
+"""Exit codes of processes ended by SIGTERM or SIGKILL."""
+REQUEUED = "Slurm ended its job, and starts it again"
+"""Reason for the failure of a node whose agent was killed because the job is requeued."""
 LATE_SECONDS = 15.0
-"""That a file server may take to show what a node wrote before its job ended."""
+"""How late a file server may show the files that a node wrote before its job ended."""
 
 
 class Snapshot(Struct, frozen=True):
-    """What the run's folder holds of an attempt."""
+    """The files of an attempt in the run folder."""
 
     nodes: tuple[NodeFiles, ...]
     submitted: bytes | None
-    """Id of the job, once there is one."""
+    """The job's id; None: not submitted yet."""
     next: bytes | None
-    """The attempt that Slurm began after it."""
+    """Number of the attempt that Slurm began after this one; None: it has not."""
 
     @property
     def begun(self) -> bool:
@@ -56,22 +57,24 @@ class Snapshot(Struct, frozen=True):
 
     @property
     def ended_by_slurm(self) -> bool:
-        """Whether a node says that it was Slurm who ended it, or is to: whether its job goes on as
-        another attempt is not known before Slurm is through with that."""
-        by = (b"slurmstepd", WARNED.encode(), NODE_0_LOST.encode())
-        return any(word in (node.exit or b"") for node in self.nodes for word in by)
+        """Whether a node has recorded that Slurm ended it, or announced to.
+
+        Whether the job is requeued is then not known before Slurm has ended it.
+        """
+        reasons = (b"slurmstepd", WARNED.encode(), NODE_0_LOST.encode())
+        return any(reason in (node.exit or b"") for node in self.nodes for reason in reasons)
 
 
 def read(handle: RunHandle) -> Snapshot | None:
-    """What the run's folder holds; None: there is none."""
+    """Read an attempt's files in the run folder; None: there is no folder."""
     if not folder_exists(handle):
         return None
     attempt, folder, nodes = handle.attempt, handle.folder, []
     for node in range(handle.plan.nodes):
-        ours = folder.node_dir(attempt, node)
-        ended = read_from(ours / "exit.json")
-        log = b"" if ended else read_from(ours / "agent.log") or b""
-        started = read_from(ours / "started.json")
+        node_folder = folder.node_dir(attempt, node)
+        ended = read_from(node_folder / "exit.json")
+        log = b"" if ended else read_from(node_folder / "agent.log") or b""
+        started = read_from(node_folder / "started.json")
         begun = started is not None
         nodes.append(NodeFiles(begun=begun, started=started, exit=ended, log=log[-4096:]))
     after = read_from(folder.file(f"attempts/{attempt}/next"))
@@ -79,13 +82,13 @@ def read(handle: RunHandle) -> Snapshot | None:
 
 
 def stop_file(job: Job) -> str:
-    """Says why we end a job, to its batch script; and to us, that it was us."""
+    """Return the name of the file that shows that clusterkit ends the job, and why."""
     return f"stop-{job.id}"
 
 
 def status(handle: RunHandle, transport: Transport) -> Observation | None:
-    """As `clusterkit.backends.base.Backend.status`."""
-    job, silent = None, login.bring(handle, transport)
+    """Implement `clusterkit.backends.base.Backend.status`."""
+    job, silent = None, login.copy_once(handle, transport)
     files = read(handle)
     if files is None:
         return None
@@ -94,7 +97,7 @@ def status(handle: RunHandle, transport: Transport) -> Observation | None:
     except Unavailable as error:
         silent = error.message
     if silent is None and not files.ended and (job is None or job.means.final):
-        silent = login.bring(handle, transport)  # it may have ended since they were read
+        silent = login.copy_once(handle, transport)  # the nodes may have ended since
         files = read(handle) or files
     return observation(handle, files, job, silent=silent)
 
@@ -105,21 +108,22 @@ def observation(
     job: Job | None,
     *,
     silent: str | None = None,
-    patient: bool = False,
+    files_delayed: bool = False,
 ) -> Observation:
-    """An attempt, from its files and its job as it was asked for after those were read. A run whose
-    job somebody has ended by Slurm's own means is marked as cancelled.
+    """Return the state of an attempt from its files, and its job as queried after these were read.
+
+    A run whose job somebody has cancelled with Slurm's own commands is marked as cancelled.
 
     Args:
-        job: the run's newest; None: Slurm knows of none.
+        job: the run's newest; None: Slurm lists none.
         silent: why Slurm does not answer; None: it does.
-        patient: whether files may still come to light.
+        files_delayed: whether the file server may not show all files yet.
     """
     ours = job is None or handle.folder.file(stop_file(job)).exists()
-    look = _Look(files, job, ours, silent, patient)
+    look = _Look(files, job, ours, silent, files_delayed)
     nodes = tuple(look.node(node) for node in range(len(files.nodes)))
-    found = observed(nodes, {node: each.exit or b"" for node, each in enumerate(files.nodes)})
-    by_slurm = [node for node in nodes if job is not None and node.reason in (job.ending, AGAIN)]
+    seen = observed(nodes, {node: each.exit or b"" for node, each in enumerate(files.nodes)})
+    by_slurm = [node for node in nodes if job is not None and node.reason in (job.ending, REQUEUED)]
     states = {node.state for node in by_slurm}
     if State.CANCELLED in states and not any(node.state is State.RUNNING for node in nodes):
         handle.folder.mark_cancelled()
@@ -129,139 +133,168 @@ def observation(
         if node.state is State.FAILED
     ]
     return msgspec.structs.replace(
-        found,
-        next_attempt=found.next_attempt or (handle.attempt + 1 if look.again else None),
-        causes=(*causes, *found.causes),
+        seen,
+        next_attempt=seen.next_attempt or (handle.attempt + 1 if look.requeued else None),
+        causes=(*causes, *seen.causes),
         queued=silent is not None or (job is not None and not job.means.final),
     )
 
 
 @dataclass(frozen=True)
 class _Look:
-    """What `observation` is given; ``ours``: whether we have ended the job, if anybody has."""
+    """The arguments of `observation`, and whether clusterkit has ended the job, if anybody has."""
 
     files: Snapshot
     job: Job | None
     ours: bool
     silent: str | None
-    patient: bool
+    files_delayed: bool
 
     @property
-    def again(self) -> bool:
-        """Whether the same job goes on with another attempt: it is back in Slurm's queue."""
+    def requeued(self) -> bool:
+        """Whether the job is back in Slurm's queue, or has begun another attempt since."""
         waits = self.job is not None and self.job.means is State.PENDING
         return self.files.next is not None or (waits and self.files.begun)
 
     @property
     def over(self) -> bool:
+        """Whether no agent of the attempt runs any more."""
         gone = self.job is None or self.job.means.final
-        return self.again or (gone and self.silent is None and not self.patient)
+        return self.requeued or (gone and self.silent is None and not self.files_delayed)
 
     def node(self, number: int) -> NodeStatus:
         files, job = self.files.nodes[number], self.job
         alive = not self.over and files.exit is None
-        found = judge_node(number, files.host, msgspec.structs.replace(files, alive=alive))
+        node = judge_node(number, files.host, msgspec.structs.replace(files, alive=alive))
 
         def changed(state: State, reason: str | None) -> NodeStatus:
-            return msgspec.structs.replace(found, state=state, reason=reason)
+            return msgspec.structs.replace(node, state=state, reason=reason)
 
         cancelled = job is not None and job.means is State.CANCELLED and not self.ours
         ended = State.CANCELLED if cancelled else State.FAILED
         if files.exit is not None:
-            # Slurm's signals reach ranks and agents alike: what they say of their end is an echo.
-            told = found.state in (State.CANCELLED, State.FAILED) and found.exit_code in _SIGNALLED
-            if told and job is not None and job.ended_by_slurm and not (self.ours or self.again):
+            # Slurm signals ranks and agents alike: what they record is a consequence.
+            killed = node.state in (State.CANCELLED, State.FAILED) and node.exit_code in _SIGNALLED
+            by_slurm = job is not None and job.ended_by_slurm and not (self.ours or self.requeued)
+            if job is not None and killed and by_slurm:
                 return changed(ended, job.ending)
             ending = not (self.over or self.ours) and self.files.ended_by_slurm
-            if ending and found.state is not State.SUCCEEDED:
+            if ending and node.state is not State.SUCCEEDED:
                 return changed(State.RUNNING, "Slurm is ending its job")
-            return found
+            return node
         if self.silent is not None:
             return changed(State.RUNNING if files.started else State.PENDING, self.silent or None)
-        if files.started is None and found.state is State.RUNNING:
-            found = changed(State.PENDING, None)
+        if files.started is None and node.state is State.RUNNING:
+            node = changed(State.PENDING, None)
         if job is None:
-            if files.started is None and self.files.submitted and not self.patient:
+            if files.started is None and self.files.submitted and not self.files_delayed:
                 id_ = self.files.submitted.decode(errors="replace").strip()
                 return changed(State.FAILED, f"job {id_} left Slurm's queue before it started")
-            return found
+            return node
         if job.means is State.UNKNOWN:
             return changed(State.UNKNOWN, f"Slurm reports job {job.id} as {job.state}")
-        if self.again:
-            return changed(State.FAILED, AGAIN)
+        if self.requeued:
+            return changed(State.FAILED, REQUEUED)
         if job.means is State.PENDING:
             return changed(State.PENDING, job.waiting)
-        # Of a job that ended by itself, an agent that was lost says more.
+        # If the job ended by itself, the loss of an agent is the better reason.
         if self.over and (job.ended_by_slurm or files.started is None):
             return changed(ended, job.ending)
-        return found
+        return node
 
 
 def newest(handle: RunHandle, transport: Transport) -> Job | None:
-    """The run's newest job.
+    """Return the run's newest job; None: Slurm lists none.
 
     Raises:
         Unavailable: the controller does not answer.
     """
-    found = jobs_of(handle.plan.run_id, handle.plan.hosts[0], transport)
-    return found[-1] if found else None
+    jobs = jobs_of(handle.plan.run_id, handle.plan.hosts[0], transport)
+    return jobs[-1] if jobs else None
+
+
+class JobPoller:
+    """Queries Slurm for a run's job: when the agents' files have changed, and from time to time.
+
+    In a thread, as Slurm's commands wait 10 s for a controller that does not answer.
+    """
+
+    def __init__(self, query: Callable[[], Job | None]) -> None:
+        self._query = query
+        self._pool = ThreadPoolExecutor(1)
+        self._pending: tuple[Snapshot, Future[Job | None]] | None = None
+        self._due = 0.0
+        self._newest_files: Snapshot | None = None
+        self.job: Job | None = None
+        self.files: Snapshot | None = None
+        """The files as they were when Slurm was queried for `job`."""
+        self.error: str | None = None
+        """Why Slurm did not answer the last query; None: it did."""
+
+    def poll(self, files: Snapshot, now: float) -> None:
+        """Start a query if one is due, and take the result of one that has ended.
+
+        The first call waits for its result.
+        """
+        if files != self._newest_files:
+            self._newest_files = files
+            self._due = min(self._due, now + CHANGED_SECONDS)
+        if self._pending is None and now >= self._due:
+            self._pending = files, self._pool.submit(self._query)
+        if self._pending is not None and (self.files is None or self._pending[1].done()):
+            self._take(*self._pending, now)
+
+    def _take(self, files: Snapshot, result: Future[Job | None], now: float) -> None:
+        try:
+            self.job, self.error = result.result(), None
+        except Unavailable as error:
+            self.error = error.message
+        self._pending, self.files = None, files
+        running = self.job is not None and self.job.means is State.RUNNING and self.error is None
+        # Without node 0 the job is about to end, or to be requeued.
+        steady = running and files.nodes[0].exit is None and not files.ended_by_slurm
+        self._due = now + (RUNNING_SECONDS if steady else WAITING_SECONDS)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class SlurmMonitor:
-    """Looks at the agents' files; asks Slurm when they change, and now and then."""
+    """Follows an attempt by its agents' files and its job."""
 
     def __init__(self, handle: RunHandle, transport: Transport) -> None:
-        self._about = (handle, transport)
+        self._handle = handle
         self._copying = login.follow(handle, transport)
-        self._pool = ThreadPoolExecutor(1)  # a controller that is away takes 10 s to say nothing
-        self._asking: tuple[Snapshot, Future[Job | None]] | None = None
-        self._files: Snapshot | None = None
-        self._asked: Snapshot | None = None
-        """The files as they were when Slurm was asked for what is known of the job."""
-        self._job: Job | None = None
-        self._silent: str | None = None
-        self._look_at = self._ask_at = 0.0
+        self._poller = JobPoller(partial(newest, handle, transport))
+        self._read_at = 0.0
         self._over_since: float | None = None
-        self._seen: Observation | None = None
+        self._last: Observation | None = None
 
     def status(self) -> Observation | None:
-        handle, transport = self._about
         now = mirror.awake()
-        if now < self._look_at:
-            return self._seen
-        self._look_at = now + LOOK_SECONDS
-        files = read(handle)
+        if now < self._read_at:
+            return self._last
+        self._read_at = now + READ_SECONDS
+        files, poller = read(self._handle), self._poller
         if files is None:
             return None
-        if files != self._files:
-            self._ask_at = min(self._ask_at, now + ASK_SECONDS[0])
-        self._files = files
-        if self._asking is None and now >= self._ask_at:
-            self._asking = files, self._pool.submit(newest, handle, transport)
-        if self._asking is not None and (self._asking[1].done() or self._seen is None):
-            self._take(*self._asking, now)
+        poller.poll(files, now)
         behind = login.behind(self._copying)
-        silent = self._silent if behind is None else behind
-        if silent is not None or files == self._asked:
-            over = silent is None and (self._job is None or self._job.means.final)
+        silent = poller.error if behind is None else behind
+        if silent is not None or files == poller.files:
+            over = silent is None and (poller.job is None or poller.job.means.final)
             self._over_since = (self._over_since or now) if over else None
-            patient = not files.ended and now - (self._over_since or now) < LATE_SECONDS
-            self._seen = observation(handle, files, self._job, silent=silent, patient=patient)
-        return self._seen
-
-    def _take(self, asked: Snapshot, answer: Future[Job | None], now: float) -> None:
-        try:
-            self._job, self._silent = answer.result(), None
-        except Unavailable as error:
-            self._silent = error.message
-        self._asking, self._asked = None, asked
-        runs = self._job is not None and self._job.means is State.RUNNING
-        # Without node 0 the job is about to end, or to wait again.
-        steady = runs and self._silent is None and asked.nodes[0].exit is None
-        steady = steady and not asked.ended_by_slurm
-        self._ask_at = now + ASK_SECONDS[2 if steady else 1]
+            waited = now - (self._over_since or now)
+            self._last = observation(
+                self._handle,
+                files,
+                poller.job,
+                silent=silent,
+                files_delayed=not files.ended and waited < LATE_SECONDS,
+            )
+        return self._last
 
     def close(self) -> None:
         if self._copying is not None:
             self._copying.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._poller.close()

@@ -1,4 +1,4 @@
-"""How a job's nodes become one allocation of Slurm: its batch script. Pure."""
+"""Writes the batch script whose allocation has a node for each of the job's. Pure."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from clusterkit.shell import Var, join, quote
 from clusterkit.spec import JobSpec
 
 HEAD = Var("CLUSTERKIT_HEAD")
-"""Address of the allocation's first node; the batch script, which runs there, finds it out."""
+"""Address of the allocation's first node, set by the batch script, which runs there."""
 SLACK_MINUTES = 5
-"""More than the job's own time limit, so that Slurm is not the one to end it."""
+"""Slurm's time limit beyond the job's own, so that the agents end the job and not Slurm."""
 _VARIABLES = {"time": "timelimit", "mem": "mem_per_node"}
-"""Options whose variables sbatch calls otherwise."""
+"""Options of sbatch whose environment variable has another name."""
 _UNSET = ("error", "requeue", "no-requeue", "export", "array-inx", "wait")
-"""Variables of other options that would change what the script does."""
+"""Further options whose variables would change what the script does."""
 _OF_STEPS = ("cpus-per-task", "gres", "no-kill")
-"""Options of the job that since 22.05 a step has not by itself."""
+"""Options of the job that a step does not inherit since Slurm 22.05."""
 _SUBMIT = """\
 #!/bin/sh
 # Variables of the submitter's would win over the options in slurm.sh.
@@ -112,7 +112,7 @@ class SlurmPlacement(Placement):
 
     cluster: SlurmCluster
     options: Mapping[str, str]
-    """Of the batch script, besides the entry's own; empty: such an option has no value."""
+    """Options of the batch script besides the entry's own; an empty value: the option has none."""
 
     def files(self, assembly: Assembly) -> tuple[PlanFile, ...]:
         script = PlanFile(self.places.file("slurm.sh"), self._script(assembly), mode=0o755)
@@ -126,7 +126,7 @@ class SlurmPlacement(Placement):
         return (*assembly.files, script, PlanFile(self.places.file("submit.sh"), submit))
 
     def steps(self, assembly: Assembly) -> tuple[Step, ...]:
-        # Over SSH as in a login shell: its environment is what the job inherits.
+        # Over SSH in a login shell, whose environment the job inherits.
         shell = ("/bin/sh",) if self.hosts[0] == HERE else ("/bin/bash", "-l")
         argv = (*shell, self.places.file("submit.sh"))
         return (Step(kind="run", host=self.hosts[0], argv=argv, secrets=assembly.secrets),)
@@ -142,7 +142,7 @@ class SlurmPlacement(Placement):
             run_dir, "--grace", f"{entry.stop_grace:g}",
         )  # fmt: skip
         srun = [_option(name, self.options[name]) for name in _OF_STEPS if name in self.options]
-        # The agents end each other; srun is not to end those of other nodes before they have.
+        # The agents end each other: srun must not kill those of other nodes before they have.
         srun += ["--kill-on-bad-exit=0", "--wait=0", *for_srun]
         begin = f'{NODE_RANK.name}="$SLURM_NODEID"; export {NODE_RANK.name}; '
         if self.torch_elastic:
@@ -166,7 +166,7 @@ class SlurmPlacement(Placement):
         )
 
     def _image(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What starts a command in the entry's image: options of ``srun``, and words before it."""
+        """Return what runs a command in the entry's image: options of ``srun``, and a prefix."""
         entry, places = self.cluster, self.places
         if entry.container is None:
             return (), ()
@@ -180,7 +180,7 @@ class SlurmPlacement(Placement):
 
 
 def place(job: JobSpec, cluster: SlurmCluster, facts: Facts, run_id: str) -> SlurmPlacement:
-    """As `clusterkit.backends.base.Backend.place`."""
+    """Implement `clusterkit.backends.base.Backend.place`."""
     found, host = facts.slurm, facts.hosts[0]
     if found is None:
         raise BadInput("facts: no partition is named", hint="use those of a slurm run")
@@ -196,7 +196,7 @@ def place(job: JobSpec, cluster: SlurmCluster, facts: Facts, run_id: str) -> Slu
     if cluster.cpus == "auto" and device == "cuda":
         cpus = max(1, host.cpus * nproc // len(host.gpus))
     threads, threads_origin = threads_of(job, cpus, nproc)
-    if cluster.container is None:  # what is in an image only a node could say
+    if cluster.container is None:  # the packages of an image are not known here
         require_packages(job, host, where="the login node")
     outlives_nodes = job.elastic or job.spares > 0
     if cluster.container is not None and cluster.container_with == "pyxis" and outlives_nodes:
@@ -251,7 +251,7 @@ def place(job: JobSpec, cluster: SlurmCluster, facts: Facts, run_id: str) -> Slu
 
 
 def _check_room(job: JobSpec, found: SlurmFacts) -> None:
-    """Refuse what Slurm would let wait for ever."""
+    """Refuse a job that would wait in Slurm's queue for ever, as its partition is too small."""
     most = job.node_range[1]
     room = min(found.nodes, found.most_nodes or found.nodes)
     if most + job.spares > room:
@@ -267,7 +267,7 @@ def _check_room(job: JobSpec, found: SlurmFacts) -> None:
 
 
 def _time(job: JobSpec, cluster: SlurmCluster, found: SlurmFacts) -> tuple[str | None, str]:
-    """The job's time limit as `sbatch` takes it, and where it comes from."""
+    """Return the time limit for `sbatch`, and where it comes from; None: the partition's."""
     if cluster.time is not None:
         limit, origin = cluster.time, "cluster: time"
     elif job.limit_seconds is not None:
@@ -294,7 +294,7 @@ def _time(job: JobSpec, cluster: SlurmCluster, found: SlurmFacts) -> tuple[str |
 
 
 def _setup(cluster: SlurmCluster) -> tuple[str, ...]:
-    """What prepares the environment that the ranks inherit."""
+    """Return the lines of shell that prepare the ranks' environment."""
     loads = [join(("module", "load", name)) for name in cluster.modules]
     if loads:
         loads.insert(0, "command -v module >/dev/null || . /etc/profile")
@@ -310,10 +310,10 @@ def _option(name: str, value: str) -> str:
 
 
 def _quoted(option: str) -> str:
-    """An option as ``#SBATCH`` reads it: as a shell would, but for backslashes.
+    """Quote an option for ``#SBATCH``, which reads words as a shell does, but for backslashes.
 
     Raises:
-        BadInput: a line cannot hold it.
+        BadInput: the option has a line break or a backslash.
     """
     if "\n" in option or "\\" in option:
         raise BadInput(f"{option!r}: sbatch cannot be given a line break or a backslash")

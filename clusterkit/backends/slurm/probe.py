@@ -1,4 +1,4 @@
-"""Looking at a partition, and at the Python of the ranks, before a submit."""
+"""Probing a partition, and the ranks' Python on the login node."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from clusterkit.backends.probing import (
     local_interpreter,
     probe_python,
 )
-from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON
-from clusterkit.backends.slurm.queue import ask as ask_slurm
+from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON, query
 from clusterkit.cluster import Facts, Gpu, HostFacts, SlurmCluster, SlurmFacts
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.run.folder import home
@@ -32,8 +31,8 @@ _GPUS = re.compile(
 )
 _GONE = re.compile(r"down|drain|fail|future|inval|unk|boot|power", re.IGNORECASE)
 FORM = "%P|%a|%l|%s|%v|%N|%T|%c|%m|%G"
-"""Of `sinfo`, a line a node: its partition with that one's state, time limit and most nodes; the
-version of the node's Slurm, the node's name, state, CPUs, memory and GPUs."""
+"""Format of `sinfo`, one line a node: its partition, with state, time limit and most nodes; the
+node's version of Slurm, name, state, CPUs, memory and GPUs."""
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?\Z")
 
 
@@ -60,46 +59,46 @@ class Partition(Struct, frozen=True, kw_only=True):
 
 
 def probe(cluster: SlurmCluster, transport: Transport, job: JobSpec | None) -> Facts:
-    """As `clusterkit.backends.base.Backend.probe`."""
+    """Implement `clusterkit.backends.base.Backend.probe`."""
     host = host_of(cluster)
     python, origin = python_of(job, cluster)
     if cluster.ssh is None and cluster.container is None:
         python = executable_path(python)
-    there = python if cluster.container is None else LOGIN_PYTHON
+    probed = python if cluster.container is None else LOGIN_PYTHON
 
-    def look() -> HostReport:
+    def probe_login_node() -> HostReport:
         return probe_python(
-            transport, host, [there], python=there, where="login node", workdir=folder(cluster)
+            transport, host, [probed], python=probed, where="login node", workdir=folder(cluster)
         )
 
     def ports() -> tuple[int, int]:
         port = transport.free_port(host) if cluster.port == "auto" else cluster.port
         return port, watch_port(cluster, host, port, transport)
 
-    # Each may be a process, over SSH a round trip more, and Slurm's wait for its controller.
+    # At once, since each takes a process or a round trip, and Slurm may wait for its controller.
     with ThreadPoolExecutor(3) as pool:
-        asked = pool.submit(partition, cluster, transport)
-        looked, found_ports = pool.submit(look), pool.submit(ports)
+        found_partition = pool.submit(partition, cluster, transport)
+        found_login, found_ports = pool.submit(probe_login_node), pool.submit(ports)
         copied = job if cluster.ssh is not None and cluster.sync else None
         sent = snapshot.take(Path(copied.workdir or "."), copied.program) if copied else None
-        seen = asked.result()
-        report, (port, watch) = looked.result(), found_ports.result()
-    least = min(seen.nodes, key=lambda node: (len(node.gpus), node.cpus))
+        seen = found_partition.result()
+        report, (port, watch) = found_login.result(), found_ports.result()
+    smallest = min(seen.nodes, key=lambda node: (len(node.gpus), node.cpus))
     if cluster.gpus != "auto":
         gpus = tuple(Gpu(str(index), "GPU", 0) for index in range(cluster.gpus))
     else:
-        gpus = () if job is not None and job.device == "cpu" else least.gpus
+        gpus = () if job is not None and job.device == "cpu" else smallest.gpus
     versions = report.versions if cluster.container is None else {}
     if cluster.container is None and "/" not in python:
-        python = report.python  # which one it is may differ from node to node
+        python = report.python  # the absolute path: PATH may differ between nodes
     return Facts(
         home=report.workdir,
         hosts=(
             HostFacts(
                 host=host,
                 address="",
-                cpus=least.cpus,
-                memory_mib=least.memory_mib,
+                cpus=smallest.cpus,
+                memory_mib=smallest.memory_mib,
                 gpus=gpus,
                 python=python,
                 python_origin=origin,
@@ -118,7 +117,7 @@ def probe(cluster: SlurmCluster, transport: Transport, job: JobSpec | None) -> F
 
 
 def assumed(cluster: SlurmCluster, job: JobSpec) -> Facts:
-    """Facts of a partition that nobody has looked at: what the entry and the job say."""
+    """Return facts of a partition that cannot be probed, from its entry and the job."""
     gpus = assumed_gpus(cluster.gpus, job)
     cpus = cluster.cpus if cluster.cpus != "auto" else max(1, len(gpus))
     port, watch_port = default_ports(cluster.port)
@@ -134,25 +133,25 @@ def assumed(cluster: SlurmCluster, job: JobSpec) -> Facts:
 
 
 def host_of(cluster: SlurmCluster) -> str:
-    """What the transport calls the login node."""
+    """Return the transport's name of the login node."""
     return cluster.ssh or HERE
 
 
 def folder(cluster: SlurmCluster) -> str:
-    """For runs and projects, on the login node's disk; the user's own folder there may be ``~``."""
+    """Return the folder for runs and projects on the login node; it may begin with ``~``."""
     return str(home()) if cluster.ssh is None else cluster.workdir
 
 
 def python_of(job: JobSpec | None, cluster: SlurmCluster) -> tuple[str, str]:
-    """The ranks' Python, and where it comes from."""
+    """Return the ranks' Python, and where it comes from."""
     if cluster.ssh is None and cluster.container is None:
         return local_interpreter(job, cluster.python)
-    whose = "the login node's" if cluster.container is None else "the image's"
-    return interpreter(job, (cluster.python, "cluster: python"), (LOGIN_PYTHON, whose))
+    origin = "the login node's" if cluster.container is None else "the image's"
+    return interpreter(job, (cluster.python, "cluster: python"), (LOGIN_PYTHON, origin))
 
 
 def partition(cluster: SlurmCluster, transport: Transport) -> Partition:
-    """The entry's partition, or Slurm's default.
+    """Return the entry's partition, or Slurm's default.
 
     Raises:
         BadInput: there is no such partition.
@@ -160,11 +159,11 @@ def partition(cluster: SlurmCluster, transport: Transport) -> Partition:
     """
     host, wanted = host_of(cluster), cluster.partition
     chosen = [f"--partition={wanted}"] if wanted else []
-    listed = ask_slurm(transport, host, "sinfo", "-hN", *chosen, f"--format={FORM}")
+    listed = query(transport, host, "sinfo", "-hN", *chosen, f"--format={FORM}")
     rows = [row for line in listed.splitlines() if len(row := line.strip().split("|")) == 10]
     mine = rows if wanted else [row for row in rows if row[0].endswith("*")]
     if not mine:
-        names = set(ask_slurm(transport, host, "sinfo", "-h", "--format=%R").split())
+        names = set(query(transport, host, "sinfo", "-h", "--format=%R").split())
         if wanted in names:
             raise Unavailable(f"Slurm: partition {wanted} has no nodes")
         raise BadInput(
@@ -200,8 +199,11 @@ def _node(name: str, state: str, cpus: str, memory: str, gres: str) -> Partition
 
 
 def minutes(text: str) -> int | None:
-    """A time as Slurm writes it, ``days-hours:minutes:seconds`` and shorter, in whole minutes;
-    None: no limit."""
+    """Parse Slurm's ``days-hours:minutes:seconds`` and its shorter forms; None: no limit.
+
+    Returns:
+        Minutes, rounded up.
+    """
     match = _TIME.match(text)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""What Slurm says of a run's job: its states and reasons, in our words."""
+"""What Slurm reports of a run's job: its states and reasons."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from clusterkit.run.status import State
 from clusterkit.transport import Completed, Environment, Transport
 
 HERE = "localhost"
-"""This machine, where it is a login node itself: where commands of Slurm run."""
+"""The transport's name of this machine, where it is a login node itself."""
 LOGIN_PYTHON = "python3"
-"""On a login node, where the ranks' own is not there."""
+"""Python of the login node, where the ranks' own is not installed."""
 _FIND = (
     """if command -v "$1" >/dev/null; then exec "$@"; fi; exec bash -lc 'exec "$@"' bash "$@\""""
 )
-"""Runs a command that may be one of those only that a login shell finds."""
+"""Runs a command that may be in the PATH of a login shell only."""
 SLURM_SECONDS = 60.0
-"""Commands wait for a controller that is away, some 10 s."""
+"""Timeout of Slurm's commands, which wait about 10 s for a controller that does not answer."""
 FORM = "%i|%T|%S|%r"
-"""Of `squeue`: id, state, (expected) start, reason. It has meant the same in every
-version; its JSON has not."""
+"""Format of `squeue`: id, state, (expected) start, reason. Unlike its JSON, it has not changed
+between versions."""
 WARNED = "Slurm is about to end the job"
-"""What the agents are told, and record, where Slurm says so before it does."""
+"""The reason that agents record when Slurm announces the end of the job."""
 NODE_0_LOST = "node 0 was lost and did not come back"
-"""What the other agents record then (`clusterkit.agent.member.not_back`) in an allocation that goes
-on: the script that starts them has the job put back into the queue."""
+"""What the other agents record (`clusterkit.agent.member.not_back`) in an allocation that outlives
+its first node; the script that starts them then puts the job back into the queue."""
 _PENDING = "PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT"
 _RUNNING = "RUNNING SUSPENDED STOPPED SIGNALING STAGE_OUT RESIZING COMPLETING"
 _FAILED = "FAILED TIMEOUT NODE_FAIL PREEMPTED BOOT_FAIL DEADLINE OUT_OF_MEMORY REVOKED"
@@ -76,7 +76,7 @@ class Job(Struct, frozen=True, kw_only=True):
 
     id: int
     state: str
-    """Slurm's own word."""
+    """Slurm's name of the state."""
     start: str = ""
     reason: str = ""
 
@@ -86,27 +86,27 @@ class Job(Struct, frozen=True, kw_only=True):
 
     @property
     def waiting(self) -> str:
-        """Why it waits, in words."""
+        """A sentence on why the job waits."""
         reason = self.reason.strip("()").partition(",")[0]
-        limits = (words for word, words in _LIMITS.items() if reason.startswith(word))
-        said = _WAITS.get(reason) or next(limits, None)
-        text = f"job {self.id}: {f'{said} ({reason})' if said else reason or 'no reason'}"
+        limits = (text for prefix, text in _LIMITS.items() if reason.startswith(prefix))
+        known = _WAITS.get(reason) or next(limits, None)
+        text = f"job {self.id}: {f'{known} ({reason})' if known else reason or 'no reason'}"
         return f"{text}; expected to start {self.start}" if self.start[:1].isdigit() else text
 
     @property
     def ended_by_slurm(self) -> bool:
-        """Whether it did not end by itself."""
+        """Whether Slurm or a user ended the job."""
         return self.state in _ENDS
 
     @property
     def ending(self) -> str:
-        """How it ended, in words."""
-        said = _ENDS.get(self.state)
-        return f"job {self.id} ended: {f'{said} ({self.state})' if said else self.state}"
+        """A sentence on how the job ended."""
+        known = _ENDS.get(self.state)
+        return f"job {self.id} ended: {f'{known} ({self.state})' if known else self.state}"
 
 
 def parse(text: str) -> list[Job]:
-    """The jobs in an answer of `squeue`; lines of another form are passed over."""
+    """Return the jobs in the output of `squeue`; other lines are ignored."""
     rows = [line.strip().split("|", 3) for line in text.splitlines()]
     return [
         Job(id=int(row[0]), state=row[1], start=row[2], reason=row[3])
@@ -116,15 +116,16 @@ def parse(text: str) -> list[Job]:
 
 
 def jobs_of(run_id: str, host: str, transport: Transport) -> list[Job]:
-    """A run's jobs that Slurm knows of, newest last; it forgets those that have ended.
+    """Return a run's jobs, newest last; Slurm lists those that have ended for some minutes.
 
-    A run is the name of its jobs, so that no submit can be lost between Slurm and a record of ours.
+    They are found by their name, the run's id: so none is lost if a submit is interrupted before
+    it records the job's id.
 
     Raises:
         Unavailable: the controller does not answer.
     """
     argv = ("squeue", "--noheader", "--states=all", f"--name={run_id}", f"--format={FORM}")
-    return sorted(parse(ask(transport, host, *argv)), key=lambda job: job.id)
+    return sorted(parse(query(transport, host, *argv)), key=lambda job: job.id)
 
 
 def run(
@@ -135,20 +136,20 @@ def run(
     stdin: bytes = b"",
     env: Environment = None,
 ) -> Completed:
-    """A command of Slurm's on the login node.
+    """Run one of Slurm's commands on the login node.
 
     Raises:
         ClusterkitError: it cannot be run.
     """
-    there = argv if host == HERE else ("/bin/sh", "-c", _FIND, "sh", *argv)
-    return transport.run(host, there, env=env, timeout=SLURM_SECONDS, stdin=stdin)
+    command = argv if host == HERE else ("/bin/sh", "-c", _FIND, "sh", *argv)
+    return transport.run(host, command, env=env, timeout=SLURM_SECONDS, stdin=stdin)
 
 
-def ask(transport: Transport, host: str, *argv: str, env: Environment = None) -> str:
-    """The output of a command of Slurm.
+def query(transport: Transport, host: str, *argv: str, env: Environment = None) -> str:
+    """Return the output of one of Slurm's commands.
 
     Raises:
-        Unavailable: it is not installed, or the controller does not answer.
+        Unavailable: Slurm is not installed, or its controller does not answer.
     """
     try:
         done = run(transport, host, argv, env=env)
@@ -158,6 +159,6 @@ def ask(transport: Transport, host: str, *argv: str, env: Environment = None) ->
             hint = "submit from a login node of the cluster, or name one in its entry: ssh: HOST"
         raise Unavailable(f"Slurm: {error.message}", hint=hint) from None
     if done.exit_code:
-        said = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.exit_code}"
-        raise Unavailable(f"Slurm: {said}")
+        reason = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.exit_code}"
+        raise Unavailable(f"Slurm: {reason}")
     return done.stdout

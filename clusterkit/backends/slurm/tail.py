@@ -1,11 +1,11 @@
-"""What the nodes of a run have written, for a submitter who does not see their disk: the half of
-the login node (the other one is `clusterkit.backends.slurm.login`).
+"""Sends the new files of a run folder from a login node to a submitter without access to its disk.
 
-Standard library only: its text is sent to the login node and run there by the ranks' Python. Its
-input is ``{"folder": .., "attempt": .., "follow": .., "sizes": {NAME: BYTES}, "whole": [NAME],
-"growing": [NAME]}``, of which the last two are those of a node's folder; its output are
-frames, as of `clusterkit.agent.report`, whose files have paths below the run's folder. One without
-a file says whether the first round is over; it closes a round that had news, and is a sign of life.
+The other end is `clusterkit.backends.slurm.login`, which sends the text of this module to the login
+node, where the ranks' Python runs it: standard library only. The input is ``{"folder": ..,
+"attempt": .., "follow": .., "sizes": {NAME: BYTES}, "whole": [NAME], "growing": [NAME]}``; the last
+two are names of files in a node's folder. The output is frames as of `clusterkit.agent.report`,
+whose files have paths relative to the run folder. A frame without a file ends each round that had
+news, serves as heartbeat, and tells in ``begun`` whether the first round is complete.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import time
 from typing import Any
 
 LOOK_SECONDS = 0.5
-"""Between two rounds: each is some requests to a file server."""
+"""Between two rounds, each of which makes several requests to a file server."""
 HEARTBEAT_SECONDS = 2.0
 PIECE_BYTES = 1 << 20
 GONE = 2
-"""Exit code where there is no such run."""
+"""Exit code if the run folder does not exist."""
 
 
 class Tail:
-    """Remembers what it has sent."""
+    """Sends what is new since the round before."""
 
     def __init__(
         self, attempt: int, sizes: dict[str, int], whole: list[str], growing: list[str]
@@ -34,16 +34,16 @@ class Tail:
         self.attempt, self.growing = attempt, growing
         *self.first, self.last = whole
         self.sizes = sizes
-        """Bytes of growing files that the reader has."""
+        """Bytes of each growing file that the reader has already."""
         self.sent: dict[str, bytes] = {}
         self.ended: set[str] = set()
         self.begun = False
-        """Whether all has been sent that there was at first."""
+        """Whether the first round is complete."""
         self.news = False
         self._due = time.monotonic() + HEARTBEAT_SECONDS
 
     def round(self) -> None:
-        """Send what is new."""
+        """Send what is new in the run folder."""
         ours = f"attempts/{self.attempt}"
         begun_after = _read(f"{ours}/next")
         for name in (f"job-{self.attempt}", *glob.glob("stop-*")):
@@ -53,13 +53,13 @@ class Tail:
         for node in sorted(glob.glob(f"{ours}/node-*")):
             if node not in self.ended:
                 self.node(node)
-                self.heartbeat()  # a file server may be slow, and nodes many
+                self.heartbeat()  # with many nodes and a slow file server, a round takes long
         self.whole(f"{ours}/next", begun_after)
         first, self.begun = not self.begun, True
         self.heartbeat(first or self.news)
 
     def node(self, node: str) -> None:
-        # In this order: when the node has ended, its log is whole.
+        # exit.json is read first and sent last, so that its reader has the complete log.
         ended = _read(f"{node}/{self.last}")
         for name in self.first:
             self.whole(f"{node}/{name}", _read(f"{node}/{name}"))
@@ -86,7 +86,7 @@ class Tail:
         out.write(json.dumps({**header, "bytes": len(data)}).encode() + b"\n" + data)
 
     def heartbeat(self, now: bool = False) -> None:
-        """A sign of life, where one is due or wanted."""
+        """Send a frame without a file, if one is due, or ``now``."""
         if now or time.monotonic() >= self._due:
             self.frame({"begun": self.begun, "alive": True, "ended": False})
             self.news, self._due = False, time.monotonic() + HEARTBEAT_SECONDS
@@ -103,16 +103,16 @@ def _read(name: str, at: int = 0) -> bytes | None:
 
 
 def main() -> int:
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     try:
-        os.chdir(asked["folder"])
+        os.chdir(request["folder"])
     except OSError as error:
         print(error.strerror, file=sys.stderr)
         return GONE
-    tail = Tail(asked["attempt"], asked["sizes"], asked["whole"], asked["growing"])
+    tail = Tail(request["attempt"], request["sizes"], request["whole"], request["growing"])
     while True:
         tail.round()
-        if not asked["follow"]:
+        if not request["follow"]:
             return 0
         time.sleep(LOOK_SECONDS)
 
@@ -120,5 +120,5 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except BrokenPipeError:  # nobody listens any more
+    except BrokenPipeError:  # the reader is gone
         os._exit(0)

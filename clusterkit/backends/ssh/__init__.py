@@ -1,4 +1,4 @@
-"""Machines reached over SSH as a cluster."""
+"""Backend ssh: machines reached over SSH, one node each."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 
 
 class _Later(ModuleType):
-    """A module whose code runs when something of it is first used. (That of
-    `importlib.util.LazyLoader` does already as it is imported.)"""
+    """A module that is loaded at the first use of one of its attributes.
+
+    `importlib.util.LazyLoader` does not help: the import statement alone makes it load the module.
+    """
 
     def __getattr__(self, name: str) -> Any:
         with _lock:
@@ -23,7 +25,8 @@ class _Later(ModuleType):
 
 
 _lock = RLock()
-# paramiko imports it for its own `Match exec` alone: nearly half of what importing paramiko takes.
+# paramiko needs invoke only for its own `Match exec`, and importing it takes nearly half the time
+# that importing paramiko takes.
 if "invoke" not in sys.modules and (_spec := util.find_spec("invoke")) is not None:
     sys.modules["invoke"] = _module = util.module_from_spec(_spec)
     _module.__class__ = _Later

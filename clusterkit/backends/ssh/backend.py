@@ -17,7 +17,7 @@ from clusterkit.backends.base import (
 )
 from clusterkit.backends.node_status import stop_run
 from clusterkit.backends.ports import replace_taken_ports
-from clusterkit.backends.ssh.observe import SshMonitor, observation, report, views
+from clusterkit.backends.ssh.observe import SshMonitor, observation, open_report, views
 from clusterkit.cluster import Facts, SshCluster
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.output import mirror
@@ -30,11 +30,10 @@ if TYPE_CHECKING:
     from clusterkit.doctor.hosts.base import HostSubject
 
 _REPORT_GONE = 2
-"""Exit code of a Python that does not find its program."""
+"""Exit code of a Python whose program does not exist."""
 
 
-# The transport is imported where it is used: not every command needs it, and its imports are a good
-# part of a command's time.
+# The transport, whose imports are slow, is imported where it is used: not every command needs it.
 class SshBackend(Backend, SupportsPreflight, SupportsFile, SupportsForget):
     """Nodes are machines; see `clusterkit.agent` for what runs on each of them."""
 
@@ -65,8 +64,6 @@ class SshBackend(Backend, SupportsPreflight, SupportsFile, SupportsForget):
             cluster.hosts, python=cluster.python, connect_timeout=cluster.connect_timeout
         )
 
-    # -- probing --------------------------------------------------------------
-
     def subject(self, name: str, cluster: SshCluster, job: JobSpec | None = None) -> HostSubject:
         from clusterkit.backends.ssh.hosts import job_hosts, ranks_python
         from clusterkit.doctor.hosts.base import HostSubject, Machine, Needs
@@ -91,15 +88,13 @@ class SshBackend(Backend, SupportsPreflight, SupportsFile, SupportsForget):
             over_ssh=True,
         )
 
-    # -- carrying out ---------------------------------------------------------
-
     def one_file(self, plan: Plan, cluster: SshCluster, head: list[str]) -> str:
         from clusterkit.backends.ssh.script import script
 
         return script(plan, cluster, head)
 
     def home(self, facts: Facts) -> Path:
-        return home()  # the facts' is the hosts' own
+        return home()  # facts.home is a folder on the hosts
 
     def before_attempt(
         self, cluster: SshCluster, facts: Facts, transport: Transport, *, fresh: bool
@@ -107,11 +102,14 @@ class SshBackend(Backend, SupportsPreflight, SupportsFile, SupportsForget):
         return None if fresh else replace_taken_ports(cluster, facts, transport)
 
     def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
-        seen = views(handle)
+        nodes = views(handle)
 
-        def ask(name: str) -> None:
-            view = seen[int(name)]
-            with mirror.folder_lock(view), report(handle, view, transport, follow=False) as stream:
+        def update(node: str) -> None:
+            view = nodes[int(node)]
+            with (
+                mirror.folder_lock(view),
+                open_report(handle, view, transport, follow=False) as stream,
+            ):
                 mirror.pull(view, stream)
                 if view.received_at is None:
                     code = stream.exit_code(mirror.QUIET_SECONDS)
@@ -121,11 +119,11 @@ class SshBackend(Backend, SupportsPreflight, SupportsFile, SupportsForget):
                             f"host {view.host}: the node's report failed: {stream.stderr.strip()}"
                         )
 
-        errors = fan_out([str(view.node) for view in seen if not view.ended], ask)
-        for name, error in errors.items():
+        errors = fan_out([str(view.node) for view in nodes if not view.ended], update)
+        for node, error in errors.items():
             if isinstance(error, ClusterkitError):
-                seen[int(name)].lost(error)
-        return observation(handle, seen, 0.0)
+                nodes[int(node)].lost(error)
+        return observation(handle, nodes, 0.0)
 
     def watch(self, handle: RunHandle, transport: Transport) -> Monitor:
         return SshMonitor(handle, transport)

@@ -1,4 +1,4 @@
-"""What the nodes' reports mean, one stream per host."""
+"""The status of nodes from their agents' reports."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from clusterkit.transport import Stream, Transport
 
 
 def views(handle: RunHandle) -> list[NodeView]:
+    """Return a view of each node, with what the run folder holds of it already."""
     plan = handle.plan
     return [
         NodeView.of(node, plan.hosts[node], handle.folder.node_dir(handle.attempt, node))
@@ -23,80 +24,85 @@ def views(handle: RunHandle) -> list[NodeView]:
     ]
 
 
-def report(handle: RunHandle, view: NodeView, transport: Transport, *, follow: bool) -> Stream:
-    plan = handle.plan
-    known = view.offsets()
-    return transport.open(
-        view.host,
-        [
-            plan.python, "-I", "-S", posixpath.join(plan.run_dir, "files", archive.ARCHIVE),
-            "report", node_dir(plan.run_dir, handle.attempt, view.node),
-            "--log", str(known["log"]), "--ranks", str(known["ranks.jsonl"]),
-            *(["--follow"] if follow else []),
-        ],
-    )  # fmt: skip
+def open_report(handle: RunHandle, view: NodeView, transport: Transport, *, follow: bool) -> Stream:
+    """Start the agent's ``report`` on a node's host: it sends what the view does not hold yet."""
+    plan, offsets = handle.plan, view.offsets()
+    agent = posixpath.join(plan.run_dir, "files", archive.ARCHIVE)
+    folder = node_dir(plan.run_dir, handle.attempt, view.node)
+    argv = [plan.python, "-I", "-S", agent, "report", folder]
+    argv += ["--log", str(offsets["log"]), "--ranks", str(offsets["ranks.jsonl"])]
+    return transport.open(view.host, [*argv, "--follow"] if follow else argv)
 
 
-def observation(handle: RunHandle, views: list[NodeView], patience: float) -> Observation | None:
+def observation(handle: RunHandle, views: list[NodeView], lost_after: float) -> Observation | None:
+    """Return the state of an attempt from its nodes' reports; None: no host has the run.
+
+    Args:
+        lost_after: seconds of silence after which a node counts as lost.
+    """
     if all(not view.known for view in views):
         return None
-    # When nobody answers, it is the submitter that is cut off.
+    # If no host answers, it is the submitter that is cut off.
     cut_off = len(views) > 1 and all(view.silent_for() is not None for view in views)
-    nodes = tuple(_judge(view, patience, cut_off) for view in views)
+    nodes = tuple(_judge(view, lost_after, cut_off) for view in views)
     ends = {view.node: view.files["exit.json"] for view in views if "exit.json" in view.files}
     return observed(nodes, ends)
 
 
-def _judge(view: NodeView, patience: float, cut_off: bool) -> NodeStatus:
+def _judge(view: NodeView, lost_after: float, cut_off: bool) -> NodeStatus:
     def status(state: State, reason: str) -> NodeStatus:
         return NodeStatus(node=view.node, host=view.host, state=state, reason=reason)
 
     silence = view.silent_for()
-    finished = view.ended or "exit.json" in view.files  # it has said how, as its last word
+    finished = view.ended or "exit.json" in view.files  # which is the last file of a report
     if silence is not None and view.error is not None and not finished:
-        said = f"{view.error.message} (no answer for {silence:.0f} s)"
-        lost = silence >= patience and not cut_off
-        if lost or not patience:
-            return status(State.UNKNOWN, said)
-        return status(State.RUNNING if view.begun else State.PENDING, said)
+        reason = f"{view.error.message} (no answer for {silence:.0f} s)"
+        if not lost_after or (silence >= lost_after and not cut_off):
+            return status(State.UNKNOWN, reason)
+        return status(State.RUNNING if view.begun else State.PENDING, reason)
     if not view.known:
         return status(State.UNKNOWN, f"nothing is left of the run on host {view.host}")
-    alive = view.alive and not (finished and silence is not None)
-    found = judge_node(view.node, view.host, NodeFiles(
-        begun=view.begun, alive=alive, started=view.files.get("started.json"),
-        exit=view.files.get("exit.json"), log=view.files.get("agent.log", b""),
-    ))  # fmt: skip
+    files = NodeFiles(
+        begun=view.begun,
+        alive=view.alive and not (finished and silence is not None),
+        started=view.files.get("started.json"),
+        exit=view.files.get("exit.json"),
+        log=view.files.get("agent.log", b""),
+    )
+    node = judge_node(view.node, view.host, files)
     if view.write_error is not None:
         remark = f"its log here is incomplete: {view.write_error}"
-        found = msgspec.structs.replace(found, remarks=(*found.remarks, remark))
-    return found
+        node = msgspec.structs.replace(node, remarks=(*node.remarks, remark))
+    return node
 
 
 class SshMonitor:
-    """All nodes through one stream per host.
+    """Follows the nodes of an attempt, with one stream per host.
 
-    The supervisor asks ten times a second: what was seen is judged anew only when there is news, or
-    while a host is silent.
+    The supervisor polls ten times a second. The nodes are judged again only after news of one of
+    them, or while a host is silent.
     """
 
     def __init__(self, handle: RunHandle, transport: Transport) -> None:
         self._handle = handle
-        self._patience = handle.plan.lost_after
         job = handle.plan.job
         self._watch = Watch(
-            views(handle), lambda view: report(handle, view, transport, follow=True),
+            views(handle),
+            lambda view: open_report(handle, view, transport, follow=True),
             back=job is not None and (job.shrinks or job.spares > 0),
-        )  # fmt: skip
-        self._judged = -1
-        self._seen: Observation | None = None
+        )
+        self._judged_changes = -1
+        self._last: Observation | None = None
 
     def status(self) -> Observation | None:
         views = self._watch.views
-        changes = sum([view.changes for view in views])  # before looking: what comes now comes next
-        if changes != self._judged or any([view.silent_since is not None for view in views]):
-            self._seen = observation(self._handle, list(views), self._patience)
-            self._judged = changes
-        return self._seen
+        # Counted before the nodes are judged: later news is for the next poll.
+        changes = sum([view.changes for view in views])
+        silent = any([view.silent_since is not None for view in views])
+        if silent or changes != self._judged_changes:
+            self._last = observation(self._handle, list(views), self._handle.plan.lost_after)
+            self._judged_changes = changes
+        return self._last
 
     def close(self) -> None:
         self._watch.close()

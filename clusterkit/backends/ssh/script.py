@@ -1,4 +1,4 @@
-"""A run over SSH as one script, for machines from which clusterkit does not submit. Pure."""
+"""Writes a plan as one shell script, to submit from a machine without clusterkit. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ give() {
 
 
 def script(plan: Plan, cluster: SshCluster, head: list[str]) -> str:
-    """Lines of POSIX shell that bring the project to the hosts and start the nodes there."""
+    """Return a POSIX shell script that copies the project to the hosts and starts the nodes."""
     hosts = {host.name: host for host in cluster.hosts}
     secrets = dict.fromkeys(name for step in plan.steps for name in step.secrets)
     head = [*head, *(f"First: export {name}=..." for name in secrets if name != PEER_TOKEN)]
@@ -28,8 +28,8 @@ def script(plan: Plan, cluster: SshCluster, head: list[str]) -> str:
     for name in dict.fromkeys(plan.hosts):
         ssh = shell.join(_ssh(hosts[name]))
         for tree in plan.trees:
-            there = shell.quote(tree.path)
-            unpack = shell.quote(f"mkdir -p {there} && tar -C {there} -xf -")
+            folder = shell.quote(tree.path)
+            unpack = shell.quote(f"mkdir -p {folder} && tar -C {folder} -xf -")
             parts.append(f"tar -C {shell.quote(tree.source)} -cf - . | {ssh} {unpack}\n")
         lines = unpacking(plan.files)
         for step in plan.steps:
@@ -47,13 +47,13 @@ def script(plan: Plan, cluster: SshCluster, head: list[str]) -> str:
 
 
 def _ssh(host: Host) -> list[str]:
-    """The command that reaches a host, as its entry says."""
-    words = ["ssh", "-o", "BatchMode=yes"]
+    """Return the ``ssh`` command for a host, with the options of its entry."""
+    argv = ["ssh", "-o", "BatchMode=yes"]
     for option, value in (
         ("-F", host.ssh_config), ("-p", host.port), ("-i", host.identity), ("-J", host.jump),
     ):  # fmt: skip
-        words += [option, str(value)] if value else []
+        argv += [option, str(value)] if value else []
     if host.known_hosts:
-        words += ["-o", f"UserKnownHostsFile={host.known_hosts}"]
-    where = host.address or host.name
-    return [*words, f"{host.user}@{where}" if host.user else where]
+        argv += ["-o", f"UserKnownHostsFile={host.known_hosts}"]
+    address = host.address or host.name
+    return [*argv, f"{host.user}@{address}" if host.user else address]

@@ -1,7 +1,7 @@
-"""Commands and files over SSH: one connection per host, made when first needed, kept for all.
+"""Runs commands and writes files over SSH, with one connection per host, made at first use.
 
-What a command needs, its environment with secrets included, travels on its standard input, so that
-it stands in no argument list and no login shell can misread it: what the login shell sees is always
+A command and its environment, secrets included, are sent on standard input: so they are in no
+argument list, and no login shell can misread them. The login shell is always given
 ``exec /bin/sh -c 'eval "$(head -c N)"'``.
 """
 
@@ -32,17 +32,17 @@ from clusterkit.transport import START, Completed, Environment, Put, Stream, Tra
 
 Result = TypeVar("Result")
 OPEN_SECONDS = 10.0
-"""To open a channel or start a command on a connection that stands."""
+"""Timeout for opening a channel, or starting a command, on an existing connection."""
 NEAR_SECONDS = 0.002
-"""Round trip below which a host counts as near: that of one network, not of the internet."""
+"""Round trip below which a host is near: in the same network, not across the internet."""
 WRITE_BYTES = 1 << 18
 LOGINS = 64
-"""Hosts that are logged in to at the same time: each login is work of ours, and has a timeout."""
+"""Logins at the same time: each takes processor time here, and has a timeout."""
 FILES_PER_HOST = 8
-"""File descriptors: the connection, the pipe of each command's channel, files kept here."""
+"""File descriptors per host: the connection, a pipe for each channel, files in the run folder."""
 _BEGIN = b"@clusterkit-begin\n"
 _MIN_RTT = 148
-"""Where tcpi_min_rtt lies in Linux's struct tcp_info (linux/tcp.h)."""
+"""Offset of tcpi_min_rtt in Linux's struct tcp_info (linux/tcp.h)."""
 
 
 class SshStream(Stream):
@@ -62,12 +62,11 @@ class SshStream(Stream):
     def write(self, data: bytes) -> None:
         self._channel.settimeout(None)
         try:
-            # In parts: what paramiko has not sent yet it copies for every packet.
+            # In parts, because paramiko copies all unsent data for every packet.
             for start in range(0, len(data), WRITE_BYTES):
                 self._channel.sendall(data[start : start + WRITE_BYTES])
         except OSError:
-            # It has closed its input; why, its exit code and stderr tell.
-            return
+            return  # it has closed its input; its exit code and stderr tell why
 
     def close_input(self) -> None:
         with contextlib.suppress(OSError, EOFError):
@@ -79,7 +78,7 @@ class SshStream(Stream):
             data = self._receive(deadline)
             if self._started or not data:
                 return data
-            # A login shell may greet before our first word.
+            # A login shell may print something before the command does.
             self._begun += data
             _, found, rest = self._begun.partition(_BEGIN)
             if found:
@@ -90,7 +89,7 @@ class SshStream(Stream):
 
     def _receive(self, deadline: float | None) -> bytes:
         while True:
-            self._take_stderr()  # lest it fill the window that both channels share
+            self._read_stderr()  # else it fills the window that it shares with stdout
             left = 1.0 if deadline is None else deadline - time.monotonic()
             self._channel.settimeout(min(1.0, max(0.0, left)))
             try:
@@ -99,14 +98,14 @@ class SshStream(Stream):
                 if left <= 0:
                     raise SubmitFailed(f"host {self._host} no longer answers") from None
 
-    def _take_stderr(self) -> None:
+    def _read_stderr(self) -> None:
         with contextlib.suppress(OSError):
             while self._channel.recv_stderr_ready():
                 self._stderr += self._channel.recv_stderr(1 << 16)
 
     @property
     def stderr(self) -> str:
-        self._take_stderr()
+        self._read_stderr()
         return self._stderr.decode(errors="replace")
 
     def exit_code(self, timeout: float | None = 10.0) -> int:
@@ -115,7 +114,7 @@ class SshStream(Stream):
         status = self._channel.recv_exit_status()
         if status == -1 and not self._channel.eof_received:
             raise HostUnreachable(f"host {self._host}: the connection was lost")
-        # What a signal has ended has no exit code: 255, as for OpenSSH's client.
+        # A command ended by a signal has no exit code: 255, as with OpenSSH's client.
         return 255 if status == -1 else status
 
     def close(self) -> None:
@@ -123,15 +122,12 @@ class SshStream(Stream):
             self._channel.close()
 
 
-# ---------------------------------------------------------------- the transport
-
-
 class SshTransport(Transport):
-    """Reaches the hosts of one cluster by their names; safe to use from several threads.
+    """Reaches the hosts of one cluster by their names. Thread-safe.
 
     Args:
-        hosts: whom it can reach.
-        python: interpreter on hosts that name none of their own.
+        hosts: the cluster's hosts.
+        python: the interpreter on hosts whose entry names none.
         connect_timeout: seconds for a host to answer.
     """
 
@@ -149,13 +145,11 @@ class SshTransport(Transport):
         self._closed = 0
         """How often `close` was called."""
 
-    # -- connections --------------------------------------------------------
-
     def connection(self, name: str) -> paramiko.Transport:
-        """The host's connection, made now if there is none (any more).
+        """Return the host's connection; make one if there is none, or if it is dead.
 
         Raises:
-            HostUnreachable: it cannot be made.
+            HostUnreachable: the host cannot be connected to.
         """
 
         def make() -> paramiko.Transport:
@@ -163,13 +157,13 @@ class SshTransport(Transport):
             through = self._jump(target) if target.jump else None
             return self._login(target, through)
 
-        return self._kept(name, make)
+        return self._cached(name, make)
 
     def _login(self, target: Target, through: paramiko.Transport | None) -> paramiko.Transport:
         with self._logins:
             return connect(target, self._timeout, through)
 
-    def _kept(self, key: str, make: Callable[[], paramiko.Transport]) -> paramiko.Transport:
+    def _cached(self, key: str, make: Callable[[], paramiko.Transport]) -> paramiko.Transport:
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
         with lock:
@@ -177,51 +171,49 @@ class SshTransport(Transport):
             if connection is None or not connection.is_active():
                 closed = self._closed
                 connection = self._connections[key] = make()
-                if self._closed != closed:  # while a thread that nobody waits for was making it
+                if self._closed != closed:  # `close` was called meanwhile, by another thread
                     self.drop(key)
                     raise HostUnreachable(f"host {key}: the transport was closed")
             return connection
 
     def _jump(self, target: Target) -> paramiko.Transport | None:
-        """A connection to the last of the jump hosts, each reached through the one before."""
+        """Return a connection to the last jump host; each is reached through the one before it."""
         through: paramiko.Transport | None = None
         route = ""
         for hop in (target.jump or "").split(","):
             route += f">{hop}"
-            way = resolve(jump_host(hop, target.host))
-            through = self._kept(route, partial(self._login, way, through))
+            jump = resolve(jump_host(hop, target.host))
+            through = self._cached(route, partial(self._login, jump, through))
         return through
 
     def close(self) -> None:
-        """End every connection."""
+        """Close every connection."""
         with self._lock:
             self._closed += 1
             connections, self._connections = self._connections, {}
-        # The last ones first: a connection through a jump host says over that one that it ends.
+        # Newest first: closing a connection through a jump host uses the jump host's connection.
         for connection in reversed(connections.values()):
             hang_up(connection)
 
     def drop(self, name: str) -> None:
-        """End one host's connection: it no longer answers."""
+        """Close one host's connection, which no longer answers."""
         connection = self._connections.pop(name, None)
         if connection is not None:
             hang_up(connection)
-
-    # -- commands -----------------------------------------------------------
 
     def open(self, host: str, argv: Sequence[str], *, env: Environment = None) -> Stream:
         return self._script(host, f"{shell.exports(env or {})}exec {shell.join(argv)}\n")
 
     def _script(self, host: str, script: str) -> SshStream:
-        """Run shell text on a host; what is written to the stream is its standard input."""
+        """Run a shell script on a host; what is written to the stream is its standard input."""
         text = f"printf '%s\\n' {_BEGIN.decode().strip()}\n{script}".encode()
         command = f"exec /bin/sh -c 'eval \"$(head -c {len(text)})\"'"
-        stream = self._retried(host, lambda connection: _execute(connection, command, host))
+        stream = self._with_connection(host, lambda connection: _execute(connection, command, host))
         stream.write(text)
         return stream
 
-    def _retried(self, name: str, work: Callable[[paramiko.Transport], Result]) -> Result:
-        """With the connection that stands, or, where that turns out dead, with a new one."""
+    def _with_connection(self, name: str, work: Callable[[paramiko.Transport], Result]) -> Result:
+        """Call ``work`` with the host's connection; if that is dead, once more with a new one."""
         for last in (False, True):
             connection = self.connection(name)
             try:
@@ -234,8 +226,10 @@ class SshTransport(Transport):
                     ) from None
                 self.drop(name)
                 if last:
-                    said = str(error) or type(error).__name__
-                    raise HostUnreachable(f"host {name}: the connection was lost: {said}") from None
+                    reason = str(error) or type(error).__name__
+                    raise HostUnreachable(
+                        f"host {name}: the connection was lost: {reason}"
+                    ) from None
         raise AssertionError
 
     def run(
@@ -261,10 +255,10 @@ class SshTransport(Transport):
         if done.exit_code:
             raise SubmitFailed(f"cannot start {argv[0]} on host {host}: {done.stderr.strip()}")
 
-    # -- files --------------------------------------------------------------
-
     def put_all(self, host: str, files: Sequence[Put]) -> None:
-        lines = ["set -e\numask 077\n"]  # the folders: a run is its owner's alone
+        lines = [
+            "set -e\numask 077\n"
+        ]  # for folders that are made: a run is readable for its owner alone
         for number, file in enumerate(files):
             folder, _, name = file.path.rpartition("/")
             draft = shell.quote(f"{folder}/.{name}.{os.getpid()}.{number}")
@@ -279,9 +273,9 @@ class SshTransport(Transport):
         with self._script(host, "".join(lines)) as stream:
             done = _finish(host, ["put"], stream, 60.0, b"".join(file.data for file in files))
         if done.exit_code:
-            said = done.stderr.strip().rpartition("\n")[2] or "it did not arrive whole"
+            reason = done.stderr.strip().rpartition("\n")[2] or "it did not arrive whole"
             raise SubmitFailed(
-                f"host {host}: cannot write below {os.path.dirname(files[0].path)}: {said}",
+                f"host {host}: cannot write below {os.path.dirname(files[0].path)}: {reason}",
                 hint="make room there, or choose another `workdir` that this user may write to",
             )
 
@@ -291,24 +285,24 @@ class SshTransport(Transport):
         program = Path(host_probe.__file__).read_bytes()
         done = self.run(host, argv, stdin=program, timeout=OPEN_SECONDS)
         if done.exit_code or not done.stdout.strip().isdigit():
-            said = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.exit_code}"
-            raise SubmitFailed(f"host {host}: no free TCP port found: {said}")
+            reason = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.exit_code}"
+            raise SubmitFailed(f"host {host}: no free TCP port found: {reason}")
         return int(done.stdout)
 
 
 def _round_trip(connection: paramiko.Transport) -> float:
-    """The shortest that the kernel has seen, in seconds; infinite where it does not say."""
-    if isinstance(connection.sock, socket.socket):  # not by way of a jump host
+    """Return the shortest round trip that the kernel has measured, in seconds; or infinity."""
+    if isinstance(connection.sock, socket.socket):  # not through a jump host
         with contextlib.suppress(OSError, AttributeError, struct.error):
-            told = connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-            microseconds: int = struct.unpack_from("I", told, _MIN_RTT)[0]
+            info = connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            microseconds: int = struct.unpack_from("I", info, _MIN_RTT)[0]
             return microseconds / 1e6
     return math.inf
 
 
 def _execute(connection: paramiko.Transport, command: str, host: str) -> SshStream:
     channel = connection.open_session(timeout=OPEN_SECONDS)
-    # paramiko waits for ever for the answer to this one; closing the channel wakes it.
+    # paramiko waits without a timeout for the answer to exec_command, until the channel is closed.
     guard = threading.Timer(OPEN_SECONDS, channel.close)
     guard.start()
     try:
@@ -324,7 +318,7 @@ def _execute(connection: paramiko.Transport, command: str, host: str) -> SshStre
 def _finish(
     host: str, argv: Sequence[str], stream: Stream, timeout: float | None, stdin: bytes
 ) -> Completed:
-    """Feed a command, read it to its end."""
+    """Write a command's input, and read its output to the end."""
     deadline = None if timeout is None else time.monotonic() + timeout
 
     def left() -> float | None:
