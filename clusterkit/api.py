@@ -1,4 +1,4 @@
-"""Every verb of clusterkit as a function; the command line only reads arguments and prints.
+"""Every verb of the command line as a function.
 
 from clusterkit import api
 
@@ -63,7 +63,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """What it takes to start a job is imported when a job is started: `ls` does without."""
+    """Import what starts a job only when it is used: `clusterkit ls` starts faster without."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
@@ -72,18 +72,18 @@ def __getattr__(name: str) -> Any:
 
 
 class ListedRun(RunStatus, frozen=True, kw_only=True):
-    """A run of a cluster, this machine's or not."""
+    """A run of a cluster, submitted from this machine or another."""
 
     user: str | None = None
-    """Who submitted it, where the cluster says so."""
+    """Who submitted it; None if the cluster does not tell."""
     here: bool = True
-    """Whether this machine has its folder; otherwise the state is what the cluster says."""
+    """Whether its folder is on this machine; if not, its state is as the cluster reports it."""
     nodes_asked: int | None = None
-    """How many nodes it asks for, where they are not listed."""
+    """How many nodes it requests, if ``nodes`` does not list them."""
 
 
 def plan(job: Job, **options: Any) -> Plan:
-    """Exactly what `submit` would do, as data; options as for `prepare`."""
+    """Return exactly what `submit` would do; options as for `prepare`."""
     if options.get("run_id") is None:
         options["run_id"] = lambda name: f"{run_folder.slug(name)}-plan"
     from clusterkit.run.launch import prepare
@@ -93,12 +93,12 @@ def plan(job: Job, **options: Any) -> Plan:
 
 
 def submit(job: Job, **options: Any) -> Run:
-    """Start a job and return at once; it goes on when this process ends.
+    """Start a job and return at once; the run continues when this process ends.
 
     Options as for `prepare`.
 
     Raises:
-        ClusterkitError: nothing was started and nothing is left behind.
+        ClusterkitError: the run could not be started; nothing is left behind.
     """
     from clusterkit.run.launch import launch, prepare
 
@@ -106,23 +106,25 @@ def submit(job: Job, **options: Any) -> Run:
 
 
 def get(run: str | Run) -> Run:
-    """A run by its id, the beginning of its id, or ``last``; a `Run` is itself.
+    """Find a run by its id, the beginning of its id, or ``last``; a `Run` is returned as it is.
 
     Raises:
-        RunNotFound: none, or several.
+        RunNotFound: no run matches, or several do.
     """
     return run if isinstance(run, Run) else Run(run_folder.find(run))
 
 
 def runs() -> list[RunStatus]:
-    """Every run's status, newest first."""
+    """Return the status of every run of this machine, newest first."""
     return [control.reconcile(folder) for folder in run_folder.all_runs()]
 
 
 def runs_of(
     cluster: str, *, clusters_file: str | os.PathLike[str] | None = None
 ) -> list[ListedRun]:
-    """Runs of a cluster, newest first: this machine's, and those of others that it knows of.
+    """Return the runs of a cluster, newest first.
+
+    They are those of this machine, and others that the cluster keeps a record of.
 
     Raises:
         Unavailable: the cluster does not answer.
@@ -131,15 +133,15 @@ def runs_of(
 
     entry = resolved_cluster(cluster, clusters_file)
     backend = backends.backend(entry.backend)
-    there = {}
+    remote = {}
     if isinstance(backend, SupportsRemoteRuns):
         with contextlib.closing(backends.transport_for(entry)) as transport:
-            there = {run.run: run for run in backend.listing(entry, transport)}
+            remote = {run.run: run for run in backend.listing(entry, transport)}
     found = []
     for status in runs():
-        if status.cluster == cluster or status.run in there:
-            other = there.pop(status.run, None)
-            user = None if other is None else other.user
+        if status.cluster == cluster or status.run in remote:
+            record = remote.pop(status.run, None)
+            user = None if record is None else record.user
             found.append(ListedRun(**msgspec.structs.asdict(status), user=user))
     found += [
         ListedRun(
@@ -149,28 +151,28 @@ def runs_of(
             f"{run.attach or f'`clusterkit attach {run.run} --cluster {cluster}`'} takes it up",
             user=run.user, here=False, nodes_asked=run.pods,
         )
-        for run in there.values()
+        for run in remote.values()
     ]  # fmt: skip
     return sorted(found, key=lambda run: run.started_at or 0.0, reverse=True)
 
 
 def status(run: str | Run) -> RunStatus:
-    """`Run.status` by id."""
+    """Return `Run.status` of a run."""
     return get(run).status()
 
 
 def log_lines(run: str | Run, **options: Any) -> Iterator[LogLine]:
-    """`Run.logs` by id; options as there."""
+    """Return `Run.logs` of a run; same options."""
     return get(run).logs(**options)
 
 
 def metrics(run: str | Run) -> list[dict[str, Any]]:
-    """`Run.metrics` by id."""
+    """Return `Run.metrics` of a run."""
     return get(run).metrics()
 
 
 def prometheus(run: str | Run) -> str:
-    """A run's state, and the newest value of each metric, in the text format of Prometheus."""
+    """Return a run's state and the newest value of each metric in Prometheus' text format."""
     from clusterkit.output import prometheus as text_format
     from clusterkit.output.live import LiveRun
 
@@ -188,16 +190,16 @@ def attach(
     cluster: str | None = None,
     clusters_file: str | os.PathLike[str] | None = None,
 ) -> Run:
-    """`Run.attach` by id.
+    """Start a run's supervisor again if it is gone, or take over a run of another machine.
 
     Args:
         run: as for `get`.
-        cluster: where a run of another machine runs, if the cluster remembers what it was made of;
-            it becomes one of this machine's. ``last`` is the newest there.
+        cluster: where the run is, if it was submitted from another machine and the cluster keeps a
+            record of it; it becomes a run of this machine. ``last`` is the newest there.
         clusters_file: as for `prepare`.
 
     Raises:
-        RunNotFound: neither this machine nor the cluster knows of it.
+        RunNotFound: neither this machine nor the cluster has such a run.
         BadInput: a secret that a restart needs is not in the environment.
     """
     if cluster is not None and isinstance(run, str):
@@ -212,17 +214,17 @@ def attach(
 
 
 def cancel(run: str | Run) -> RunStatus:
-    """`Run.cancel` by id."""
+    """Cancel a run (`Run.cancel`) and return its status."""
     return get(run).cancel()
 
 
 def plot(names: Sequence[str | Run], output: str | os.PathLike[str]) -> Path:
-    """Loss and tokens per second of one or several runs as a picture; the suffix says which kind.
+    """Draw loss and tokens per second of one or several runs to a .png, .svg or .pdf file.
 
-    A run is named in it after its job, or by its id where two have the same job.
+    The legend names a run after its job, or by its id if several have the same job.
 
     Raises:
-        BadInput: a run without metrics, or a suffix that is no picture's.
+        BadInput: a run has no metrics, or the file's suffix is another.
         Unavailable: matplotlib is not installed.
     """
     from clusterkit.ui import plots
@@ -234,16 +236,16 @@ def plot(names: Sequence[str | Run], output: str | os.PathLike[str]) -> Path:
 
 
 def web(runs: Sequence[str | Run] = (), *, host: str = "127.0.0.1", port: int = 0) -> Server:
-    """A server that shows runs live in a browser, at its ``url``, while it is in `serve_forever`.
+    """Return a server that shows runs live in a browser at its ``url``, once `serve_forever` runs.
 
     Args:
-        runs: what the page shows at first.
-        host: where to listen; other machines than this one reach any but the loopback addresses.
-        port: 0 for one that is free.
+        runs: the runs that the page shows first.
+        host: address to listen on; other machines can reach it unless it is a loopback address.
+        port: 0 for any free one.
 
     Raises:
         RunNotFound: there is no such run.
-        Unavailable: the address cannot be taken.
+        Unavailable: the address is not this machine's, or the port is in use.
     """
     from clusterkit.web.server import Server
 
@@ -251,7 +253,7 @@ def web(runs: Sequence[str | Run] = (), *, host: str = "127.0.0.1", port: int = 
 
 
 def report(runs: Sequence[str | Run], output: str | os.PathLike[str]) -> Path:
-    """What `web` shows of runs as one HTML file, which needs no server and no network.
+    """Write what `web` shows of runs as one HTML file, which needs no server and no network.
 
     Raises:
         RunNotFound: there is no such run.
@@ -273,12 +275,12 @@ def bench(
     watch: Callable[[Run], RunStatus] = Run.wait,
     **choices: Any,
 ) -> bandwidth.Report:
-    """Measure bandwidth and latency of the collectives in a run of its own; waits for its end.
+    """Measure bandwidth and latency of the collectives in a run of its own, and wait for its end.
 
     Args:
-        nodes: how many; by default every host of the cluster.
+        nodes: by default every host of the cluster.
         gpus, cluster, clusters_file, include, exclude: as for `prepare`.
-        watch: waits for the run's end; whoever interrupts it cancels the run.
+        watch: waits for the run's end; an exception in it cancels the run.
         choices: what to measure, as for `clusterkit.bench.bandwidth.choose`.
 
     Raises:
@@ -292,9 +294,8 @@ def bench(
     options = bandwidth.choose(**choices)
     if nodes is None:
         entry = resolved_cluster(cluster, clusters_file, include=include, exclude=exclude)
-        backend = backends.backend_type(entry.backend)()
         with contextlib.closing(backends.transport_for(entry)) as transport:
-            nodes = max(1, backend.capacity(entry, transport))
+            nodes = max(1, backends.backend(entry.backend).capacity(entry, transport))
     ready = prepare(
         bandwidth.job_of(options),
         cluster=cluster,
@@ -321,6 +322,23 @@ def bench(
     return bandwidth.report(run.id, run.marks(), [node.host for node in status.nodes])
 
 
+def _read_job(
+    job: Job | None,
+    settings: Sequence[str],
+    nodes: int | str | None,
+    gpus: int | None,
+    more_args: Sequence[str] = (),
+) -> JobSpec | None:
+    """Read and check a job; without one, check ``nodes`` and ``gpus`` by themselves if given."""
+    from clusterkit.jobfile import request
+
+    if job is None and nodes is None and gpus is None:
+        return None
+    if job is None:
+        job, settings = JobSpec(name="any", command=("true",)), ()
+    return request.read(job, settings, nodes, gpus, more_args).job
+
+
 def estimate(
     job: Job | None = None,
     *,
@@ -333,37 +351,32 @@ def estimate(
     more_args: Sequence[str] = (),
     **question: Any,
 ) -> Estimate:
-    """The memory that a job, or a model, takes on a GPU, for every way to divide it.
+    """Estimate the memory per GPU of a job, or of a model, for every way to divide it.
 
     Args:
-        job: see `Job`; None where the question names a model.
+        job: see `Job`; None if the question names a model.
         nodes: instead of the job's ``nodes``; of a range, the larger number counts.
         gpus: GPUs per node.
-        cluster: whose GPUs; not looked at when the question says ``gpu_memory`` and the number
-            of GPUs is known.
+        cluster: probed for its GPUs, unless the question gives ``gpu_memory`` and the number of
+            GPUs is known.
         facts: instead of probing.
         clusters_file, settings, more_args: as for `prepare`.
         question: fields of `clusterkit.estimate.Question`, such as ``gpu_memory="80GB"``.
 
     Raises:
-        ClusterkitError: the model is not known, or cannot be divided like this.
+        ClusterkitError: the model is unknown, or cannot be divided like this.
     """
     from clusterkit import estimate as estimates
-    from clusterkit.jobfile import request
     from clusterkit.run.launch import resolved_cluster
 
     asked = estimates.check(estimates.Question(**question))
-    spec = None
-    if job is not None:
-        spec = request.read(job, settings, nodes, gpus, more_args).job
-    elif nodes is not None or gpus is not None:
-        request.read(JobSpec(name="model", command=("none",)), (), nodes, gpus)
+    checked = _read_job(job, settings, nodes, gpus, more_args)
+    spec = checked if job is not None else None
     counted = gpus is not None or (spec is not None and spec.gpus_per_node != "auto")
     if facts is None and not (asked.gpu_memory is not None and counted):
         entry = resolved_cluster(cluster, clusters_file)
-        backend = backends.backend(entry.backend)
         with contextlib.closing(backends.transport_for(entry)) as transport:
-            facts = backend.probe(entry, transport, spec)
+            facts = backends.backend(entry.backend).probe(entry, transport, spec)
     count = None if nodes is None else parse_nodes(nodes)[1]
     return estimates.estimate(spec, facts, nodes=count, gpus=gpus, question=asked)
 
@@ -382,27 +395,22 @@ def doctor(
     only: Sequence[str] | None = None,
     progress: doctors.Progress | None = None,
 ) -> doctors.Report:
-    """Look at every host of a cluster: is it fit, and if not, which command mends it?
+    """Check every host of a cluster, and name the command that mends a fault.
 
     Args:
-        job: what the hosts are held against; without one, against what most jobs need.
+        job: the hosts are compared with its needs; None: with those of most jobs.
         cluster, clusters_file, nodes, gpus, settings, include, exclude: as for `prepare`.
-        quick: only the checks that `submit` makes as well.
-        only: only the checks of these names.
-        progress: told of the phase (1, 2, 3) and the hosts that have not answered yet.
+        quick: make only the checks that `submit` makes, too.
+        only: make only the checks of these names.
+        progress: called with the phase (1, 2, 3) and the hosts that have not answered yet.
 
     Raises:
         ClusterkitError: no such cluster, job or check. A host that does not answer is a finding.
     """
     from clusterkit import doctor as doctors
-    from clusterkit.jobfile import request
     from clusterkit.run.launch import resolved_cluster
 
-    spec = None
-    if job is not None:
-        spec = request.read(job, settings, nodes, gpus).job
-    elif nodes is not None or gpus is not None:
-        spec = request.read(JobSpec(name="any", command=("true",)), (), nodes, gpus).job
+    spec = _read_job(job, settings, nodes, gpus)
     entry = resolved_cluster(cluster, clusters_file, include=include, exclude=exclude)
     backend = backends.backend(entry.backend)
     if not isinstance(backend, SupportsDoctor):
@@ -415,7 +423,7 @@ def doctor(
 
 
 def jobs() -> list[CatalogueEntry]:
-    """Every job file in the nearest ``jobs`` folder from here upwards, and what each needs.
+    """List the job files in the nearest ``jobs`` folder, here or above, and what each needs.
 
     A file that cannot be read is listed with its error.
 
@@ -428,14 +436,14 @@ def jobs() -> list[CatalogueEntry]:
 
 
 def convert(
-    what: str | os.PathLike[str] | None, words: Sequence[str] = (), *, kind: str | None = None
+    file: str | os.PathLike[str] | None, words: Sequence[str] = (), *, kind: str | None = None
 ) -> Converted:
-    """A job, and an entry of the cluster file, from what another tool takes.
+    """Convert what another tool takes to a job, and to an entry of the cluster file.
 
     Args:
-        what: a script, manifest or config; None for a command line.
-        words: the command line, or the program where a file names none.
-        kind: one of `clusterkit.convert.KINDS`; by default what the file looks like.
+        file: a script, manifest or config; None for a command line.
+        words: the command line, or the program if the file names none.
+        kind: one of `clusterkit.convert.KINDS`; by default recognized from the file.
 
     Raises:
         BadInput: an option has no equivalent; the message has its line and name.
@@ -443,40 +451,41 @@ def convert(
     from clusterkit import convert as converter
     from clusterkit.convert import files
 
-    name = "" if what is None else os.fspath(what)
+    name = "" if file is None else os.fspath(file)
     text = None
-    if what is not None:
-        if os.path.isdir(what):
-            name = os.path.join(name, "plan.json")  # what `plan --out` wrote
+    if file is not None:
+        if os.path.isdir(file):
+            name = os.path.join(name, "plan.json")  # a folder that `plan --out` wrote
         text = files.text_of(name)
     return converter.convert(text, words, name=name, kind=kind, read=files.named)
 
 
 def notify(cluster: str = "local", clusters_file: str | os.PathLike[str] | None = None) -> str:
-    """Send a test notification as a cluster's entry says; gives a line that says so.
+    """Send a test notification as a cluster's entry says; return a line that says where to.
 
     Raises:
-        BadInput, NotifyFailed: it names nobody; it was not taken.
+        BadInput: the entry has no `notify`.
+        NotifyFailed: the notification was not accepted.
     """
     from clusterkit.run import notify as notifications
     from clusterkit.run.launch import resolved_cluster
 
     spec = resolved_cluster(cluster, clusters_file).notify
     if spec is None:
-        how = f"{cluster}: {{..., notify: {{url_from: SLACK_WEBHOOK, on: [failed]}}}}"
-        raise BadInput(f"cluster {cluster} has no `notify`", how)
-    what = notifications.Notification("test", f"clusterkit: a test of cluster {cluster}")
-    return notifications.send(spec, what)
+        hint = f"{cluster}: {{..., notify: {{url_from: SLACK_WEBHOOK, on: [failed]}}}}"
+        raise BadInput(f"cluster {cluster} has no `notify`", hint)
+    test = notifications.Notification("test", f"clusterkit: a test of cluster {cluster}")
+    return notifications.send(spec, test)
 
 
 def warm(
     action: Literal["status", "on", "off"] = "status", idle: float | str = "10m"
 ) -> warmth.Warm:
-    """Whether what a run has imported stays in memory for the next one on this machine.
+    """Return or change whether imported modules stay in memory for the next run on this machine.
 
     Args:
-        action: ``on`` and ``off`` change that; ``off`` also ends what is there.
-        idle: how long it stays, in seconds or as ``10m``.
+        action: ``on`` or ``off`` changes it; ``off`` also ends the processes that keep them.
+        idle: how long they stay without a run, in seconds or as ``10m``.
 
     Raises:
         BadInput: ``idle`` is not a length of time.
@@ -491,7 +500,7 @@ def warm(
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema of job files, for editors."""
+    """Return the JSON schema of job files, for editors."""
     from clusterkit.jobfile.schema import json_schema
 
     return json_schema()

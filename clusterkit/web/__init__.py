@@ -1,1 +1,1 @@
-"""The live view of runs in a browser: a server for this machine, its one page, and a report."""
+"""Runs live in a browser: a server for this machine, its one page, and reports as a file."""

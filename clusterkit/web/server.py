@@ -1,19 +1,18 @@
-"""The HTTP server of `clusterkit web`: who may ask, and what for.
+"""The HTTP server of `clusterkit web`: authorization and routes.
 
-The standard library's server, a thread per connection: a few browsers of one person ask it, through
-the loopback interface, and each keeps one connection open for news. What a framework would add
-(workers, routing by decorators, templates) has no use here, and the safe ones of them are not pure
-Python.
+It is the standard library's server with a thread per connection, as it serves a few browsers of
+one person over the loopback interface, each with one connection open for events. A web framework
+would add only what is not needed here: workers, templates, dependencies.
 
-Everything is refused unless
+A request is refused unless
 
-* the `Host` header is an IP address, `localhost` or the name given to ``--host``: a name that
-  somebody else's DNS points here is none of these;
-* `Origin` and `Sec-Fetch-Site`, where the browser sends them, say that our own page asks;
-* the token comes with it, in the URL or a header; to change something, in a header, which no form
-  and no link of another page can set.
+* its `Host` header is an IP address, `localhost` or the name given to ``--host``: this stops DNS
+  rebinding, another site's name that resolves to this machine;
+* `Origin` and `Sec-Fetch-Site`, if the browser sends them, are those of our own page;
+* it has the token, in the URL or a header; for a change in a header, which no form and no link of
+  another page can set.
 
-No path leads to a file: there are the routes below, and run ids are checked.
+No path names a file: there are only the routes below, and run ids are checked.
 """
 
 from __future__ import annotations
@@ -38,15 +37,16 @@ import msgspec
 from clusterkit.errors import ClusterkitError, RunNotFound, Unavailable
 from clusterkit.output import prometheus
 from clusterkit.web import page
-from clusterkit.web.site import MOST_POINTS, News, Site
+from clusterkit.web.site import MOST_POINTS, Changes, Site
 
-NEWS_SECONDS = 0.5
-"""Between two looks at whether something is new."""
-_ALIVE_SECONDS = 15.0
-"""Between two signs of life on a connection that has no news."""
-_BODY = 1 << 16
+EVENT_SECONDS = 0.5
+"""Time between two polls for changes."""
+_KEEP_ALIVE_SECONDS = 15.0
+"""Time between two comments on a connection without events."""
+_BODY_BYTES = 1 << 16
+"""Longest body that is skipped."""
 _CONNECTIONS = 64
-"""At once; more are turned away, so that whoever has no token cannot fill the memory."""
+"""Most connections at once; more are closed, so that clients without a token cannot fill memory."""
 
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -60,18 +60,18 @@ _HEADERS = {
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the runs of this machine until `shutdown`.
+    """Serves the runs of this machine until `shutdown`; ``runs`` are those that ``url`` opens.
 
     Raises:
-        Unavailable: the address is not one of this machine's, or the port is taken.
+        Unavailable: the address is not this machine's, or the port is in use.
     """
 
     daemon_threads = True
     block_on_close = False
     request_queue_size = 2 * _CONNECTIONS
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, opens: Sequence[str] = ()) -> None:
-        self.site, self.host, self._opens = Site(), host, opens
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, runs: Sequence[str] = ()) -> None:
+        self.site, self.host, self._runs = Site(), host, runs
         self.token = secrets.token_urlsafe(32)
         self.stopping = threading.Event()
         self._free = threading.BoundedSemaphore(_CONNECTIONS)
@@ -84,19 +84,19 @@ class Server(ThreadingHTTPServer):
         except OSError as error:
             raise Unavailable(
                 f"--host {host} --port {port}: {error.strerror or error}",
-                "--port 0 takes one that is free; --host is an address of this machine",
+                "--port 0 takes any free one; --host must be an address of this machine",
             ) from error
 
     def server_bind(self) -> None:
-        # Not HTTPServer's, which asks the DNS for a name that nobody here needs.
+        # Not HTTPServer's, which also asks the DNS for a name that is not used.
         socketserver.TCPServer.server_bind(self)
 
     @property
     def url(self) -> str:
-        """With the token: whoever has it may look, and cancel runs."""
+        """The page's address, with the token that allows to read and to cancel runs."""
         host = f"[{self.host}]" if ":" in self.host else self.host
-        others = f"/curves/{','.join(self._opens[1:])}" if self._opens[1:] else ""
-        place = f"#{self._opens[0]}{others}" if self._opens else ""
+        others = f"/curves/{','.join(self._runs[1:])}" if self._runs[1:] else ""
+        place = f"#{self._runs[0]}{others}" if self._runs else ""
         return f"http://{host}:{self.server_address[1]}/?token={self.token}{place}"
 
     def shutdown(self) -> None:
@@ -116,12 +116,12 @@ class Server(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), OSError):  # a browser that went away is none
+        if not isinstance(sys.exception(), OSError):  # the browser closed the connection
             super().handle_error(request, client_address)
 
 
 class _Refused(Exception):
-    """What is answered instead: a status and a sentence."""
+    """An error answer: its HTTP status, message and hint."""
 
     def __init__(self, status: int, message: str, hint: str | None = None) -> None:
         super().__init__(message)
@@ -133,23 +133,17 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "clusterkit", ""
     timeout = 30
-    disable_nagle_algorithm = True  # an answer is two writes: the second would wait for the first
+    disable_nagle_algorithm = True  # an answer is two writes; the second would be delayed
 
     def do_GET(self) -> None:
-        self._answer()
-
-    def do_POST(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
-        self._begun = False
+        self._headers_sent = False
         try:
             self._read_body()
             url = urlsplit(self.path)
             self._query = parse_qs(url.query)
-            self._check()
+            self._authorize()
             if not self.path.startswith("/"):
-                raise _Refused(404, "this is no proxy")
+                raise _Refused(404, "this is not a proxy")
             self._route(url.path)
         except _Refused as refused:
             self._error(refused.status, refused.message, refused.hint)
@@ -159,21 +153,27 @@ class _Handler(BaseHTTPRequestHandler):
             raise
         except Exception:
             traceback.print_exc()
-            self._error(500, "clusterkit failed here; its terminal says how")
+            self._error(500, "clusterkit web failed; see the traceback in its terminal")
+
+    do_POST = do_GET
 
     def _read_body(self) -> None:
-        """Nothing is in it for us, but the next request begins after it."""
+        """Skip the body, which no request needs: the connection's next request begins after it."""
         length = self.headers.get("Content-Length") or "0"
-        if "Transfer-Encoding" in self.headers or not length.isdecimal() or int(length) > _BODY:
+        if (
+            "Transfer-Encoding" in self.headers
+            or not length.isdecimal()
+            or int(length) > _BODY_BYTES
+        ):
             self.close_connection = True
-            raise _Refused(400, "no request here has such a body")
+            raise _Refused(400, "no request of this server has such a body")
         self.rfile.read(int(length))
 
-    # -- who may ask -------------------------------------------------------
+    # -- authorization -----------------------------------------------------
 
-    def _check(self) -> None:
+    def _authorize(self) -> None:
         host = self.headers.get("Host") or ""
-        if len(self.headers.get_all("Host", [])) != 1 or not self._known(host):
+        if len(self.headers.get_all("Host", [])) != 1 or not self._is_our_name(host):
             raise _Refused(403, f"this server is not {host[:80] or 'nameless'}",
                            "ask for it by its IP address, as localhost, or by the name of --host"
                            )  # fmt: skip
@@ -185,13 +185,13 @@ class _Handler(BaseHTTPRequestHandler):
         scheme, _, given = (self.headers.get("Authorization") or "").partition(" ")
         if scheme.lower() != "bearer":
             given = self._query.get("token", [""])[-1] if self.command == "GET" else ""
-        # As bytes: text with other letters than ASCII would be an error.
+        # compare_digest raises for text that is not ASCII.
         if not hmac.compare_digest(given.encode(errors="replace"), self.server.token.encode()):
             raise _Refused(401, "the token is missing or wrong",
                            "open the whole address that `clusterkit web` printed")  # fmt: skip
 
-    def _known(self, host: str) -> bool:
-        """Whether it is us whom the browser means; by any port, which a tunnel may change."""
+    def _is_our_name(self, host: str) -> bool:
+        """Tell whether a `Host` header names this server, with any port: a tunnel may change it."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
@@ -204,7 +204,7 @@ class _Handler(BaseHTTPRequestHandler):
             return False
         return True
 
-    # -- what there is -----------------------------------------------------
+    # -- routes ------------------------------------------------------------
 
     def _route(self, path: str) -> None:
         for method, pattern, answer in _ROUTES:
@@ -213,14 +213,14 @@ class _Handler(BaseHTTPRequestHandler):
                     raise _Refused(405, f"{path}: only {method}")
                 answer(self, *match.groups())
                 return
-        raise _Refused(404, "there is nothing of this name here")
+        raise _Refused(404, "there is no such page")
 
     def _page(self) -> None:
-        self._send(page.whole(), "text/html; charset=utf-8")
+        self._send(page.render(), "text/html; charset=utf-8")
 
     def _report(self) -> None:
         ids = self._query.get("run", [])
-        document = page.whole(self.server.site.report(ids), time.time())
+        document = page.render(self.server.site.report(ids), time.time())
         name = ids[0] if len(ids) == 1 and re.fullmatch(r"[\w-]+", ids[0]) else "runs"
         self._send(document, "text/html; charset=utf-8", f"{name}.html")
 
@@ -236,30 +236,30 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _log(self, run: str) -> None:
         attempt, node = self._number("attempt", int), self._number("node", int) or 0
-        which: dict[str, Any] = {key: self._number(key, int) for key in ("rank", "before", "after")}
-        which["search"] = self._query.get("search", [""])[-1]
-        self._json(self.server.site.log(run, attempt, node, **which))
+        numbers = {key: self._number(key, int) for key in ("rank", "before", "after")}
+        search = self._query.get("search", [""])[-1]
+        self._json(self.server.site.log(run, attempt, node, search=search, **numbers))
 
     def _line(self, run: str) -> None:
         attempt, node = self._number("attempt", int), self._number("node", int) or 0
         self._json(self.server.site.line(run, attempt, node, self._number("at", int) or 0))
 
-    def _news(self) -> None:
-        """Server-sent events: which runs have something new, until the browser goes away."""
-        # First: whoever has the beginning of this answer and asks then has missed nothing.
-        news = News(self.server.site, self._query.get("run", []))
+    def _events(self) -> None:
+        """Send an event for each run that changes, until the browser closes the connection."""
+        # Before the headers: a browser that has them and then requests data misses no change.
+        changes = Changes(self.server.site, self._query.get("run", []))
         self.close_connection = True
         self._head(200, "text/event-stream")
         quiet = 0.0
         while True:
-            events = news.look()
-            quiet = 0.0 if events else quiet + NEWS_SECONDS
+            events = changes.poll()
+            quiet = 0.0 if events else quiet + EVENT_SECONDS
             for event in events:
                 self.wfile.write(b"data: " + _json(event) + b"\n\n")
-            if quiet >= _ALIVE_SECONDS:
+            if quiet >= _KEEP_ALIVE_SECONDS:
                 quiet = 0.0
                 self.wfile.write(b":\n\n")
-            if self.server.stopping.wait(0.01 if news.behind else NEWS_SECONDS):
+            if self.server.stopping.wait(0.01 if changes.behind else EVENT_SECONDS):
                 return
 
     def _number(self, name: str, kind: Callable[[str], Any]) -> Any:
@@ -269,7 +269,7 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError:
             raise _Refused(400, f"{name}={text[:40]}: not a number") from None
 
-    # -- how it is said ----------------------------------------------------
+    # -- answers -----------------------------------------------------------
 
     def _json(self, document: object) -> None:
         self._send(_json(document), "application/json")
@@ -282,7 +282,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _head(self, status: int, kind: str, more: dict[str, str] | None = None) -> None:
-        self._begun = True
+        self._headers_sent = True
         self.send_response(status)
         for key, value in {"Content-Type": kind, **_HEADERS, **(more or {})}.items():
             self.send_header(key, value)
@@ -291,28 +291,28 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _error(self, status: int, message: str, hint: str | None = None) -> None:
-        if self._begun:  # half an answer was given: no other one can follow
+        if self._headers_sent:  # too late for another answer
             self.close_connection = True
             return
         self._send(_json({"error": message, "hint": hint}), "application/json", status=status)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Of the base class, for what is no HTTP, or a method that is none of ours."""
+        """Answer what is not HTTP, or another method; called by the base class."""
         self.close_connection = True
-        self._begun = False
+        self._headers_sent = False
         self._error(code, message or "no such request")
 
     def log_message(self, format: str, *args: Any) -> None:
-        """The terminal shows the address and nothing else; and a URL holds the token."""
+        """Log nothing: the terminal shows only the address, and a URL would reveal the token."""
 
 
 def _json(document: object) -> bytes:
     return msgspec.json.encode(document)
 
 
-def _as_json(question: Callable[..., object]) -> Callable[..., None]:
-    """A route to what a function of the site gives, which the path says all about."""
-    return lambda handler, *given: handler._json(question(handler.server.site, *given))
+def _as_json(method: Callable[..., object]) -> Callable[..., None]:
+    """Make a route of a method of `Site` whose arguments are all in the path."""
+    return lambda handler, *arguments: handler._json(method(handler.server.site, *arguments))
 
 
 _RUN = r"/api/runs/([a-z0-9][a-z0-9-]{0,62})"
@@ -322,7 +322,7 @@ _ROUTES: list[tuple[str, re.Pattern[str], Callable[..., None]]] = [
         ("GET", "/", _Handler._page),
         ("GET", "/report.html", _Handler._report),
         ("GET", "/metrics", _Handler._prometheus),
-        ("GET", "/api/news", _Handler._news),
+        ("GET", "/api/news", _Handler._events),
         ("GET", "/api/runs", _as_json(Site.runs)),
         ("GET", _RUN, _as_json(Site.run)),
         ("GET", f"{_RUN}/plan", _as_json(Site.plan)),

@@ -1,7 +1,7 @@
-"""What the page of `clusterkit web` asks for, as functions that give JSON documents.
+"""The data that the page of `clusterkit web` requests, as JSON documents.
 
-Several browsers may ask at once, each in a thread of its own. Of every run that somebody looks at
-there is one `LiveRun`, whose file positions and numbers all of them share.
+Each browser is served by a thread of its own; all threads share one `LiveRun` for each run that is
+looked at.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from clusterkit.ui.formatting import printable, remark_lines
 from clusterkit.web import log_pages, page
 
 READ_SECONDS = 0.25
-"""That one question reads a log which is long and new to us; the page asks again."""
+"""How long one request reads a long log that is not read yet; the page requests again."""
 REFRESH_SECONDS = 5.0
-"""Between two questions to a cluster how a run is that nobody watches over."""
+"""Time between two questions to the backend about a run without a supervisor."""
 LISTING_SECONDS = 2.0
 MOST_POINTS = 20_000
 REPORT_POINTS = 4000
 REPORT_LINES = 20_000
-"""Of the logs of a report, divided among its nodes."""
+"""Most lines of logs in a report, divided among its nodes."""
 _LAST_SHOWN = 200
 
 
 class Watched:
-    """A run that somebody looks at."""
+    """A run that a browser looks at."""
 
     def __init__(self, folder: run_folder.RunFolder) -> None:
         self.live = LiveRun(folder)
-        self.news: Counter[str] = Counter()
-        """How often each kind of thing has been new."""
+        self.changes: Counter[str] = Counter()
+        """How often each part of the run has changed."""
         self._lock = threading.Lock()
         self._refreshed = 0.0
 
     @contextmanager
     def fresh(self, seconds: float = READ_SECONDS) -> Iterator[LiveRun]:
-        """The run as it is now, while nobody else reads on."""
+        """Read what is new, for up to ``seconds``; give the run while no other thread polls it."""
         with self._lock:
             end = time.monotonic() + seconds
             while True:
-                self.news.update(self.live.poll())
+                self.changes.update(self.live.poll())
                 if not self.live.behind or time.monotonic() > end:
                     break
             if self.live.stale and time.monotonic() > self._refreshed + REFRESH_SECONDS:
@@ -65,8 +65,8 @@ class Watched:
             yield self.live
 
     def _refresh(self) -> None:
-        self.live.refresh()  # without the lock: it may log in to every host
-        self.news.update(["status"])
+        self.live.refresh()  # without the lock: it may connect to every host
+        self.changes.update(["status"])
 
 
 class Site:
@@ -78,10 +78,10 @@ class Site:
         self._lock = threading.Lock()
 
     def watched(self, run: str) -> Watched:
-        """A run, which is watched from now on.
+        """Return a run by its whole id, and keep it for other requests.
 
         Raises:
-            RunNotFound: there is none of this id.
+            RunNotFound: there is no such run.
         """
         with self._lock:
             found = self._watched.get(run)
@@ -95,7 +95,7 @@ class Site:
     # -- runs --------------------------------------------------------------
 
     def runs(self) -> list[dict[str, Any]]:
-        """Every run, newest first, in a few words."""
+        """Return the runs for the list, newest first."""
         with self._lock:
             found = self._listing.poll()
         return [
@@ -107,11 +107,11 @@ class Site:
         ]  # fmt: skip
 
     def run(self, run: str) -> dict[str, Any]:
-        """All that fits on a screen of one run."""
+        """Return a run's state, ranks, events, newest metrics, job and cluster."""
         with self.watched(run).fresh() as live:
             status, reported, plan = live.status, live.reported, live.plan
             document: dict[str, Any] = msgspec.to_builtins(status)
-            stands = standstill(status)
+            hang = standstill(status)
             views = sorted(
                 [*live.launchers.values(), *live.ranks.values()],
                 key=lambda view: (view.node, -1 if view.rank is None else view.rank),
@@ -131,35 +131,34 @@ class Site:
                 ],
                 "ranks": [_rank(live, view) for view in views],
                 "events": [msgspec.to_builtins(event) for event in live.events],
-                "standstill": stands and {
-                    "text": stands.text,
-                    "missing": sorted(stands.missing), "waiting": sorted(stands.waiting),
+                "standstill": hang and {
+                    "text": hang.text,
+                    "missing": sorted(hang.missing), "waiting": sorted(hang.waiting),
                 },
                 "notes": [
                     text
                     for text in (status.remark, *remark_lines(status))
-                    if text and not (stands and stands.text in text)  # told already
+                    if text and not (hang and hang.text in text)  # it is in standstill
                 ],
                 "documents": {
                     name: live.folder.maybe_json(f"{name}.json", dict)
                     for name in ("job", "cluster")
                 },
             }  # fmt: skip
-            failures = [document["failure"], *(each["failure"] for each in document["attempts"])]
-            whose = [status.failure, *(each.failure for each in status.attempts)]
-        for shown, failure in zip(failures, whose, strict=True):
+        failures = [status.failure, *(attempt.failure for attempt in status.attempts)]
+        for entry, failure in zip([document, *document["attempts"]], failures, strict=True):
             if failure is not None:
-                shown["who"] = failure.origin
-                shown["cause"] = printable(failure.cause, colours=False)
+                cause = printable(failure.cause, colours=False)
+                entry["failure"] |= {"who": failure.origin, "cause": cause}
         return document
 
     def plan(self, run: str) -> dict[str, str]:
-        """What its submit was."""
+        """Return the plan that was carried out."""
         text = self.watched(run).live.folder.read("plan.txt").decode(errors="replace")
         return {"text": printable(text, colours=False)}
 
     def cancel(self, run: str) -> Any:
-        """End it, with everything it started."""
+        """Cancel a run."""
         status = control.cancel(self.watched(run).live.folder)
         return {"state": status.state, "remark": status.remark}
 
@@ -173,7 +172,7 @@ class Site:
         low: float | None = None,
         high: float | None = None,
     ) -> dict[str, Any]:
-        """Curves between two steps, of at most ``most`` points each."""
+        """Return metrics between two steps, at most ``most`` points of each."""
         with self.watched(run).fresh() as live:
             found = {
                 name: live.reported.series[name] for name in names if name in live.reported.series
@@ -188,12 +187,12 @@ class Site:
             }  # fmt: skip
 
     def reported(self, names: Iterable[str] = ()) -> list[Reported]:
-        """What a scrape gets: these runs; without names, those that go on or were looked at."""
+        """Return runs for Prometheus; without names, those that run or were looked at."""
         chosen = list(names)
         if not chosen:
             with self._lock:
-                going = [status.run for status in self._listing.poll() if not status.state.final]
-                chosen = [*dict.fromkeys([*going, *self._watched])]
+                running = [run.run for run in self._listing.poll() if not run.state.final]
+                chosen = [*dict.fromkeys([*running, *self._watched])]
         found = []
         for name in chosen:
             with self.watched(name).fresh() as live:
@@ -202,12 +201,12 @@ class Site:
 
     # -- logs --------------------------------------------------------------
 
-    def log(self, run: str, attempt: int | None, node: int, **which: Any) -> dict[str, Any]:
-        """Lines of a node; ``which``: as for `log_pages.page`."""
-        return log_pages.page(self._log(run, attempt, node), **which)
+    def log(self, run: str, attempt: int | None, node: int, **options: Any) -> dict[str, Any]:
+        """Return a page of a node's log; options as for `log_pages.page`."""
+        return log_pages.page(self._log(run, attempt, node), **options)
 
     def line(self, run: str, attempt: int | None, node: int, at: int) -> dict[str, str]:
-        """All of one line."""
+        """Return the whole line that begins at an offset."""
         return {"text": log_pages.line(self._log(run, attempt, node), at)}
 
     def _log(self, run: str, attempt: int | None, node: int) -> Path:
@@ -217,13 +216,13 @@ class Site:
     # -- reports --------------------------------------------------
 
     def report(self, names: Sequence[str]) -> dict[str, Any]:
-        """What the page asks for of these runs, by the path by which it does.
+        """Return all answers that the page needs for these runs, by path.
 
         Raises:
-            RunNotFound: one is not there, or none is named.
+            RunNotFound: a run does not exist, or none is named.
         """
         if not names:
-            raise RunNotFound("a report is of some run")
+            raise RunNotFound("a report needs at least one run")
         answers: dict[str, Any] = {}
         for name in names:
             with self.watched(name).fresh(math.inf):
@@ -254,11 +253,11 @@ class Site:
         return lines[-most:]
 
 
-class News:
-    """What is new, of all runs and of some, since somebody looked last; made with a first look.
+class Changes:
+    """What has changed in the list of runs, and in some runs, since the last `poll`.
 
     Raises:
-        RunNotFound: one of them is not there.
+        RunNotFound: one of the runs does not exist.
     """
 
     def __init__(self, site: Site, names: Sequence[str]) -> None:
@@ -267,31 +266,32 @@ class News:
         self._due = 0.0
         self._seen: dict[str, Counter[str]] = {}
         self.behind = False
-        """There is more to read of a log: look again at once."""
-        self.look()
+        """There is more of a log to read: poll again at once."""
+        self.poll()
 
-    def look(self) -> list[dict[str, Any]]:
-        news: list[dict[str, Any]] = []
+    def poll(self) -> list[dict[str, Any]]:
+        """Return an event for the list, and for each run, that has changed."""
+        events: list[dict[str, Any]] = []
         if time.monotonic() >= self._due:
             self._due = time.monotonic() + LISTING_SECONDS
             before, self._listed = self._listed, self._site.runs()
             if before not in (None, self._listed):
-                news.append({"run": None, "new": ["runs"]})
+                events.append({"run": None, "new": ["runs"]})
         self.behind = False
         for name in self._names:
             watched = self._site.watched(name)
             with watched.fresh() as live:
-                now = Counter(watched.news)
+                now = Counter(watched.changes)
                 self.behind |= live.behind
             if new := sorted(now - self._seen.get(name, now)):
-                news.append({"run": name, "new": new})
+                events.append({"run": name, "new": new})
             self._seen[name] = now
-        return news
+        return events
 
 
 def write_report(names: Sequence[str], output: Path) -> Path:
-    """Write what the page shows of these runs as one file that needs no server."""
-    write_atomic(output, page.whole(Site().report(names), time.time()))
+    """Write a report on runs as one HTML file, and return its path."""
+    write_atomic(output, page.render(Site().report(names), time.time()))
     return output
 
 
@@ -308,11 +308,11 @@ def _rank(live: LiveRun, view: RankView) -> dict[str, Any]:
 def points(
     series: Series, most: int, low: float | None = None, high: float | None = None
 ) -> tuple[list[int], list[float]]:
-    """At most ``most`` points (10 or more) between two steps, that draw as all of them would.
+    """Return at most ``most`` points (10 or more) between two steps, which draw like all of them.
 
-    They are the first, the last, and the lowest and highest of each of equal parts: no peak is
-    lost, as it is with averages or with every tenth point. One point to each side is given as
-    well, so that a line reaches the edges of what is shown.
+    They are the first, the last, and the lowest and highest of equal parts: no peak is lost, as it
+    would be with averages or with every tenth point. One point on each side is included, so that
+    the line reaches the edges of the chart.
     """
     steps, values = series.steps, series.values
     begin = 0 if low is None else max(0, bisect_left(steps, low) - 1)

@@ -49,7 +49,7 @@ def run(unstarted_run, by_hand):
 
 @pytest.fixture
 def server(monkeypatch):
-    monkeypatch.setattr(servers, "NEWS_SECONDS", 0.01)
+    monkeypatch.setattr(servers, "EVENT_SECONDS", 0.01)
     with Server() as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
