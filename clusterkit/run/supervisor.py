@@ -122,6 +122,10 @@ class Supervisor:
     def _to_be_ended(self) -> bool:
         return self.terminated or self.folder.is_cancelled()
 
+    @property
+    def restarts_left(self) -> int:
+        return self.status.restarts_left or 0
+
     # -- from attempt to attempt ---------------------------------------------
 
     def _attempts(self, adopt: bool = False) -> None:
@@ -133,7 +137,7 @@ class Supervisor:
             handle = self._handle()
             seen = self._watch(handle)
             self.followed = started = seen.next_attempt is not None
-            self._update(restarts_left=seen.remaining_restarts(self.status.restarts_left or 0))
+            self._update(restarts_left=seen.remaining_restarts(self.restarts_left))
             if not started and (end := self._clean_up(handle, seen)) is not None:
                 return self._finish(end)
             failure = diagnosis(handle, seen)
@@ -204,10 +208,10 @@ class Supervisor:
             self._plan_anew(*move_port(self.cluster, self.facts, port, why))
         elif lost and self.replaces_lost and not decided and self._losses_allowed():
             return self._replace(lost, handle, seen, failure)
-        elif not self.status.restarts_left or decided or (lost and self.job.on_node_loss == "fail"):
+        elif not self.restarts_left or decided or (lost and self.job.on_node_loss == "fail"):
             return State.FAILED
         else:
-            self._update(restarts_left=self.status.restarts_left - 1)
+            self._update(restarts_left=self.restarts_left - 1)
             self._failed_event(failure)
         return None
 
@@ -221,7 +225,7 @@ class Supervisor:
     def _replace(
         self, lost: list[NodeStatus], handle: RunHandle, seen: Observation, failure: Failure
     ) -> State | None:
-        """As `_prepare_next`, after nodes were lost: wait for them, or plan without them."""
+        """Do `_prepare_next` after nodes were lost: wait for them, or plan without them."""
         hosts = [self.plan.hosts[node.node] for node in lost]
         why, until = f"waiting for {lost_nodes.names(lost)}", time.time() + LOST_SECONDS
         waiting = partial(msgspec.structs.replace, state=State.RESTARTING, reason=why, until=until)
@@ -249,7 +253,7 @@ class Supervisor:
     def _failed_event(self, failure: Failure) -> None:
         self._event(
             f"attempt {self.status.attempt} failed: {failure.line}; "
-            f"starting again, {counted(self.status.restarts_left or 0, 'restart')} left"
+            f"starting again, {counted(self.restarts_left, 'restart')} left"
         )
 
     def _attempt_ended(self, failure: Failure) -> None:
@@ -297,15 +301,15 @@ class Supervisor:
             unreported = not (cancelled or seen.next_attempt) and self.rejoin.unreported(
                 seen, now, self.followed
             )
-            come = phase(self.plan, seen, pending=bool(pending), unreported=unreported)
-            if come is Phase.ENDED:
+            reached = phase(self.plan, seen, pending=bool(pending), unreported=unreported)
+            if reached is Phase.ENDED:
                 failed = self.plan.places - sum(n.state is State.SUCCEEDED for n in seen.nodes)
                 if seen.state is State.SUCCEEDED and failed > 0:
                     self._event(f"{failed} of {self.plan.places} elastic nodes failed")
                 return seen
             if self._to_be_ended() and not cancelled:
                 cancel_at = now
-            elif come is Phase.ENDING and cancel_at is None:
+            elif reached is Phase.ENDING and cancel_at is None:
                 cancel_at = now + PEERS_SECONDS
             if cancel_at is None:
                 self._rejoin_lost(seen, now)
@@ -370,7 +374,7 @@ class Supervisor:
         changed = self.backend.before_attempt(self.cluster, self.facts, self.transport, fresh=fresh)
         if changed is not None:
             self._plan_anew(*changed)
-        elif (self.status.restarts_left or 0) < self.plan.restarts:
+        elif self.restarts_left < self.plan.restarts:
             self._plan_anew(self.facts)
 
     def _plan_anew(self, facts: Facts, why: str | None = None, spares: int | None = None) -> None:
@@ -380,7 +384,7 @@ class Supervisor:
         self.facts = facts
         if spares is None:
             spares = self.job.spares and self.plan.nodes - self.plan.topology["nodes"]
-        restarts = self.status.restarts_left or 0
+        restarts = self.restarts_left
         job = msgspec.structs.replace(self.job, restarts=restarts, spares=spares)
         self.plan = self.backend.plan(job, self.cluster, self.facts, self.folder.run_id)
         self.folder.save_plan(self.facts, self.plan)
