@@ -431,6 +431,19 @@ def supervise_with(unstarted_run, monkeypatch):
     return go
 
 
+def went_on(attempt, *states, left=None):
+    """An attempt that has ended so, and whose agents have begun that one."""
+    return msgspec.structs.replace(observed(*states), next_attempt=attempt, restarts_left=left)
+
+
+def saved(state, **fields):
+    def adopt(supervisor):
+        before = msgspec.structs.replace(supervisor.status, state=state, **fields)
+        supervisor.folder.write_json("state.json", before)
+
+    return adopt
+
+
 class Kept(Scripted, SupportsCleanup):
     """One whose nodes stay with a service, which does not answer the first few times."""
 
@@ -462,30 +475,60 @@ def test_what_a_service_did_not_remove_is_told_of_until_it_is(supervise_with, mo
     assert status.remark is None
 
 
-def test_a_run_that_succeeds_is_not_repeated(supervise_with):
-    backend, status, events = supervise_with([observed(OK)], "launcher: forkserver\nrestarts: 3\n")
-    assert (status.state, status.exit_code, status.attempt) == (State.SUCCEEDED, 0, 1)
-    assert [attempt for attempt, _ in backend.submitted] == [1]
-    assert events == []
+@pytest.mark.parametrize(
+    ("restarts", "attempts", "adopt", "started", "end"),
+    [
+        pytest.param(3, [observed(OK)], None, [1], (State.SUCCEEDED, 0, 1, 3, 0), id="success"),
+        pytest.param(
+            2, [observed(BAD), observed(BAD), observed(OK)], None,
+            [1, 2, 3], (State.SUCCEEDED, 0, 3, 0, 2), id="as often as the job says"),
+        pytest.param(
+            0, [observed(BAD, code=7)], None, [1], (State.FAILED, 7, 1, 0, 0), id="no restarts"),
+        pytest.param(
+            2, [went_on(2, BAD, left=1), observed(BAD), observed(OK)], None,
+            [1, 3], (State.SUCCEEDED, 0, 3, 0, 2), id="the agents restart once"),
+        pytest.param(
+            2, [went_on(2, BAD, left=1), went_on(3, BAD, left=0), observed(BAD, code=9)], None,
+            [1], (State.FAILED, 9, 3, 0, 2), id="the agents use all restarts"),
+        pytest.param(
+            1, [went_on(2, State.UNKNOWN), observed(BAD), observed(OK)], None,
+            [1, 3], (State.SUCCEEDED, 0, 3, 0, 2), id="a platform's restart is free"),
+        pytest.param(
+            2, [msgspec.structs.replace(observed(BAD, code=9), final=True)], None,
+            [1], (State.FAILED, 9, 1, 2, 0), id="the agents have decided"),
+        pytest.param(
+            1, [observed(BAD), observed(OK)], saved(State.RUNNING),
+            [2], (State.SUCCEEDED, 0, 2, 0, 1), id="failed without a supervisor"),
+        pytest.param(
+            1, [observed(BAD)] * 3 + [observed(OK)],
+            saved(State.RUNNING, attempt=3, restarts_left=1),
+            [4], (State.SUCCEEDED, 0, 4, 0, 1), id="attached after a free restart"),
+        pytest.param(
+            2, [went_on(2, BAD), went_on(3, BAD), observed(OK)], saved(State.RUNNING),
+            [], (State.SUCCEEDED, 0, 3, 2, 2), id="attached while agents restart"),
+    ],
+)  # fmt: skip
+def test_which_attempts_are_started_and_how_the_run_ends(
+    supervise_with, restarts, attempts, adopt, started, end
+):
+    job = f"launcher: forkserver\nrestarts: {restarts}\n"
+    backend, status, _ = supervise_with(attempts, job, adopt)
+    assert [attempt for attempt, _ in backend.submitted] == started
+    earlier = len(status.attempts)
+    assert (status.state, status.exit_code, status.attempt, status.restarts_left, earlier) == end
+    assert status.finished_at is not None
 
 
-def test_a_failed_run_is_restarted_as_often_as_the_job_says(supervise_with):
+def test_events_name_each_failure_and_the_restarts_that_are_left(supervise_with):
     attempts = [observed(BAD), observed(BAD), observed(OK)]
-    backend, status, events = supervise_with(attempts, "launcher: forkserver\nrestarts: 2\n")
-    assert (status.state, status.attempt) == (State.SUCCEEDED, 3)
-    assert [attempt for attempt, _ in backend.submitted] == [1, 2, 3]
+    _, _, events = supervise_with(attempts, "launcher: forkserver\nrestarts: 2\n")
     assert events[0].text.startswith("attempt 1 failed: node 0: its launcher exited with 1;")
     assert [event.text.split("; ")[-1] for event in events] == [
         "starting again, 1 restart left",
         "starting again, 0 restarts left",
     ]
-
-
-def test_without_restarts_the_first_failure_is_the_end(supervise_with):
-    backend, status, _ = supervise_with([observed(BAD, code=7)])
-    assert (status.state, status.exit_code, status.attempt) == (State.FAILED, 7, 1)
-    assert len(backend.submitted) == 1
-    assert status.finished_at is not None
+    _, _, events = supervise_with([observed(OK)], "launcher: forkserver\nrestarts: 3\n")
+    assert events == []
 
 
 def test_a_run_that_its_nodes_ended_at_the_time_limit_says_so_and_is_over(supervise_with):
@@ -522,11 +565,6 @@ def test_a_rank_of_a_node_that_was_stopped_for_another_s_failure_may_have_failed
         assert [end.node for end in from_files(stopped, ended).rank_exits] == expected
 
 
-def went_on(attempt, *states, left=None):
-    """An attempt that has ended so, and whose agents have begun that one."""
-    return msgspec.structs.replace(observed(*states), next_attempt=attempt, restarts_left=left)
-
-
 def test_an_attempt_that_the_agents_begin_is_followed_and_not_started(supervise_with):
     job = "launcher: forkserver\nnodes: 2\nrestarts: 2\n"
     backend, status, events = supervise_with(
@@ -544,19 +582,6 @@ def test_an_attempt_that_the_agents_begin_is_followed_and_not_started(supervise_
     ]
 
 
-def test_what_the_agents_cannot_begin_is_started_while_restarts_are_left(supervise_with):
-    job = "launcher: forkserver\nrestarts: 2\n"
-    first = went_on(2, BAD, left=1)
-    backend, status, _ = supervise_with([first, observed(BAD), observed(OK)], job)
-    assert [attempt for attempt, _ in backend.submitted] == [1, 3]
-    assert (status.state, status.attempt) == (State.SUCCEEDED, 3)
-    backend, status, _ = supervise_with(
-        [first, went_on(3, BAD, left=0), observed(BAD, code=9)], job
-    )
-    assert [attempt for attempt, _ in backend.submitted] == [1]
-    assert (status.state, status.exit_code) == (State.FAILED, 9)
-
-
 def test_supervisor_and_agents_have_the_same_restarts(supervise_with):
     job = "launcher: forkserver\nrestarts: 3\n"
     backend, status, _ = supervise_with(
@@ -565,29 +590,6 @@ def test_supervisor_and_agents_have_the_same_restarts(supervise_with):
     assert [attempt for attempt, _ in backend.submitted] == [1, 2, 4]
     assert backend.given == [3, 2, 0]
     assert (status.state, status.exit_code, status.restarts_left) == (State.FAILED, 9, 0)
-
-
-def test_an_attempt_that_a_platform_begins_costs_no_restart(supervise_with):
-    job = "launcher: forkserver\nrestarts: 1\n"
-    preempted = went_on(2, State.UNKNOWN)
-    backend, status, _ = supervise_with([preempted, observed(BAD), observed(OK)], job)
-    assert [attempt for attempt, _ in backend.submitted] == [1, 3]
-    assert status.state is State.SUCCEEDED
-
-
-def test_whoever_attaches_counts_what_a_lost_node_did_not_cost(supervise_with):
-    adopt = saved(State.RUNNING, attempt=3, restarts_left=1)
-    attempts = [observed(BAD), observed(BAD), observed(BAD), observed(OK)]
-    backend, status, _ = supervise_with(attempts, "launcher: forkserver\nrestarts: 1\n", adopt)
-    assert [attempt for attempt, _ in backend.submitted] == [4]
-    assert (status.state, status.restarts_left) == (State.SUCCEEDED, 0)
-
-
-def test_what_the_agents_have_decided_is_not_started_again(supervise_with):
-    over = msgspec.structs.replace(observed(BAD, code=9), final=True)
-    backend, status, _ = supervise_with([over], "launcher: forkserver\nrestarts: 2\n")
-    assert [attempt for attempt, _ in backend.submitted] == [1]
-    assert (status.state, status.exit_code) == (State.FAILED, 9)
 
 
 def test_a_node_that_did_not_go_on_with_the_others_is_not_waited_for(supervise_with):
@@ -608,15 +610,6 @@ def test_a_cancel_ends_what_the_agents_may_have_begun(supervise_with):
     backend, status, _ = supervise_with([went_on(2, BAD), observed(UP)], job, adopt=cancelled)
     assert backend.cancelled >= 1
     assert status.state is State.CANCELLED
-
-
-def test_whoever_attaches_follows_what_the_agents_began_meanwhile(supervise_with):
-    job = "launcher: forkserver\nrestarts: 2\n"
-    backend, status, _ = supervise_with(
-        [went_on(2, BAD), went_on(3, BAD), observed(OK)], job, adopt=saved(State.RUNNING)
-    )
-    assert backend.submitted == []
-    assert (status.state, len(status.attempts)) == (State.SUCCEEDED, 2)
 
 
 def test_a_node_that_fails_takes_the_others_down(supervise_with):
@@ -1146,23 +1139,6 @@ def test_a_run_whose_submit_was_killed_is_not_attached_to(run, hand, monkeypatch
     monkeypatch.setattr(supervise, "spawn", lambda *_, **__: pytest.fail("it was started"))
     hand.unwatched()
     assert not run.attach()
-
-
-def saved(state, **fields):
-    def adopt(supervisor):
-        before = msgspec.structs.replace(supervisor.status, state=state, **fields)
-        supervisor.folder.write_json("state.json", before)
-
-    return adopt
-
-
-def test_an_attempt_that_failed_unwatched_is_followed_by_another(supervise_with):
-    job = "launcher: forkserver\nrestarts: 1\n"
-    backend, status, _ = supervise_with(
-        [observed(BAD), observed(OK)], job, adopt=saved(State.RUNNING)
-    )
-    assert [attempt for attempt, _ in backend.submitted] == [2]
-    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
 
 
 def test_an_attempt_that_was_about_to_start_is_ended_and_followed_by_another(supervise_with):
