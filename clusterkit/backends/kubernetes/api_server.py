@@ -24,7 +24,7 @@ import yaml
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.lost_pods import JSON, force
 from clusterkit.backends.kubernetes.nodes import is_ready
-from clusterkit.backends.kubernetes.objects import MANAGER, RUN, Object, as_yaml, path_to
+from clusterkit.backends.kubernetes.objects import MANAGER, RUN, Object, as_yaml, plural
 from clusterkit.backends.kubernetes.pod_status import Pod
 from clusterkit.cluster import KubernetesCluster
 from clusterkit.errors import BadInput, RunFolderError, SubmitFailed, Unavailable
@@ -312,6 +312,22 @@ def connect(kubeconfig: str | None, context: str | None) -> ApiClient:
         ) from None
 
 
+def context_of(cluster: KubernetesCluster) -> tuple[str, str]:
+    """Return the names of the context and of the namespace."""
+    try:
+        from kubernetes import config
+    except ImportError:
+        raise not_installed() from None
+    try:
+        contexts, active = config.list_kube_config_contexts(cluster.kubeconfig)  # type: ignore[no-untyped-call]
+        chosen = next((each for each in contexts if each["name"] == cluster.context), active)
+        own = chosen["context"].get("namespace")
+    except (config.ConfigException, yaml.YAMLError, OSError, ValueError, TypeError, KeyError):
+        # In a pod there is no kubeconfig; `connect` reports what is wrong with one.
+        return cluster.context or "", cluster.namespace or "default"
+    return str(chosen["name"]), str(cluster.namespace or own or "default")
+
+
 def not_installed() -> Unavailable:
     return Unavailable(
         "backend kubernetes needs the package kubernetes",
@@ -344,16 +360,17 @@ def _with_keys_in_memory(client: ApiClient) -> ApiClient:
 
 
 class Server:
-    """The API server of a context. Each method raises as `KubeTransport.request`."""
+    """The API server of a context, and a namespace. Methods raise as `KubeTransport.request`."""
 
-    def __init__(self, context: Context, transport: Transport) -> None:
+    def __init__(self, context: Context, namespace: str, transport: Transport) -> None:
         assert isinstance(transport, KubeTransport)
-        self._context = context
-        self._transport = transport
+        self._context, self.namespace, self._transport = context, namespace, transport
 
-    @classmethod
-    def of(cls, cluster: KubernetesCluster, transport: Transport) -> Server:
-        return cls(Context(cluster.kubeconfig, cluster.context), transport)
+    def path(self, api: str, kind: str, name: str = "") -> str:
+        """Return the path of an object of the namespace, or of all of its kind."""
+        root = f"/apis/{api}" if "/" in api else f"/api/{api}"
+        listed = f"{root}/namespaces/{quote(self.namespace)}/{plural(kind)}"
+        return f"{listed}/{quote(name)}" if name else listed
 
     def request(self, method: str, path: str, body: object = None, content: str = JSON) -> str:
         """Send a request and return the body of the answer."""
@@ -395,6 +412,18 @@ class Server:
         return self._transport.stream(self._context, path)
 
 
+class ClusterServer(Server):
+    """The server and the namespace that a cluster entry names.
+
+    Attributes:
+        context_name: name of the context, which may not be the current one later.
+    """
+
+    def __init__(self, cluster: KubernetesCluster, transport: Transport) -> None:
+        self.context_name, namespace = context_of(cluster)
+        super().__init__(Context(cluster.kubeconfig, cluster.context), namespace, transport)
+
+
 class RunObjects(Server):
     """The objects of a run, on the server and in the namespace that its plan names."""
 
@@ -405,15 +434,11 @@ class RunObjects(Server):
                 f"run {plan.run_id}: its plan does not say where its objects are",
                 hint="it was submitted by an older clusterkit; `kubectl` can follow and delete it",
             )
-        super().__init__(Context(native.kubeconfig, native.context), transport)
-        self.namespace = native.namespace
+        context = Context(native.kubeconfig, native.context)
+        super().__init__(context, native.namespace, transport)
         self.flavor = FLAVORS[native.flavor]
         self.name = native.name
         self._run_id = plan.run_id
-
-    def path(self, api: str, kind: str, name: str = "") -> str:
-        """Return the path of an object of the namespace, or of all of a kind."""
-        return path_to(api, self.namespace, kind, name)
 
     def pod_path(self, name: str) -> str:
         return self.path("v1", "Pod", name)

@@ -24,14 +24,14 @@ from clusterkit.backends.base import (
     SupportsRemoteRuns,
     SupportsSync,
 )
-from clusterkit.backends.kubernetes.api_server import KubeTransport, RunObjects, Server
+from clusterkit.backends.kubernetes.api_server import ClusterServer, KubeTransport, RunObjects
 from clusterkit.backends.kubernetes.apply import apply, kustomized, objects_of, remove
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.monitor import PodMonitor, status_now
 from clusterkit.backends.kubernetes.objects import Object
 from clusterkit.backends.kubernetes.observe import list_pods
 from clusterkit.backends.kubernetes.pod_log import fetch_logs
-from clusterkit.backends.kubernetes.probe import context_of, facts_of, places
+from clusterkit.backends.kubernetes.probe import facts_of, places
 from clusterkit.backends.kubernetes.remote_runs import for_machine, listing, recover
 from clusterkit.backends.kubernetes.validation import check_entry
 from clusterkit.backends.probing import assumed_gpus
@@ -147,15 +147,14 @@ class KubernetesBackend(
     # -- runs of other machines -----------------------------------------------
 
     def listing(self, cluster: KubernetesCluster, transport: Transport) -> list[RemoteRun]:
-        return listing(Server.of(cluster, transport), context_of(cluster)[1])
+        return listing(ClusterServer(cluster, transport))
 
     def recover(self, run: str, cluster: KubernetesCluster, transport: Transport) -> Recovered:
-        context, namespace = context_of(cluster)
-        server = Server.of(cluster, transport)
-        ids = [each.run for each in listing(server, namespace)]
-        found = recover(server, namespace, resolve(run, ids, f"in namespace {namespace}"))
+        server = ClusterServer(cluster, transport)
+        ids = [each.run for each in listing(server)]
+        found = recover(server, resolve(run, ids, f"in namespace {server.namespace}"))
         return for_machine(
             found, cluster,
-            home=str(home()), context=context, namespace=namespace,
+            home=str(home()), context=server.context_name, namespace=server.namespace,
             kubeconfig=cluster.kubeconfig or os.environ.get("KUBECONFIG"),
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Kubernetes objects as dicts: labels, names, paths, amounts, escapes. Pure."""
+"""Kubernetes objects as dicts: labels, names, amounts, escapes. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import json
 import re
 from typing import Any
-from urllib.parse import quote
 
 from clusterkit.errors import BadInput
 
@@ -46,12 +45,6 @@ def new_object(api: str, kind: str, metadata: Object | None = None, **rest: Any)
 def plural(kind: str) -> str:
     """Return the resource name of a kind, of those that a run has."""
     return f"{kind.lower()}s"
-
-
-def path_to(api: str, namespace: str, kind: str, name: str = "") -> str:
-    """Return the path of an object of a namespace, or of all of its kind."""
-    root = f"/apis/{api}" if "/" in api else f"/api/{api}"
-    return f"{root}/namespaces/{quote(namespace)}/{plural(kind)}{name and f'/{quote(name)}'}"
 
 
 def kubectl_flags(

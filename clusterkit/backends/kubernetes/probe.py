@@ -13,9 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote
 
-import yaml
-
-from clusterkit.backends.kubernetes.api_server import PARALLEL_REQUESTS, Refusal, Server
+from clusterkit.backends.kubernetes.api_server import (
+    PARALLEL_REQUESTS,
+    ClusterServer,
+    Refusal,
+    Server,
+)
 from clusterkit.backends.kubernetes.flavors import FLAVORS, choose
 from clusterkit.backends.kubernetes.nodes import best_node, gpus_of, selected, usable
 from clusterkit.backends.kubernetes.rbac import CREATE_WATCHER, ROLE_HINT, Right, denied
@@ -32,27 +35,12 @@ MOST_BYTES = 1_040_000
 """Limit of a project, compressed; a config map takes 1 MiB."""
 
 
-def context_of(cluster: KubernetesCluster) -> tuple[str, str]:
-    """Return the names of the context and of the namespace."""
-    from kubernetes import config
-
-    try:
-        contexts, active = config.list_kube_config_contexts(cluster.kubeconfig)  # type: ignore[no-untyped-call]
-        chosen = next((each for each in contexts if each["name"] == cluster.context), active)
-        own = chosen["context"].get("namespace")
-    except (config.ConfigException, yaml.YAMLError, OSError, ValueError, TypeError, KeyError):
-        # In a pod there is no kubeconfig; `api_server.connect` reports what is wrong with one.
-        return cluster.context or "", cluster.namespace or "default"
-    return str(chosen["name"]), str(cluster.namespace or own or "default")
-
-
 def probe(cluster: KubernetesCluster, transport: Transport, job: JobSpec | None) -> Facts:
     """As `Backend.probe`."""
-    server = Server.of(cluster, transport)
-    context, namespace = context_of(cluster)
+    server = ClusterServer(cluster, transport)
     with ThreadPoolExecutor(1) as pool:
-        checked = pool.submit(_check_namespace, server, namespace)
-        kubernetes, gpus = survey(cluster, job, server, context, namespace)
+        checked = pool.submit(_check_namespace, server)
+        kubernetes, gpus = survey(cluster, job, server)
         checked.result()
     if job is not None:
         flavor = FLAVORS[choose(job, cluster, kubernetes)[0]]
@@ -60,15 +48,15 @@ def probe(cluster: KubernetesCluster, transport: Transport, job: JobSpec | None)
             ("create", flavor.group, flavor.plural), ("create", "", "configmaps"),
             ("list", "", "pods"),
         )  # fmt: skip
-        _require(needed, server, namespace, hint=ROLE_HINT)
+        _require(needed, server, hint=ROLE_HINT)
         if cluster.watcher is True:
             hint = "k8s/rbac.yaml has these rights; or watcher: false"
-            _require(CREATE_WATCHER, server, namespace, "watcher: ", hint=hint)
+            _require(CREATE_WATCHER, server, "watcher: ", hint=hint)
     return facts_of(cluster, kubernetes, gpus, job)
 
 
 def survey(
-    cluster: KubernetesCluster, job: JobSpec | None, server: Server, context: str, namespace: str
+    cluster: KubernetesCluster, job: JobSpec | None, server: ClusterServer
 ) -> tuple[KubernetesFacts, tuple[Gpu, ...]]:
     """Return what the API server says of the cluster, and the GPUs of a pod.
 
@@ -84,7 +72,7 @@ def survey(
     with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
         version = pool.submit(server.get, "/version")
         watcher = () if cluster.watcher is False else CREATE_WATCHER
-        missing = pool.submit(_denied, watcher, server, namespace)
+        missing = pool.submit(_denied, watcher, server)
         listed = None if on_cpus else pool.submit(server.find, "/api/v1/nodes", Refusal)
         apis = pool.map(lambda flavor: server.find(f"/apis/{flavor.api}", Refusal), operated)
     try:
@@ -95,8 +83,8 @@ def survey(
     nodes = None if found is None else found["items"]
     kubernetes = KubernetesFacts(
         version=number,
-        context=context,
-        namespace=namespace,
+        context=server.context_name,
+        namespace=server.namespace,
         kubeconfig=cluster.kubeconfig or os.environ.get("KUBECONFIG"),
         kinds=tuple(
             flavor.kind
@@ -144,7 +132,7 @@ def places(cluster: KubernetesCluster, transport: Transport) -> int:
         Unavailable: we may not look.
     """
     try:
-        nodes = Server.of(cluster, transport).get("/api/v1/nodes")["items"]
+        nodes = ClusterServer(cluster, transport).get("/api/v1/nodes")["items"]
     except Refusal as error:
         cause = f"how many nodes the cluster has is unknown: {error.message}"
         raise Unavailable(cause, hint="--nodes N") from None
@@ -181,7 +169,8 @@ def _project(job: JobSpec) -> Project:
     return found.facts()
 
 
-def _check_namespace(server: Server, namespace: str) -> None:
+def _check_namespace(server: Server) -> None:
+    namespace = server.namespace
     try:
         found = server.find(f"/api/v1/namespaces/{quote(namespace)}")
     except Refusal:  # we may not look
@@ -194,17 +183,15 @@ def _check_namespace(server: Server, namespace: str) -> None:
         )
 
 
-def _denied(rights: Iterable[Right], server: Server, namespace: str) -> list[Right]:
+def _denied(rights: Iterable[Right], server: Server) -> list[Right]:
     """As `rbac.denied`; all of them if we may not even ask."""
     try:
-        return denied(server, namespace, rights)
+        return denied(server, rights)
     except Refusal:
         return list(rights)
 
 
-def _require(
-    rights: Iterable[Right], server: Server, namespace: str, key: str = "", *, hint: str
-) -> None:
+def _require(rights: Iterable[Right], server: Server, key: str = "", *, hint: str) -> None:
     """Check rights before anything is created.
 
     Args:
@@ -213,6 +200,6 @@ def _require(
     Raises:
         Unavailable: names the first right that is missing.
     """
-    for verb, _, resource in _denied(rights, server, namespace):
-        cause = f"{key}you may not {verb} {resource} in namespace {namespace}"
+    for verb, _, resource in _denied(rights, server):
+        cause = f"{key}you may not {verb} {resource} in namespace {server.namespace}"
         raise Unavailable(cause, hint=hint)

@@ -78,13 +78,13 @@ def watcher_rights() -> list[Right]:
 CREATE_WATCHER = [right for right in watcher_rights() if right[0] == "create"]
 
 
-def denied(server: Server, namespace: str, rights: Iterable[Right]) -> list[Right]:
-    """Return those of the rights that the user does not have. Raises as `Server.request`."""
+def denied(server: Server, rights: Iterable[Right]) -> list[Right]:
+    """Return the rights that the user lacks in the namespace. Raises as `Server.request`."""
 
     def is_denied(right: Right) -> bool:
         verb, group, resource = right
         name, _, part = resource.partition("/")
-        attributes = {"namespace": namespace, "verb": verb, "group": group, "resource": name}
+        attributes = {"namespace": server.namespace, "verb": verb, "group": group, "resource": name}
         if part:
             attributes["subresource"] = part
         api = "authorization.k8s.io/v1"

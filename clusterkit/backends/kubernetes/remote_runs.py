@@ -22,7 +22,6 @@ from clusterkit.backends.kubernetes.objects import (
     USER,
     Object,
     object_name,
-    path_to,
 )
 from clusterkit.backends.kubernetes.pod_status import attempt_of
 from clusterkit.backends.kubernetes.pods import PROJECT
@@ -89,7 +88,7 @@ def for_machine(
 # ---------------------------------------------------------------- listing
 
 
-def listing(server: Server, namespace: str) -> list[RemoteRun]:
+def listing(server: Server) -> list[RemoteRun]:
     """Return the runs of a namespace, newest first.
 
     Raises:
@@ -99,12 +98,12 @@ def listing(server: Server, namespace: str) -> list[RemoteRun]:
     selector = quote(f"{RUN},{ATTEMPT}", safe="")
 
     def ask(flavor: Flavor) -> list[RemoteRun]:
-        path = path_to(flavor.api, namespace, flavor.kind)
+        path = server.path(flavor.api, flavor.kind)
         try:
             found = server.find(f"{path}?labelSelector={selector}")
         except Refusal as error:
             raise Unavailable(
-                f"the runs of namespace {namespace} cannot be listed: {error.message}",
+                f"the runs of namespace {server.namespace} cannot be listed: {error.message}",
                 hint=ROLE_HINT,
             ) from None
         # None: the cluster does not serve that kind.
@@ -176,7 +175,7 @@ def _node_count(spec: Mapping[str, Any]) -> int | None:
 # ---------------------------------------------------------------- one run
 
 
-def recover(server: Server, namespace: str, run_id: str) -> Recovered:
+def recover(server: Server, run_id: str) -> Recovered:
     """Return what the cluster holds of a run; see `for_machine`.
 
     Raises:
@@ -185,10 +184,10 @@ def recover(server: Server, namespace: str, run_id: str) -> Recovered:
         RunFolderError: it was submitted by another version, or is damaged.
     """
     name = object_name(run_id)
-    found = _config_map(server, namespace, name)
+    found = _config_map(server, name)
     if found is None:
         raise RunNotFound(
-            f"run {run_id!r} is unknown in namespace {namespace}",
+            f"run {run_id!r} is unknown in namespace {server.namespace}",
             hint="a run that has ended leaves nothing in the cluster",
         )
     text = (found.get("data") or {}).get(RECORD)
@@ -206,7 +205,7 @@ def recover(server: Server, namespace: str, run_id: str) -> Recovered:
         ) from None
     code = None
     if record.cluster.code == "copied":
-        held = _config_map(server, namespace, f"{name}-code") or {}
+        held = _config_map(server, f"{name}-code") or {}
         packed = (held.get("binaryData") or {}).get(PROJECT)
         if packed is None:
             raise RunFolderError(f"run {run_id}: its config map {name}-code is gone")
@@ -222,8 +221,8 @@ def recover(server: Server, namespace: str, run_id: str) -> Recovered:
     )
 
 
-def _config_map(server: Server, namespace: str, name: str) -> Object | None:
-    path = path_to("v1", namespace, "ConfigMap", name)
+def _config_map(server: Server, name: str) -> Object | None:
+    path = server.path("v1", "ConfigMap", name)
     try:
         return server.find(path)
     except Refusal as error:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.backends.kubernetes.api_server import PARALLEL_REQUESTS, Context, Refusal, Server
+from clusterkit.backends.kubernetes.api_server import PARALLEL_REQUESTS, ClusterServer, Refusal
 from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor, choose
 from clusterkit.backends.kubernetes.lost_pods import JSON
 from clusterkit.backends.kubernetes.nodes import selected
@@ -28,9 +28,8 @@ from clusterkit.backends.kubernetes.objects import (
     Object,
     kubectl_flags,
     new_object,
-    path_to,
 )
-from clusterkit.backends.kubernetes.probe import context_of, facts_of, survey
+from clusterkit.backends.kubernetes.probe import facts_of, survey
 from clusterkit.cluster import Facts, KubernetesCluster
 from clusterkit.doctor.base import Check, Verdict, shortened
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable
@@ -107,7 +106,7 @@ def unexpected(error: Exception) -> str:
     return f"the API server answered with something unexpected: {type(error).__name__} {error}"
 
 
-class Seen(Server):
+class Seen(ClusterServer):
     """A cluster and what the job's plan would create there. No request is sent twice; checks use it
     from several threads.
 
@@ -120,11 +119,10 @@ class Seen(Server):
     """
 
     def __init__(self, subject: KubeSubject, transport: Transport) -> None:
-        super().__init__(Context(subject.entry.kubeconfig, subject.entry.context), transport)
+        super().__init__(subject.entry, transport)
         self._answers: dict[tuple[str, str], str | ClusterkitError] = {}
         self._locks: dict[tuple[str, str], threading.Lock] = {}
         self.subject, self.entry, self.job = subject, subject.entry, subject.job
-        self.context, self.namespace = context_of(subject.entry)
         self.now = time.time()
         self.flavor: str | None = None
         self.origin = ""
@@ -139,7 +137,7 @@ class Seen(Server):
     def _plan(self) -> None:
         try:
             entry, job = self.entry, self.job
-            kube, gpus = survey(entry, job, self, self.context, self.namespace)
+            kube, gpus = survey(entry, job, self)
             self.flavor, self.origin = choose(job, entry, kube)
             self.objects = tuple(self.subject.manifests(facts_of(entry, kube, gpus, job)))
         except ClusterkitError as error:
@@ -211,10 +209,10 @@ def _rehearsal(seen: Seen) -> dict[str, tuple[str, Object]]:
             del spec["serviceAccountName"]
         meta = {**template.get("metadata", {}), "name": name, "namespace": seen.namespace}
         pod = new_object("v1", "Pod", meta, spec=spec)
-        asked[role] = (f"{path_to('v1', seen.namespace, 'Pod')}?{query}", pod)
+        asked[role] = (f"{seen.path('v1', 'Pod')}?{query}", pod)
     if seen.objects and (kind := seen.kind) is not None and kind.kind != "TrainJob":
         # The trainer admits a TrainJob only if its runtime exists.
-        path = f"{path_to(kind.api, seen.namespace, kind.kind)}?{query}"
+        path = f"{seen.path(kind.api, kind.kind)}?{query}"
         asked[kind.kind] = (path, seen.objects[-1])
     return asked
 

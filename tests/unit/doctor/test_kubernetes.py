@@ -10,11 +10,12 @@ import msgspec
 import pytest
 
 from clusterkit import backends
+from clusterkit.backends.kubernetes import api_server
 from clusterkit.backends.kubernetes.api_server import KubeTransport, Refusal
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.rbac import run_rights, watcher_rights
 from clusterkit.cluster import Claim, KubernetesCluster
-from clusterkit.doctor.kubernetes import CHECKS, base, look
+from clusterkit.doctor.kubernetes import CHECKS, look
 from clusterkit.doctor.kubernetes.base import (
     CLUSTER,
     Reply,
@@ -50,7 +51,7 @@ def subject_of(job=None, **entry):
 
 @pytest.fixture(autouse=True)
 def located(monkeypatch):
-    monkeypatch.setattr(base, "context_of", lambda entry: ("kube-test", "default"))
+    monkeypatch.setattr(api_server, "context_of", lambda entry: ("kube-test", "default"))
 
 
 def documents():

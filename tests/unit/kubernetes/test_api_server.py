@@ -261,7 +261,7 @@ def test_what_a_run_has_made_is_its_own_when_it_is_made_again(server, applied, t
 
 @pytest.fixture
 def api(config, transport):
-    return Server(Context(config, "c"), transport)
+    return Server(Context(config, "c"), "ns", transport)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from clusterkit import backends
-from clusterkit.backends.kubernetes import probe
+from clusterkit.backends.kubernetes import api_server
 from clusterkit.backends.kubernetes.api_server import KubeTransport
 from clusterkit.cluster import KubernetesCluster
 from clusterkit.errors import BadInput
@@ -48,7 +48,7 @@ class ApiServer(KubeTransport):
 @pytest.fixture
 def planned(clusterkit_home, monkeypatch):
     """Probe a cluster of these nodes, and plan a job on it."""
-    monkeypatch.setattr(probe, "context_of", lambda cluster: ("lab", "default"))
+    monkeypatch.setattr(api_server, "context_of", lambda cluster: ("lab", "default"))
 
     def plan(*nodes, entry=None, **job):
         spec = JobSpec(name="any", command=("true",), nodes=2, **job)
@@ -146,7 +146,7 @@ class Slow(ApiServer):
 
 
 def test_what_a_plan_has_to_know_is_asked_at_once(clusterkit_home, monkeypatch):
-    monkeypatch.setattr(probe, "context_of", lambda cluster: ("lab", "default"))
+    monkeypatch.setattr(api_server, "context_of", lambda cluster: ("lab", "default"))
     server, job = Slow(), JobSpec(name="any", command=("true",), nodes=2)
     backends.backend("kubernetes").probe(KubernetesCluster(), server, job)
     # Its version, namespace and nodes, 4 kinds of jobs, and rights: 4 for a watcher, 3 for the run.

@@ -1,6 +1,7 @@
 """What probing counts on."""
 
 import json
+import sys
 from pathlib import Path
 
 import msgspec
@@ -9,7 +10,7 @@ import pytest
 import clusterkit
 from clusterkit import backends
 from clusterkit.backends.kubernetes import probe
-from clusterkit.backends.kubernetes.api_server import Forbidden, KubeTransport, Server
+from clusterkit.backends.kubernetes.api_server import ClusterServer, Forbidden, KubeTransport
 from clusterkit.backends.kubernetes.nodes import usable as may_be_used
 from clusterkit.bench import bandwidth
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
@@ -64,9 +65,16 @@ def test_a_kubeconfig_that_cannot_be_read_is_one_clear_error(tmp_path, no_gpus):
 
 
 def test_who_may_not_even_ask_may_do_nothing():
-    server = Server.of(KubernetesCluster(), Nodes())
+    server = ClusterServer(KubernetesCluster(namespace="team"), Nodes())
     with pytest.raises(Unavailable, match="you may not list pods in namespace team"):
-        probe._require([("list", "", "pods")], server, "team", hint="")
+        probe._require([("list", "", "pods")], server, hint="")
+
+
+def test_without_the_official_client_it_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    with pytest.raises(Unavailable, match="needs the package kubernetes") as error:
+        backends.backend("kubernetes").probe(KubernetesCluster(), KubeTransport(), None)
+    assert "clusterkit[kubernetes]" in error.value.hint
 
 
 def test_places_are_nodes_that_may_be_used():

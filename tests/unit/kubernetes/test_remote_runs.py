@@ -111,20 +111,20 @@ class Api(KubeTransport):
 
 
 def server_of(answers):
-    return Server(Context(None, None), Api(answers))
+    return Server(Context(None, None), "x", Api(answers))
 
 
 def test_one_request_for_each_kind_and_kinds_that_are_not_served_are_none():
     old, new = told("old"), told("new")
     new["metadata"]["creationTimestamp"] = "2026-11-22T07:00:00Z"
     api = Api({"pytorchjobs": {"items": [old, new]}, "/jobs": {"items": []}})
-    found = listing(Server(Context(None, None), api), "x")
+    found = listing(Server(Context(None, None), "x", api))
     assert [run.run for run in found] == ["new", "old"]
     assert len(api.asked) == len(FLAVORS)
     selector = "?labelSelector=clusterkit%2Frun%2Cclusterkit%2Fattempt"
     assert all(path.endswith(selector) for path in api.asked)
     with pytest.raises(Unavailable, match="namespace x cannot be listed"):
-        listing(server_of({"pytorchjobs": Forbidden}), "x")
+        listing(server_of({"pytorchjobs": Forbidden}))
 
 
 def config_map(make_facts, **cluster):
@@ -151,7 +151,7 @@ def test_the_record_holds_what_a_plan_is_made_of_and_nothing_of_its_machine(make
                      "creationTimestamp": "2026-11-22T06:00:00Z"},
         "data": {RECORD: text},
     }  # fmt: skip
-    found = recover(server_of({"configmaps/ddp-1": held}), "x", "ddp-1")
+    found = recover(server_of({"configmaps/ddp-1": held}), "ddp-1")
     assert (found.attempt, found.created_at, found.project) == (2, 1795327200.0, None)
     again = backends.backend("kubernetes").plan(
         found.job,
@@ -178,7 +178,7 @@ def test_the_record_holds_what_a_plan_is_made_of_and_nothing_of_its_machine(make
 )
 def test_a_record_that_cannot_be_had(held, error):
     with pytest.raises(error) as refused:
-        recover(server_of({"configmaps/ddp-1": held}), "x", "ddp-1")
+        recover(server_of({"configmaps/ddp-1": held}), "ddp-1")
     assert refused.value.hint
 
 
@@ -190,9 +190,9 @@ def test_a_copied_project_is_read_from_its_own_config_map(make_facts):
     held = {"metadata": {}, "data": {RECORD: Record.of(job, entry, facts).text()}}
     code = {"metadata": {}, "binaryData": {PROJECT: base64.b64encode(b"packed").decode()}}
     server = server_of({"configmaps/x-1-code": code, "configmaps/x-1": held})
-    assert recover(server, "x", "x-1").project == b"packed"
+    assert recover(server, "x-1").project == b"packed"
     with pytest.raises(RunFolderError, match="config map x-2-code is gone"):
-        recover(server_of({"x-2-code": NotFound, "x-2": held}), "x", "x-2")
+        recover(server_of({"x-2-code": NotFound, "x-2": held}), "x-2")
 
 
 def test_other_backends_remember_nothing(clusterkit_home):

@@ -228,13 +228,13 @@ def rights(seen: Seen) -> Verdict:
     name = who or "you"
     wanted = run_rights(seen.flavor or "job")
     try:
-        missing = _by_resource(denied(seen, seen.namespace, wanted))
+        missing = _by_resource(denied(seen, wanted))
     except ClusterkitError as error:
         return no_answer(error).unknown("your own rights")
     if not missing:
         cause = f"{name} may do all {len(wanted)} things needed"
         watching = () if seen.entry.watcher is False else watcher_rights()
-        if lacking := _by_resource(denied(seen, seen.namespace, watching)):
+        if lacking := _by_resource(denied(seen, watching)):
             cause += f"; runs have no watcher in the cluster without: {lacking}"
         return ok(cause)
     cause = f"{name} may not, in namespace {seen.namespace}: {missing}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Any
 
-from clusterkit.backends.kubernetes.objects import new_object, path_to
+from clusterkit.backends.kubernetes.objects import new_object
 from clusterkit.cluster import Claim
 from clusterkit.doctor.base import Verdict, shortened
 from clusterkit.doctor.kubernetes.base import (
@@ -221,7 +221,7 @@ def volumes(seen: Seen) -> Verdict | list[Verdict]:
 
 def _claim(volume: Claim, seen: Seen) -> Verdict:
     name = f"claim {volume.claim}"
-    reply = seen.reply(path_to("v1", seen.namespace, "PersistentVolumeClaim", volume.claim))
+    reply = seen.reply(seen.path("v1", "PersistentVolumeClaim", volume.claim))
     describe = seen.kubectl("-n", seen.namespace, "describe", "pvc", volume.claim)
     if reply.reason == "NotFound":
         cause = f"namespace {seen.namespace} has no volume {name}"
@@ -269,7 +269,7 @@ def pull_secrets(seen: Seen) -> Verdict | list[Verdict]:
     findings = []
     for name in names:
         # A dry run that creates one of that name needs no right to read secrets.
-        path = f"{path_to('v1', seen.namespace, 'Secret')}?dryRun=All"
+        path = f"{seen.path('v1', 'Secret')}?dryRun=All"
         reply = seen.reply(path, new_object("v1", "Secret", {"name": name}))
         if reply.reason == "AlreadyExists":
             continue
