@@ -51,7 +51,7 @@ def command(
     not overwritten. The words after -- are arguments of the program.
     """
     asks = not yes and not as_json and sys.stdin.isatty() and sys.stderr.isatty()
-    program = scaffold.look(script) if script else _program(asks)
+    program = scaffold.inspect(script) if script else _program(asks)
     machine = scaffold.machine()
     known = scaffold.known_clusters()
     if where is None:
@@ -77,7 +77,7 @@ def _program(asks: bool) -> scaffold.Script:
     for script in found[:9]:
         click.echo(f"  {script.path:<24} {script.distributed or 'on its own'}", err=True)
     first = found[0].path if found else None
-    return scaffold.look(click.prompt("Which program?", default=first, err=True))
+    return scaffold.inspect(click.prompt("Which program?", default=first, err=True))
 
 
 def _where(reachable: Sequence[str], known: Sequence[str]) -> str:

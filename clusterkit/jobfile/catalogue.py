@@ -1,7 +1,4 @@
-"""The job files of a project, and what each needs, without running anything.
-
-What a program imports is read from its text, never by importing it.
-"""
+"""List the job files of a project and what each needs, without running or importing anything."""
 
 from __future__ import annotations
 
@@ -21,14 +18,14 @@ FOLDER = "jobs"
 
 
 class CatalogueEntry(Struct, frozen=True):
-    """One job file; if it cannot be read, ``error`` says why and the needs are empty.
+    """A job file; if it cannot be read, ``error`` says why and most fields are empty.
 
     Attributes:
-        path: as a person here would write it.
+        path: relative to the current folder where possible.
         nodes: ``2``, or ``1:4``.
-        ranks: how many ranks can run it, in words.
-        device: GPUs, CPU, or either.
-        packages: what its program and launcher import, beside Python's own library and clusterkit.
+        ranks: how many ranks can run it, for people.
+        device: ``GPUs``, ``CPU`` or ``GPUs or CPU``.
+        packages: as `packages`.
     """
 
     name: str
@@ -42,31 +39,31 @@ class CatalogueEntry(Struct, frozen=True):
 
 
 def find_folder() -> Path:
-    """The nearest ``jobs`` folder that holds a job file, from here upwards.
+    """Return the nearest ``jobs`` folder with a job file, in the current folder or above.
 
     Raises:
         BadInput: there is none.
     """
-    here = loader.current_folder()
-    for base in (here, *here.parents):
+    current = loader.current_folder()
+    for base in (current, *current.parents):
         if job_files(base / FOLDER):
             return base / FOLDER
     raise BadInput(
-        f"there is no folder {FOLDER}/ with job files in {here} or above",
+        f"there is no folder {FOLDER}/ with job files in {current} or above",
         hint="clusterkit init writes a job file, clusterkit examples lists some to copy",
     )
 
 
 def entries(folder: Path) -> list[CatalogueEntry]:
-    """Every job file of a folder, sorted by name."""
+    """Return an entry for every job file of a folder, sorted by name."""
     return [_entry(path) for path in sorted(job_files(folder), key=lambda path: path.stem)]
 
 
 def packages(job: JobSpec) -> tuple[str, ...]:
-    """What a job's launcher, config and program import, by the names of the modules, sorted.
+    """Return the top-level modules that a job's launcher, config and program import, sorted.
 
-    DeepSpeed counts only where the launcher or the job's config asks for it: programs import it
-    on demand. A program that is started by a command or as a module is not looked into.
+    Python's standard library and clusterkit are left out, and DeepSpeed unless the job's launcher
+    or config needs it, as programs may import it on demand. Commands and modules are not read.
     """
     wanted = {"torch"} if job.started_by == "torchrun" else set()
     if job.program is not None:
@@ -79,13 +76,13 @@ def packages(job: JobSpec) -> tuple[str, ...]:
 
 
 def job_files(folder: Path) -> list[Path]:
-    """The job files of a folder."""
+    """Return the YAML files of a folder."""
     return [path for path in folder.glob("*.y*ml") if path.suffix in (".yaml", ".yml")]
 
 
 def _entry(path: Path) -> CatalogueEntry:
-    here = loader.current_folder()
-    shown = path.relative_to(here) if path.is_relative_to(here) else path
+    current = loader.current_folder()
+    shown = path.relative_to(current) if path.is_relative_to(current) else path
     try:
         job = loader.load_job(shown)
     except BadInput as error:
@@ -115,14 +112,14 @@ def _ranks(job: JobSpec) -> str:
 
 
 def followed(program: Path) -> Iterator[tuple[Path, set[str]]]:
-    """A program and each module beside it that it imports; the names of what else these import."""
-    looked: set[Path] = set()
+    """Yield a program and each module next to it that it imports, with their other imports."""
+    seen: set[Path] = set()
     queue = [program]
     while queue:
         path = queue.pop()
-        if path in looked:
+        if path in seen:
             continue
-        looked.add(path)
+        seen.add(path)
         found: set[str] = set()
         for name in _imported_names(path):
             beside = program.parent / f"{name}.py"
@@ -139,10 +136,10 @@ def _imported_names(path: Path) -> frozenset[str]:
     try:
         return _names_in(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return frozenset()  # the job will say so when it runs
+        return frozenset()  # running the job will report the error
 
 
-@functools.cache  # many job files have one program
+@functools.cache  # many job files have the same program
 def _names_in(text: bytes) -> frozenset[str]:
     tree = ast.parse(text)
     names = set()

@@ -1,8 +1,8 @@
-"""What a command line starts: a program, by which Python, and under which launcher. Pure.
+"""Parse command lines, and turn one that starts a launcher into a job with that launcher. Pure.
 
-``torchrun --nproc_per_node=2 train.py`` as a command would start torchrun once per rank, each a
-world of its own. `take_over` makes a job of it that clusterkit starts with that launcher itself.
-What stands inside ``bash -c`` is not read.
+As the command of a job, ``torchrun --nproc_per_node=2 train.py`` would start torchrun once for
+each rank. `take_over` turns it into a job whose ranks clusterkit starts with that launcher.
+Commands inside ``bash -c`` are not parsed.
 """
 
 from __future__ import annotations
@@ -34,32 +34,33 @@ from clusterkit.spec import JobSpec
 
 _PYTHON = re.compile(r"python[\d.]*\Z")
 PYTHONS = ("python", "python3")
-"""As the first word of a command: the interpreter of the ranks, whichever that is."""
-# Options of Python that take no further word; those that make it do something else stand out.
+"""First words of a command that stand for the ranks' interpreter."""
+# Options of Python without a further word, except those with which it runs no program.
 _OPTION = re.compile(r"-[bBdEIOPqRsSu]+|-[WX].+")
 _LOCAL_RANK = re.compile(r"--local[_-]rank\b")
 SPAWN = re.compile(r"\b(mp|multiprocessing)\.spawn\(|multiprocessing(\.spawn)? import .*\bspawn\b")
-"""Of the text of a program that starts its ranks itself."""
+"""Matches the source of a program that starts its ranks itself."""
 _NO_KEY = (OURS, MODULE, COMMAND, BY_ENVIRONMENT)
 
 
 class Used(NamedTuple):
-    """An option that a launcher was given."""
+    """An option in a launcher's command line."""
 
     name: str
-    """With dashes, not underscores."""
+    """Name with dashes, not underscores."""
     value: str
     """Empty for a flag."""
     written: str
+    """The words of the command line."""
     meaning: str
-    """As `clusterkit.jobfile.launcher_options.Tool` has it."""
+    """As in `clusterkit.jobfile.launcher_options.Tool`."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """What a command line starts: one of ``program``, ``module`` and ``command``.
+    """A parsed command line: it starts one of ``program``, ``module`` and ``command``.
 
-    ``python`` is the interpreter that the line names, None where it says ``python`` or nothing.
+    ``python`` is the interpreter that it names; None for plain ``python``, or if it names none.
     """
 
     program: str | None = None
@@ -68,22 +69,23 @@ class Started:
     args: tuple[str, ...] = ()
     python: str | None = None
     launcher: str = ""
-    """The words that name a launcher, ``python -m torch.distributed.run`` for one."""
+    """The words that name the launcher, such as ``python -m torch.distributed.run``."""
     tool: Tool | None = None
+    """The launcher; None: there is none."""
     options: tuple[Used, ...] = ()
-    """The launcher's."""
+    """Options of the launcher."""
     local_rank: str = ""
-    """The argument by which its program learns its local rank, such as ``--local_rank``."""
+    """The argument with which the launcher passes the local rank, such as ``--local_rank``."""
 
     @property
     def name(self) -> str:
-        """For a job that has no name of its own."""
+        """Return the default name of a job."""
         if self.module is not None:
             return self.module.rpartition(".")[2]
         return posixpath.splitext(posixpath.basename(self.program or (self.command or ("",))[0]))[0]
 
     def words(self) -> list[str]:
-        """The line without a launcher."""
+        """Return the command line without the launcher."""
         python = self.python or "python"
         if self.module is not None:
             return [python, "-m", self.module, *self.args]
@@ -93,13 +95,17 @@ class Started:
 
 
 def read(words: Sequence[str]) -> Started:
-    """What a command line starts."""
+    """Parse a command line.
+
+    Raises:
+        BadInput: it is a launcher's, and starts no program, or several.
+    """
     first = posixpath.basename(words[0])
     if _PYTHON.match(first):
         return _python(words)
     for name, tool in SCRIPTS.items():
         if (first, *words[1 : len(name)]) == name:
-            # The script of an environment runs on its Python.
+            # A script in an environment's bin/ runs with the Python next to it.
             folder = posixpath.dirname(words[0])
             python = posixpath.join(folder, "python3") if folder and tool is not MPIRUN else None
             return _launched(" ".join(name), tool, words[len(name) :], python)
@@ -107,7 +113,7 @@ def read(words: Sequence[str]) -> Started:
 
 
 def interpreter_options(words: Sequence[str]) -> int | None:
-    """How many words after ``python`` are its options; None: no program or module follows."""
+    """Return how many words after ``python`` are its options; None: no program follows them."""
     at = 0
     while at < len(words):
         if words[at] in ("-W", "-X"):
@@ -125,7 +131,7 @@ def _python(words: Sequence[str]) -> Started:
     rest = list(words[1:])
     while rest[:1] == ["-u"]:
         rest = rest[1:]
-    # A launcher starts its ranks without the options that its own Python was given.
+    # A launcher does not pass the options of its own Python on to the ranks.
     at = (interpreter_options(rest) or 0) + 2
     if rest[at - 2 : at - 1] == ["-m"] and (tool := MODULES.get("".join(rest[at - 1 : at]))):
         return _launched(shell.join(["python", *rest[:at]]), tool, rest[at:], named)
@@ -137,7 +143,7 @@ def _python(words: Sequence[str]) -> Started:
 
 
 def options(tool: Tool, words: Sequence[str], launcher: str) -> tuple[list[Used], list[str]]:
-    """A launcher's options, and the words behind them."""
+    """Split a launcher's words into its options and the words after them."""
     rest, found = list(words), []
     while rest and rest[0].startswith("-") and len(rest[0]) > 1:
         word = rest.pop(0)
@@ -193,27 +199,27 @@ def _launched(launcher: str, tool: Tool, words: Sequence[str], python: str | Non
 
 @dataclass(frozen=True)
 class Taken:
-    """A job whose command has been read."""
+    """The result of `take_over`."""
 
     job: JobSpec
     note: str | None = None
-    """What was taken over from a launcher's options."""
+    """Remark on what was taken over; None: nothing."""
     local_rank: str = ""
     """As in `Started`."""
     instead: str = ""
-    """What to type where the program needs that argument."""
+    """What to type if the program needs that argument."""
 
 
 def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | None = None) -> Taken:
-    """The job with the interpreter that its command names, and with the launcher that it starts.
+    """Return the job with the interpreter and the launcher that its command names.
 
     Args:
-        given: keys of the job that somebody gave a value, and how: ``--gpus 4``.
-        typed: options of the command line in front of ``--``; None for a job file.
+        given: keys that have been set explicitly, and how: ``--gpus 4`` or ``nodes: 2``.
+        typed: clusterkit's own options in front of ``--``; None for a job file.
 
     Raises:
-        BadInput: an option of the launcher cannot be taken over, or says something else than the
-            job; the hint is the line to type instead.
+        BadInput: an option of the launcher has no equivalent, with what to type instead as the
+            hint, or differs from a key of the job.
     """
     words = job.command
     if not words:
@@ -252,11 +258,11 @@ def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | Non
         job, program=started.program, module=started.module, command=started.command,
         args=started.args, env=env | job.env, **fields,
     )  # fmt: skip
-    said = [f"launcher {tool.launcher}"]
-    said += [f"{key} {value} ({written})" for key, (value, written) in [*keys.items()][1:]]
+    values = [f"{key} {value} ({written})" for key, (value, written) in [*keys.items()][1:]]
     ours = [used.written for used in started.options if used.meaning == OURS]
     left = f"; left to clusterkit: {' '.join(ours)}" if ours else ""
-    note = f"{started.launcher} in the command is taken over: {', '.join(said)}{left}"
+    summary = ", ".join([f"launcher {tool.launcher}", *values])
+    note = f"{started.launcher} in the command is taken over: {summary}{left}"
     if not (started.local_rank and started.program):
         return Taken(taken, note)
     program = shell.join([started.python or "python", started.program])
@@ -266,7 +272,7 @@ def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | Non
 
 
 def _values(started: Started, job: JobSpec) -> dict[str, tuple[Any, str]]:
-    """Job keys that the launcher's options give, with their values."""
+    """Return the keys of a job that the launcher's options set: value and option as written."""
     found: dict[str, tuple[Any, str]] = {}
     for used in started.options:
         key, is_set, constant = used.meaning.partition("=")
@@ -306,10 +312,10 @@ def _instead(
     given: Mapping[str, str],
     typed: Sequence[str] | None,
 ) -> str:
-    """What to type, or to write into the job file, in place of the launcher's line."""
+    """Return what to type, or to write into the job file, instead of the launcher's line."""
     wanted = {key: value for key, (value, _) in keys.items() if key not in given}
     if wanted.get("launcher") == "torchrun":
-        del wanted["launcher"]  # the default does as well
+        del wanted["launcher"]  # the default launcher is equivalent
     if typed is None:
         keys_wanted = [f"{key}: {value}" for key, value in wanted.items()]
         return "; ".join([*keys_wanted, f"command: {list(words)}"])
@@ -321,16 +327,16 @@ def _instead(
 
 
 def check_source(taken: Taken, source: str) -> str | None:
-    """A remark on a program's source text: that it starts its ranks itself.
+    """Return a warning if a program starts its ranks itself; otherwise None.
 
     Raises:
-        BadInput: it takes its local rank from an argument that only its launcher gives.
+        BadInput: it reads its local rank from an argument that only its own launcher passes.
     """
     job = taken.job
     if taken.local_rank and _LOCAL_RANK.search(source):
         raise BadInput(
-            f"command: {job.program} takes {taken.local_rank}, which its launcher gives it; here "
-            "LOCAL_RANK stands in the environment instead",
+            f"command: {job.program} reads the argument {taken.local_rank}, which its own launcher "
+            "passes; clusterkit sets the variable LOCAL_RANK instead",
             hint=taken.instead,
             job="command",
         )
@@ -338,14 +344,14 @@ def check_source(taken: Taken, source: str) -> str | None:
     if not once and SPAWN.search(source):
         return (
             f"{job.program} starts its ranks itself (mp.spawn), but {job.started_by} starts it "
-            "once per rank: they would wait for each other for ever. launcher: forkserver with "
+            "once per rank: they would wait for each other forever. launcher: forkserver with "
             "gpus_per_node: 1 starts it once on each node; jobs/ddp-spawn.yaml is an example"
         )
     return None
 
 
 def instead_of_a_job(words: Sequence[str]) -> list[str] | None:
-    """The command that was meant where a job file should stand: ``train.py --lr 1``; or None."""
+    """Return the command if words such as ``train.py --lr 1`` are no job file; otherwise None."""
     first = posixpath.basename(words[0])
     suffix = posixpath.splitext(first)[1]
     if suffix == ".py":

@@ -1,4 +1,4 @@
-"""Whether DeepSpeed would take a job's ``deepspeed`` section: keys, values, batch sizes. Pure.
+"""Check a job's ``deepspeed`` section: its keys, values and batch sizes. Pure.
 
 The keys are those of one version: ``deepspeed_keys.json``, made by ``python -m
 tests.deepspeed_table``. `clusterkit.jobfile.deepspeed_probe` asks the version on the hosts.
@@ -26,11 +26,11 @@ INSTEAD = {
     "elasticity": "use an elastic job: nodes: MIN:MAX",
     "curriculum_learning": "use data_efficiency.data_sampling.curriculum_learning",
 }
-"""What to do without a key that was removed; the others are simply left out."""
+"""Replacements of removed keys; a key without one is simply left out."""
 _OWN_AUTO = {("pipeline", "stages"), ("data_types", "keep_in_fp32_modules")}
-"""Where ``auto`` is a value of DeepSpeed's own."""
+"""Keys for which ``auto`` is a value of DeepSpeed itself."""
 _FILLED = ("optimizer", "scheduler", "gradient_clipping")
-"""Where ``auto`` stands for what a Trainer fills in, besides the batch sizes."""
+"""Sections in which a Trainer replaces ``auto``, besides the batch sizes."""
 _SIGNS = {">": float.__gt__, ">=": float.__ge__, "<": float.__lt__, "<=": float.__le__}
 _BOOLEANS = ("true", "false", "yes", "no", "on", "off", "t", "f", "y", "n", "1", "0")
 
@@ -41,13 +41,13 @@ def _error(place: Place, message: str, hint: str | None = None) -> BadInput:
 
 
 def check_keys(config: Mapping[str, Any]) -> list[str]:
-    """Refuse keys and values that DeepSpeed `VERSION` has no use for.
+    """Check the keys and values of a config against DeepSpeed `VERSION`.
 
     Returns:
-        Remarks on outermost keys that it would pass over in silence: a program may read its own.
+        Remarks on unknown top-level keys: DeepSpeed ignores them, and a program may read its own.
 
     Raises:
-        BadInput: about the key.
+        BadInput: an unknown or removed key, or a value of a wrong type.
     """
     remarks: list[str] = []
     _check(config, KEYS, (), remarks)
@@ -58,7 +58,7 @@ def check_keys(config: Mapping[str, Any]) -> list[str]:
 
 
 def precision(config: Mapping[str, Any]) -> Literal["fp32", "bf16", "fp16"]:
-    """The number format that a config asks for."""
+    """Return the number format that a config enables."""
     for name in ("bf16", "fp16"):
         section = config.get(name)
         if isinstance(section, dict) and section.get("enabled"):
@@ -79,7 +79,7 @@ def _check(
             hint = INSTEAD.get(key, "leave it out")
             raise _error(at, f"DeepSpeed {VERSION} no longer has `{key}`", hint)
         if key not in keys and "" not in keys:
-            # Of the outermost ones DeepSpeed refuses none: a near miss is a slip of the hand.
+            # DeepSpeed ignores unknown top-level keys; one similar to a known key is a typo.
             near = did_you_mean(key, keys, 0.6 if place else 0.8)
             if not (place or near):
                 remarks.append(
@@ -105,10 +105,10 @@ def _check(
 
 
 def _fits(value: Any, kind: str, *, lax: bool) -> bool:
-    """Whether a value is of a kind such as ``int? >=0``, ``bool``, ``cpu|nvme``.
+    """Return whether a value is of a kind such as ``int? >=0``, ``bool``, ``cpu|nvme``.
 
     Args:
-        lax: as pydantic takes them: ``"5"`` is a number, 0 is false.
+        lax: convert as pydantic does: ``"5"`` is a number, 0 is false.
     """
     name, *bounds = kind.replace("?", "").split()
     if name == "any" or value is None:
@@ -144,7 +144,7 @@ def _in_words(kind: str) -> str:
 
 
 def walk(config: Mapping[str, Any], place: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """Every key, of all sections, by its path, with its value."""
+    """Yield the path and the value of every key, of all sections."""
     for key, value in config.items():
         yield (*place, key), value
         if isinstance(value, Mapping):
@@ -152,21 +152,19 @@ def walk(config: Mapping[str, Any], place: Place = ()) -> Iterator[tuple[Place, 
 
 
 def autos(config: Mapping[str, Any]) -> list[Place]:
-    """Where ``auto`` stands for a number that the program fills in."""
+    """Return the places of ``auto`` that the program has to replace by a number."""
     return [at for at, value in walk(config) if value == "auto" and at not in _OWN_AUTO]
 
 
 def check_sizes(config: Mapping[str, Any], ranks: int) -> None:
-    """Refuse values that are still ``auto`` where DeepSpeed has no default, and impossible batches.
-
-    For programs that hand the config to ``deepspeed.initialize`` as it is.
+    """Check the config of a program that passes it to ``deepspeed.initialize`` unchanged.
 
     Args:
-        config: with the batch sizes of the job.
-        ranks: of the whole run.
+        config: the config, with the batch sizes of the job.
+        ranks: world size of the run.
 
     Raises:
-        BadInput: about the key.
+        BadInput: ``auto`` where DeepSpeed has no default, or batch sizes that do not divide.
     """
     for place in autos(config):
         if place[0] in {*batches.DEEPSPEED_KEYS.values(), *_FILLED}:

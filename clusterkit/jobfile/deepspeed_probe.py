@@ -1,4 +1,4 @@
-"""What the job's own DeepSpeed says of its config, and whether the job's program completes it."""
+"""Check a job's DeepSpeed config with the DeepSpeed of its hosts, and with its program's source."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COMPLETES = re.compile(
     r"\b(Trainer|TrainingArguments|HfArgumentParser|Accelerator|accelerate|lightning|clusterkit|mpu"
     r"|PipelineModule)\b|[\"']auto[\"']|train_(micro_)?batch_size|gradient_accumulation_steps"
 )
-"""In the text of a program that fills in, or checks, batch sizes and ``auto`` by itself."""
+"""Matches the source of a program that itself sets, or checks, batch sizes and ``auto``."""
 _MOST_FILES = 200
 _SECONDS = 60
 
@@ -39,19 +39,19 @@ from deepspeed import comm
 from deepspeed.runtime.config import DeepSpeedConfig
 comm.get_rank = lambda *_: 0
 comm.get_world_size = lambda *_: given["ranks"]
-said = None
+found = None
 try:
     DeepSpeedConfig(given["config"])
 except Exception as error:
-    said = {"message": str(error).strip() or type(error).__name__, "place": []}
+    found = {"message": str(error).strip() or type(error).__name__, "place": []}
     if hasattr(error, "errors"):
         first, name = error.errors()[0], error.title.removeprefix("DeepSpeed")
         section = {"ZeroConfig": "zero_optimization", "FP16Config": "fp16", "BF16Config": "bf16"}
         place = [section[name]] if name in section else []
-        said = {"message": first["msg"], "place": [*place, *first["loc"]]}
+        found = {"message": first["msg"], "place": [*place, *first["loc"]]}
         if not isinstance(first["input"], (dict, list, type(None))) and first["loc"]:
-            said["value"] = repr(first["input"])[:60]
-print(json.dumps(said), file=out)
+            found["value"] = repr(first["input"])[:60]
+print(json.dumps(found), file=out)
 """
 
 
@@ -62,17 +62,17 @@ def examine(
     transport: Transport | None,
     env: Mapping[str, str] | None = None,
 ) -> list[Note]:
-    """Refuse a ``deepspeed`` section that DeepSpeed would refuse when the ranks have started.
+    """Check a ``deepspeed`` section now, instead of when the ranks start.
 
     Args:
-        transport: where the hosts that were probed can be asked; None: they cannot.
-        env: of their Python.
+        transport: connection to the probed hosts, to ask the DeepSpeed there; None: there is none.
+        env: environment of the hosts' Python.
 
     Returns:
-        Notes on what may be meant otherwise.
+        Remarks for the plan, such as on unknown keys.
 
     Raises:
-        BadInput: about the key.
+        BadInput: a key or value that DeepSpeed would refuse.
     """
     config = next(
         json.loads(file.text or "") for file in plan.files if file.path.endswith("/deepspeed.json")
@@ -95,14 +95,14 @@ def examine(
             for key in DEEPSPEED_KEYS.values():
                 asked.pop(key, None)
             asked["train_micro_batch_size_per_gpu"] = 1
-        said = _asked({"config": asked, "ranks": ranks}, version, plan, transport, env)
-        if said is not None:
-            raise _refusal(said, config, version)
+        found = _ask_deepspeed({"config": asked, "ranks": ranks}, version, plan, transport, env)
+        if found is not None:
+            raise _refusal(found, config, version)
     return [Note("", remark, "") for remark in remarks]
 
 
 def completes(job: JobSpec) -> bool | None:
-    """Whether the job's program completes the config that it is given; None: it cannot be read."""
+    """Return whether the job's program completes the config; None: its source is not available."""
     folder = Path(job.workdir or ".")
     if job.program is not None:
         program = folder / job.program
@@ -130,14 +130,14 @@ def _without_autos(config: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _asked(
+def _ask_deepspeed(
     question: Mapping[str, Any],
     version: str,
     plan: Plan,
     transport: Transport,
     env: Mapping[str, str] | None,
 ) -> dict[str, Any] | None:
-    """What DeepSpeed says, None if nothing; asked once for each question, version and Python."""
+    """Return DeepSpeed's error or None; the answer is cached by question, version and Python."""
     text = json.dumps([question, version, plan.python, _PROGRAM], sort_keys=True)
     name = f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
     saved = run_folder.home() / "cache" / "deepspeed" / name
@@ -149,30 +149,30 @@ def _asked(
             plan.hosts[0], [plan.python, "-c", _PROGRAM], env=env, timeout=_SECONDS,
             stdin=json.dumps(question).encode(),
         )  # fmt: skip
-        said: dict[str, Any] | None = json.loads(done.stdout.strip().rpartition("\n")[2])
+        found: dict[str, Any] | None = json.loads(done.stdout.strip().rpartition("\n")[2])
     except (ClusterkitError, ValueError):
         return None  # a DeepSpeed that cannot be imported is another matter
     with contextlib.suppress(RunFolderError):
-        write_atomic(saved, json.dumps(said).encode())
-    return said
+        write_atomic(saved, json.dumps(found).encode())
+    return found
 
 
-def _refusal(said: Mapping[str, Any], config: Mapping[str, Any], version: str) -> BadInput:
-    place = _place(said, config)
+def _refusal(found: Mapping[str, Any], config: Mapping[str, Any], version: str) -> BadInput:
+    place = _place(found, config)
     where = "".join(f".{key}" for key in place)
-    value = f": {said['value']}" if "value" in said else ""
+    value = f": {found['value']}" if "value" in found else ""
     return BadInput(
-        f"deepspeed{where}{value}: DeepSpeed {version} says: {said['message']}",
+        f"deepspeed{where}{value}: DeepSpeed {version} says: {found['message']}",
         job=("deepspeed", *place),
     )
 
 
-def _place(said: Mapping[str, Any], config: Mapping[str, Any]) -> Place:
-    """The path of keys that a complaint is about: pydantic knows its end, others name the key."""
-    end = tuple(str(key) for key in said["place"])
+def _place(found: Mapping[str, Any], config: Mapping[str, Any]) -> Place:
+    """Return the path of an error's key: pydantic gives its end, other errors mention the key."""
+    end = tuple(str(key) for key in found["place"])
     for place, _ in deepspeed_config.walk(config):
         if end and place[-len(end) :] == end:
             return place
-        if not end and re.search(rf"\b{re.escape(str(place[-1]))}\b", said["message"]):
+        if not end and re.search(rf"\b{re.escape(str(place[-1]))}\b", found["message"]):
             return place
     return ()

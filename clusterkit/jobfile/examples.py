@@ -1,4 +1,4 @@
-"""The job files that come with clusterkit, to be copied into a project with their programs."""
+"""The examples that come with clusterkit: job files to copy into a project with their programs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from clusterkit.jobfile import catalogue, loader
 
 
 def folder() -> Path:
-    """Where they lie: in a checkout a link to its ``jobs``, in a wheel a copy of that."""
+    """Return the folder of the examples: ``jobs`` of the checkout, or its copy in a wheel."""
     return Path(str(resources.files("clusterkit"))) / catalogue.FOLDER
 
 
 def names() -> list[str]:
-    """What `example` takes."""
+    """Return the names that `example` accepts."""
     return sorted(path.stem for path in catalogue.job_files(folder()))
 
 
 def files_of(name: str) -> list[Path]:
-    """A job file, its program with the modules and data that belong to it; below `folder`.
+    """Return the paths of a job file, its program, and the modules and data that this needs.
 
     Raises:
         BadInput: there is no such example.
@@ -34,10 +34,10 @@ def files_of(name: str) -> list[Path]:
     job = loader.read_job(path)[0]
     assert job.program is not None
     program, programs = folder().parent / job.program, folder() / "train"
-    own = program.parent != programs  # a folder of its own: all of it belongs together
+    own = program.parent != programs  # a program with a folder of its own needs all of it
     found = [*program.parent.rglob("*.py")] if own else _with_modules(program)
     others = [*programs.glob("*.py"), *(folder() / "data").glob("*.csv")]
-    for file in found:  # which grows meanwhile
+    for file in found:  # the loop appends to it
         text = file.read_text()
         named = [other for other in others if f'"{other.name}"' in text]
         found += [each for other in named for each in _with_modules(other) if each not in found]
@@ -49,17 +49,20 @@ def _with_modules(program: Path) -> list[Path]:
 
 
 def examples() -> list[catalogue.CatalogueEntry]:
-    """Every job file that comes with clusterkit, and what each needs."""
+    """Return an entry for every example: its job and what it needs."""
     return catalogue.entries(folder())
 
 
 def example(name: str) -> list[Path]:
-    """Copy one into the current folder, below ``jobs``; gives the paths there, job file first.
+    """Copy an example to ``jobs`` in the current folder.
+
+    Returns:
+        The paths of the copies, the job file first.
 
     Raises:
-        BadInput: there is no such example, or one of its files is there with other contents.
+        BadInput: there is no such example, or one of the files exists with other contents.
     """
-    below = Path(catalogue.FOLDER)
-    here = {below / file.relative_to(folder()): file.read_bytes() for file in files_of(name)}
-    write_new(here)
-    return list(here)
+    target = Path(catalogue.FOLDER)
+    copies = {target / file.relative_to(folder()): file.read_bytes() for file in files_of(name)}
+    write_new(copies)
+    return list(copies)

@@ -1,4 +1,4 @@
-"""Options of the launchers that others have, and what each becomes in a job. Data.
+"""Options of other tools' launchers, and the key of a job that each becomes. Data.
 
 Sources: ``torch/distributed/run.py`` and ``launch.py`` 2.13, ``deepspeed/launcher/runner.py`` 0.19,
 ``accelerate/commands/launch.py`` 1.15, Open MPI's mpirun(1) 4.1, sbatch(1) and srun(1) of Slurm
@@ -14,13 +14,13 @@ from functools import cached_property
 from clusterkit.spec import Launcher
 
 OURS = "ours"
-"""clusterkit decides what the option says."""
+"""clusterkit itself decides what the option sets."""
 MODULE, COMMAND, BY_ENVIRONMENT = "a module", "a command", "environment"
-"""The program is a module, or any command; it gets no ``--local_rank``."""
+"""The program is a module; is any command; gets its local rank in the environment only."""
 SPECIAL = "special"
-"""It means something only together with others, or what no table can say."""
+"""Code and not the table handles the option, for one because it depends on others."""
 PASSED = "passed"
-"""It goes on to sbatch as it is."""
+"""The option is passed to sbatch unchanged."""
 HOSTS = "!the cluster entry names the hosts; --include and --exclude choose among them"
 LOGS = "!every rank's lines are kept: `clusterkit logs`"
 AGAIN = "-given again, and the last one counts"
@@ -32,42 +32,41 @@ _NO_TPU = "!clusterkit runs on CPUs and GPUs"
 
 @dataclass(frozen=True)
 class Tool:
-    """How a launcher's options are read.
+    """A launcher and its options; each table maps an option, with dashes, to its meaning.
 
-    An option means the job's key whose value it gives (``key=value``: it alone says so), one of the
-    words above, ``ranks`` (of all nodes together), a key of the cluster's entry (``entry.KEY``;
-    ``entry.KEY+``: one more item of it) or, behind a mark, words: ``!`` why it cannot be taken
-    over, ``-`` why it is not needed, ``?`` what is left to whoever converts.
-    Underscores in an option are written as dashes here.
+    A meaning is one of the constants above, or the key of the job that the option sets
+    (``key=value``: a flag that sets this value), or ``ranks`` (of all nodes together), or a key of
+    the cluster's entry (``entry.KEY``; ``entry.KEY+`` appends an item), or a mark and a text: ``!``
+    why the option has no equivalent, ``-`` why it is not needed, ``?`` what the user has to do.
     """
 
     launcher: Launcher | None
-    """What starts the ranks; None: it starts something that does."""
+    """Launcher of the job; None: the tool runs a command, which may be another launcher."""
     values: Mapping[str, str]
     flags: Mapping[str, str] = field(default_factory=dict)
     pairs: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, str] = field(default_factory=dict)
-    """Options that have a value behind ``=``, or none."""
+    """Options with an optional value after ``=``."""
     short: Mapping[str, str] = field(default_factory=dict)
-    """Short names of options that the tables have by their long ones."""
+    """Short names, and the long ones that the tables have."""
     repeated: frozenset[str] = frozenset()
-    """Options that count each time that they are given; of the others the last one does."""
+    """Options that accumulate when repeated; of all others only the last one counts."""
     joined: bool = True
-    """A value may follow a short option at once: ``-t3``."""
+    """Whether a value may directly follow a short option: ``-t3``."""
     abbreviated: bool = True
-    """``--nproc`` means the one long option that begins so."""
+    """Whether ``--nproc`` stands for the only long option with this prefix."""
     unknown: str = ""
-    """What an option means that no table has; it takes a value then."""
+    """Meaning of options in no table, which then take a value; empty: they are errors."""
     local_rank: str = ""
-    """How it hands its program the local rank as an argument, if it does."""
+    """Argument with which it passes the local rank to its program; empty: it does not."""
 
     @cached_property
     def known(self) -> Mapping[str, str]:
-        """What every option means."""
+        """Return the meaning of every option."""
         return {**self.flags, **self.optional, **self.values, **self.pairs}
 
     def named(self, word: str) -> tuple[str, str | None]:
-        """An option as the tables have it, and the value that stands in the same word."""
+        """Return the name of an option in the tables, and the value in the same word or None."""
         name, equals, text = word.partition("=")
         value = text if equals else None
         if name.startswith("--"):
@@ -82,7 +81,7 @@ class Tool:
 
 
 def each(names: str, meaning: str) -> dict[str, str]:
-    """A table in which all of these mean the same."""
+    """Return a table that gives all these options the same meaning."""
     return dict.fromkeys(names.split(), meaning)
 
 
@@ -163,11 +162,11 @@ ACCELERATE = Tool(
     | each("--num-cpu-threads-per-process", "threads_per_rank")
     | each("--max-restarts", "restarts")
     | each("--mixed-precision", "env.ACCELERATE_MIXED_PRECISION")
-    | each("--gradient-accumulation-steps", "!without DeepSpeed accelerate pays no heed to it")
+    | each("--gradient-accumulation-steps", "!without DeepSpeed accelerate ignores it")
     | each("--machine-rank --main-process-ip --main-process-port --monitor-interval", OURS)
     | each("--rdzv-backend --rdzv-conf --role", OURS)
     | each("--log-dir -t --tee", LOGS)
-    | each("--config-file", "!what stands in it is not read: give its values as options")
+    | each("--config-file", "!the file is not read: give its values as options")
     | each("--vm --env --main-training-function", _NO_TPU)
     | each("--aws-access-key-id --aws-secret-access-key", "!clusterkit does not rent machines")
     | each("--gpu-ids --mpirun-hostfile --zero-stage --zero3-init-flag", CONVERT)

@@ -1,4 +1,4 @@
-"""Job and cluster files to specs. Every error names the file, the line, the key and the remedy."""
+"""Read job and cluster files. Every error names the file, the line, the key and the remedy."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ CLUSTERS_FILE = "clusters.yaml"
 def locating(
     job: Document | None, cluster: LoadedCluster | None = None, flags: Mapping[str, str] = {}
 ) -> Iterator[None]:
-    """Within, an error about a key of the job or of the cluster's entry gets its place in front.
+    """Add file and line, or the flag, to a `BadInput` about a key that the ``with`` block raises.
 
     Args:
-        job: the job's file, if it has one.
-        cluster: the entry, once it has been read.
-        flags: keys that a flag has overridden, and the flag.
+        job: the job's file; None: it has none.
+        cluster: the cluster's entry; None: not read yet.
+        flags: keys of the job that a flag has set, and the flag.
     """
     try:
         yield
@@ -58,13 +58,13 @@ def locating(
 
 
 def convert(document: Document, place: Place, data: Any, kind: type[Spec]) -> Spec:
-    """``data``, which stands at ``place``, as a spec.
+    """Convert ``data``, which is at ``place`` of the document, to a spec.
 
     Raises:
         BadInput: an unknown key, a wrong type, a value out of range.
     """
     if isinstance(data, dict):
-        # `env:` with nothing after it is as good as no `env`; of an unknown key that is told.
+        # `env:` without a value means no `env`, but an unknown key is an error with or without.
         known = fields_of(kind)
         data = {key: value for key, value in data.items() if value is not None or key not in known}
     try:
@@ -79,7 +79,7 @@ def convert(document: Document, place: Place, data: Any, kind: type[Spec]) -> Sp
 
 
 def fields_of(kind: type[msgspec.Struct]) -> dict[str, inspect.Type]:
-    """The keys of a struct, and what each takes."""
+    """Return the keys of a struct and the type of each."""
     return _fields(inspect.type_info(kind))
 
 
@@ -97,7 +97,7 @@ def _alternatives(kind: inspect.Type) -> Iterator[inspect.Type]:
         yield kind
 
 
-_AT = re.compile(r"(?s)(.*?)(?: - at `\$(.*)`)?\Z")
+_MESSAGE = re.compile(r"(?s)(.*?)(?: - at `\$(.*)`)?\Z")
 _SEGMENT = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
 _NAMES = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false",
           "array": "a list", "object": "a mapping", "null": "nothing"}  # fmt: skip
@@ -106,29 +106,20 @@ _NAMES = {"str": "text", "int": "a whole number", "float": "a number", "bool": "
 def _type_error(
     document: Document, base: Place, data: Any, kind: type[Spec], error: msgspec.ValidationError
 ) -> BadInput:
-    """What msgspec says, with its place in the file, the value and the choices."""
-    match = _AT.match(str(error))
+    """Turn an error of msgspec into one with file, line, key, value and allowed values."""
+    match = _MESSAGE.match(str(error))
     assert match is not None
     message = match[1]
-    place: Place = ()
-    value = data
-    for segment in _SEGMENT.finditer(match[2] or ""):
-        part: str | int = segment[1] or (0 if segment[2] == "..." else int(segment[2]))
-        if segment[2] == "...":
-            # msgspec does not say which key of a mapping; the first of a wrong type it is.
-            wrong = [key for key, item in value.items() if not isinstance(item, str)]
-            part = wrong[0] if wrong else next(iter(value), "")
-        place = (*place, part)
-        value = value[part] if part != "" else value
+    place, value = _place_and_value(match[2] or "", data)
+    expected = _type_at(kind, place)
+    place = (*base, *place)
     if missing := re.match(r"Object missing required field `(.+)`", message):
-        return document.error((*base, *place), f"{missing[1]} is missing")
-    wanted_here = _type_at(kind, place)
+        return document.error(place, f"{missing[1]} is missing")
     if unknown := re.match(r"(?s)Object contains unknown field `(.*)`", message):
-        fields = _fields(wanted_here)
+        fields = _fields(expected)
         near = did_you_mean(unknown[1], fields, 0.5)
         message = f"unknown key ({near})" if near else "unknown key"
-        hint = f"allowed: {', '.join(fields)}"
-        return document.error((*base, *place, unknown[1]), message, hint)
+        return document.error((*place, unknown[1]), message, f"allowed: {', '.join(fields)}")
     shown = "nothing" if value is None else repr(value)[:80]
     if "Expected" in message and "got" in message:
         wanted, got = re.findall(r"`([^`]+)`", message)[:2]
@@ -139,24 +130,42 @@ def _type_error(
             message = f"{shown}: {wanted}"
     else:
         message = f"{shown}: {message[0].lower()}{message[1:]}"
-    members = list(_alternatives(wanted_here))
-    listed = [
-        str(each) for one in members if isinstance(one, inspect.LiteralType) for each in one.values
-    ]
-    if listed and any(isinstance(one, inspect.IntType) for one in members):
-        listed.insert(0, "a whole number")
-    meant = choices(listed, value) if listed else None
+    return document.error(place, message, _allowed(expected, value))
+
+
+def _place_and_value(path: str, data: Any) -> tuple[Place, Any]:
+    """Return the keys of msgspec's path ``.env[...]`` and the value at that place in ``data``."""
+    place: Place = ()
+    for name, index in _SEGMENT.findall(path):
+        part: str | int = name or (0 if index == "..." else int(index))
+        if index == "...":
+            # msgspec does not name the key of a mapping: take the first with a value of wrong type.
+            wrong = [key for key, item in data.items() if not isinstance(item, str)]
+            part = wrong[0] if wrong else next(iter(data), "")
+        place = (*place, part)
+        data = data[part] if part != "" else data
+    return place, data
+
+
+def _allowed(expected: inspect.Type, value: Any) -> str | None:
+    """Return a hint: the values that a type allows, or a text value as the list of its words."""
+    members = list(_alternatives(expected))
     if isinstance(value, str) and any(isinstance(one, inspect.VarTupleType) for one in members):
         try:
             words = shell.split(value)
-        except BadInput:  # a quote alone is an apostrophe
+        except BadInput:  # a single quote may be an apostrophe
             words = value.split()
-        meant = json.dumps(words, ensure_ascii=False)
-    return document.error((*base, *place), message, meant)
+        return json.dumps(words, ensure_ascii=False)
+    allowed = [
+        str(each) for one in members if isinstance(one, inspect.LiteralType) for each in one.values
+    ]
+    if allowed and any(isinstance(one, inspect.IntType) for one in members):
+        allowed.insert(0, "a whole number")
+    return choices(allowed, value) if allowed else None
 
 
 def _type_at(kind: type[Spec], place: Place) -> inspect.Type:
-    """What a place takes; anything below a mapping whose keys are free."""
+    """Return the type of a place in a struct; any type below a mapping with free keys."""
     found: inspect.Type = inspect.type_info(kind)
     for part in place:
         items = [
@@ -172,7 +181,7 @@ def _type_at(kind: type[Spec], place: Place) -> inspect.Type:
 
 
 def load_job(path: str | Path, settings: Sequence[str] = ()) -> JobSpec:
-    """The job of `read_job` with its program found."""
+    """Read and check a job file, and find its program. Raises as the functions that it calls."""
     job, document = read_job(path, settings)
     with locating(document):
         check_job(job)
@@ -180,13 +189,16 @@ def load_job(path: str | Path, settings: Sequence[str] = ()) -> JobSpec:
 
 
 def read_job(path: str | Path, settings: Sequence[str] = ()) -> tuple[JobSpec, Document]:
-    """A job file as a `JobSpec`, with ``key=value`` settings applied, and where its keys stand.
+    """Read a job file and apply settings to it.
 
-    Whether its keys fit together is left to `check_job`: flags may change it first.
+    `check_job` is left to the caller, as flags may change the job first.
 
     Args:
         path: the job file.
-        settings: ``key=value``, with dots for keys below (``batch.micro=4``); the value is YAML.
+        settings: ``key=value``, with dots for nested keys (``batch.micro=4``); the value is YAML.
+
+    Returns:
+        The job, and the document with the line of every key.
 
     Raises:
         BadInput: anything wrong with the file or a setting.
@@ -210,7 +222,7 @@ def read_job(path: str | Path, settings: Sequence[str] = ()) -> tuple[JobSpec, D
 
 
 def apply_setting(document: Document, setting: str) -> None:
-    """Put one ``--set key=value`` into a job's data."""
+    """Apply one ``--set key=value`` to a job's data."""
     key, equals, text = setting.partition("=")
     if not equals or not key.strip():
         raise BadInput(f"--set {setting!r}: not of the form key=value", hint="--set batch.micro=4")
@@ -233,13 +245,13 @@ def apply_setting(document: Document, setting: str) -> None:
 
 
 def job_from_command(argv: Sequence[str], **fields: Any) -> JobSpec:
-    """A job from a command line such as ``python my_script.py --flag``.
+    """Return a job for a command line such as ``python my_script.py --flag``.
 
-    ``python FILE.py ...`` and ``python -m MODULE ...`` become a program or a module; anything
-    else is a command, a launcher's too (`clusterkit.jobfile.command.take_over`).
+    ``python FILE.py ...`` and ``python -m MODULE ...`` become a program or a module; anything else
+    is a command, including a launcher, which `clusterkit.jobfile.command.take_over` replaces.
 
     Raises:
-        BadInput: the command is empty, or no command.
+        BadInput: the command is empty, or a Python file that is not executable.
     """
     if not argv:
         raise BadInput("no command after --", "clusterkit submit -- python train.py --steps 10")
@@ -261,7 +273,7 @@ def job_from_command(argv: Sequence[str], **fields: Any) -> JobSpec:
 
 
 def current_folder() -> Path:
-    """The current folder.
+    """Return the current folder.
 
     Raises:
         BadInput: it has been removed.
@@ -274,13 +286,13 @@ def current_folder() -> Path:
 
 
 def locate_program(job: JobSpec, document: Document | None = None) -> JobSpec:
-    """The job with its working folder filled in: the first that holds the program, of this one and
-    those above the job's file.
+    """Return the job with ``workdir`` set to the folder in which its program was found.
 
-    A relative path of its interpreter counts from there.
+    Folders are tried in this order: the current one, the job file's, and those above that. A
+    relative path in ``python`` starts in the folder that was found.
 
     Raises:
-        BadInput: the program is nowhere, or is not Python.
+        BadInput: the program was not found, or is not Python.
     """
     bases = [current_folder()]
     where = f"not in {bases[0]}"
@@ -316,7 +328,7 @@ def locate_program(job: JobSpec, document: Document | None = None) -> JobSpec:
 
 
 def check_program(path: Path) -> None:
-    """Refuse what Python cannot run as a program.
+    """Check that a file is a Python program.
 
     Raises:
         BadInput: a folder, unreadable, or not Python by its name and first bytes.
@@ -339,10 +351,10 @@ def check_program(path: Path) -> None:
 
 
 def _check_command(first: str, folder: Path) -> None:
-    """Refuse a script of the project that the kernel will not start: its shell says ``not found``.
+    """Check that a script of the project can be executed; a shell would only say ``not found``.
 
     Raises:
-        BadInput: it is not executable, or its first line ends as on Windows.
+        BadInput: it is not executable, or its first line ends with CRLF.
     """
     path = folder / first
     if "/" not in first or first.startswith("/") or not path.is_file():
@@ -353,7 +365,7 @@ def _check_command(first: str, folder: Path) -> None:
             hint=f"chmod +x {shell.quote(first)}",
             job="command",
         )
-    # A program may be executable and not readable.
+    # A program may be executable but not readable.
     head = read_file(path, 4096, whole=False) if os.access(path, os.R_OK) else b""
     line = head.partition(b"\n")[0]
     if line.startswith(b"#!") and line.endswith(b"\r"):
@@ -369,7 +381,7 @@ def _check_command(first: str, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class LoadedCluster:
-    """A cluster's entry, the folder that paths in it start from, and the file it came from."""
+    """A cluster's entry, the folder in which its relative paths start, and the cluster file."""
 
     name: str
     cluster: ClusterSpec
@@ -378,12 +390,11 @@ class LoadedCluster:
 
 
 def read_cluster(name: str, path: str | os.PathLike[str] | None = None) -> LoadedCluster:
-    """One entry of the cluster file; ``local`` is there without one.
+    """Read one entry of the cluster file; ``local`` exists even without a file.
 
     Args:
         name: the entry.
-        path: the file; by default ``$CLUSTERKIT_CLUSTERS``, or ``clusters.yaml`` here or in a
-            folder above.
+        path: the file; by default as `find_clusters_file`.
 
     Raises:
         BadInput: no such entry, no such file, anything wrong with the entry.
@@ -399,7 +410,8 @@ def read_cluster(name: str, path: str | os.PathLike[str] | None = None) -> Loade
     if name not in clusters:
         if name == "local":
             return LoadedCluster(name, LocalCluster(), current_folder())
-        where = f" in {found}" if found else f"; there is no {CLUSTERS_FILE} here or above"
+        none = f"; there is no {CLUSTERS_FILE} in this folder or above"
+        where = f" in {found}" if found else none
         raise BadInput(
             f"cluster {name!r} is unknown{where}",
             choices(sorted({"local", *clusters}), name, "known")
@@ -422,7 +434,7 @@ def read_cluster(name: str, path: str | os.PathLike[str] | None = None) -> Loade
             cluster.notify.url_from
         ):
             raise BadInput(
-                "notify: one of `command` and `url_from`",
+                "notify: give one of `command` and `url_from`",
                 "url_from: SLACK_WEBHOOK",
                 cluster="notify",
             )
@@ -430,7 +442,10 @@ def read_cluster(name: str, path: str | os.PathLike[str] | None = None) -> Loade
 
 
 def find_clusters_file() -> Path | None:
-    """``$CLUSTERKIT_CLUSTERS``, or the nearest ``clusters.yaml`` from here upwards, or None."""
+    """Return ``$CLUSTERKIT_CLUSTERS``, or the nearest ``clusters.yaml`` in this folder or above.
+
+    None: neither exists.
+    """
     named = os.environ.get("CLUSTERKIT_CLUSTERS")
     if named:
         return Path(named)
@@ -440,7 +455,7 @@ def find_clusters_file() -> Path | None:
 
 
 def cluster_names() -> list[str]:
-    """Names that ``--cluster`` takes here."""
+    """Return the names that ``--cluster`` accepts in this folder."""
     found = find_clusters_file()
     data = read_yaml(found, depth=1).data if found is not None else {}
     return sorted({"local", *(data if isinstance(data, dict) else {})})

@@ -1,4 +1,4 @@
-"""The job that somebody asks for: a file, a command or a spec, with settings and flags applied."""
+"""Read the job that is submitted: a file, a command or a spec, with settings and flags applied."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from clusterkit.yaml_file import Document
 
 @dataclass(frozen=True)
 class Request:
-    """A job that can be planned, and where its keys come from."""
+    """A job that has been read and checked, and where its keys come from."""
 
     job: JobSpec
     document: Document | None
-    """The file that it stands in, if any."""
+    """The job's file; None: a command or a spec."""
     flags: Mapping[str, str]
-    """Keys of the job that a flag has given."""
+    """Keys of the job that a flag has set, and the flag."""
     remarks: tuple[str, ...] = ()
-    """What is to be said of it in the plan."""
+    """Remarks on the job for the plan."""
 
     def locating(
         self, cluster: loader.LoadedCluster | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """As `clusterkit.jobfile.loader.locating`."""
+        """Add places to errors about the job, as `clusterkit.jobfile.loader.locating`."""
         return loader.locating(self.document, cluster, self.flags)
 
 
@@ -44,20 +44,25 @@ def read(
     more_args: Sequence[str] = (),
     cluster: str = "local",
 ) -> Request:
-    """Read a job, apply settings and flags, read its command, find its program.
+    """Read a job, apply settings and flags, take over its launcher, find its program.
 
     Args:
-        cluster: what it is asked for with, for the line to type that an error may end with.
+        job: a path, a spec or a command's words.
+        settings: as `clusterkit.jobfile.loader.read_job`.
+        nodes: ``--nodes``; None: as the job says.
+        gpus: ``--gpus``, ranks of a node; None: as the job says.
+        more_args: arguments to append to the program's.
+        cluster: name of the cluster, for a hint with the command line to type instead.
 
     Raises:
-        BadInput: anything wrong with it.
+        BadInput: anything wrong with the job.
     """
     document: Document | None = None
     if isinstance(job, (str, os.PathLike)):
         spec, document = loader.read_job(Path(job), settings)
         keys = list(document.data)
     else:
-        if isinstance(job, Mapping):  # its keys would be taken for the words of a command
+        if isinstance(job, Mapping):  # otherwise its keys would be the words of a command
             raise BadInput(
                 "a job is a path, a JobSpec or a command's words, not a mapping",
                 "msgspec.convert(job, clusterkit.spec.JobSpec)",
@@ -92,11 +97,11 @@ def read(
             spec = loader.locate_program(spec, document)
         text = source_of(Path(spec.workdir or "", spec.program)) if spec.program else ""
         remark = command.check_source(taken, text)
-    remarks = tuple(said for said in (taken.note, remark) if said is not None)
+    remarks = tuple(each for each in (taken.note, remark) if each is not None)
     return Request(spec, document, flags, remarks)
 
 
 def _as_number(nodes: int | str) -> int | str:
-    """``--nodes 2`` as `nodes: 2`, so that one plan comes of both."""
+    """Return ``--nodes 2`` as the number of `nodes: 2`, so that both give the same plan."""
     text = str(nodes)
     return int(text) if text.isascii() and text.isdecimal() else nodes

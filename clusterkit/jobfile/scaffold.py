@@ -1,6 +1,6 @@
-"""`clusterkit init`: a first job file and cluster file, from a script and the machine it lies on.
+"""`clusterkit init`: write a first job file and cluster file for a script and this machine.
 
-The script's text is read, never imported.
+The script's source is read, never imported.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from clusterkit.yaml_text import documents
 
 JOB_FILE = "job.yaml"
 HOST_FILE = "hostfile"
-MOST_SCRIPTS = 200
-"""Python files that are looked at to find the program."""
+MAX_SCRIPTS = 200
+"""Python files that are read to find the program."""
 _TORCH = re.compile(
     r"\btorch\.distributed\b|\binit_process_group\b|\bDistributedDataParallel\b|\bfully_shard\b"
     r"|\bfrom torch import distributed\b"
 )
 _RUNNABLE = re.compile(r"__main__|parse_args\(|\binit_process_group\b|\bAccelerator\(")
-"""Of a program's text, unlike a module's."""
+"""Matches the source of a program, as opposed to a module that others import."""
 _LIBRARIES = ("deepspeed", "accelerate", "lightning", "pytorch_lightning", "ray")
 _ENVIRONMENTS = (".venv", "venv", "env")
 _COMMENT_COLUMN = 40
@@ -42,46 +42,46 @@ _COMMENT_COLUMN = 40
 
 @dataclass(frozen=True)
 class Script:
-    """A Python program, as its text shows it."""
+    """A Python program, as far as its source shows."""
 
     path: str
-    """As a person here would write it."""
+    """Path, relative to the current folder where possible."""
     packages: tuple[str, ...]
-    """What it and the modules beside it import."""
+    """What it and the modules next to it import."""
     distributed: str
-    """The package by which its ranks work together; empty: none that is known."""
+    """The package with which its ranks communicate; empty: no known one."""
     needs: tuple[str, ...]
-    """Arguments that it does not run without, as far as argparse says so."""
-    alone: bool
+    """Arguments that argparse requires."""
+    spawns: bool
     """Whether it starts its ranks itself."""
 
 
 class Machine(Struct, frozen=True):
-    """What this machine has for training."""
+    """CPUs, GPUs and Python of this machine."""
 
     cpus: int
     gpus: tuple[str, ...]
-    """Their names."""
+    """Names of the GPUs."""
     python: str | None
-    """Interpreter that has torch, where clusterkit would choose another one; by default none."""
+    """Interpreter with torch, if it is another one than clusterkit would choose by default."""
     torch: str | None
-    """Version, of the interpreter that is used."""
+    """Version of torch in the interpreter that is used; None: it has none."""
     backends: tuple[str, ...]
-    """Kinds of cluster that can be reached from here."""
+    """Backends whose commands are installed on this machine."""
 
 
 class Made(Struct, frozen=True):
-    """What `write` has made."""
+    """The result of `write`."""
 
     files: tuple[str, ...]
     command: tuple[str, ...]
-    """What to type next."""
+    """Command to start the job."""
     notes: tuple[str, ...]
-    """What should be looked at before."""
+    """What to check or change first."""
 
 
-def look(path: str) -> Script:
-    """A program, by its text and that of the modules beside it.
+def inspect(path: str) -> Script:
+    """Read the source of a program and of the modules next to it.
 
     Raises:
         BadInput: no such file, or not Python.
@@ -89,7 +89,7 @@ def look(path: str) -> Script:
     try:
         loader.check_program(Path(path))
     except BadInput as error:
-        # There is no job file yet that could have a key.
+        # There is no job file yet, so the message names no key.
         raise BadInput(error.message.removeprefix("program: "), error.hint) from None
     own = source_of(Path(path))
     texts, packages = own, set[str]()
@@ -104,20 +104,20 @@ def look(path: str) -> Script:
         packages=tuple(sorted(packages)),
         distributed=library or ("torch.distributed" if _TORCH.search(texts) else ""),
         needs=tuple(_needs(own)),
-        alone=SPAWN.search(own) is not None,
+        spawns=SPAWN.search(own) is not None,
     )
 
 
 def scripts() -> list[Script]:
-    """Programs in the current folder and the folders below it, the likeliest first."""
-    here = loader.current_folder()
+    """Return the programs in the current folder and its subfolders, most likely one first."""
+    current = loader.current_folder()
     found = []
-    for path in [*sorted(here.glob("*.py")), *sorted(here.glob("*/*.py"))][:MOST_SCRIPTS]:
-        name = path.relative_to(here)
+    for path in [*sorted(current.glob("*.py")), *sorted(current.glob("*/*.py"))][:MAX_SCRIPTS]:
+        name = path.relative_to(current)
         hidden = name.parts[0].startswith(".") or name.parts[0] in (*_ENVIRONMENTS, "tests")
         with contextlib.suppress(BadInput):
             if not hidden and _RUNNABLE.search(source_of(path)):
-                found.append(look(str(name)))
+                found.append(inspect(str(name)))
 
     def rank(script: Script) -> tuple[bool, bool, bool, int, str]:
         path = Path(script.path)
@@ -130,27 +130,27 @@ def scripts() -> list[Script]:
 
 
 def only_script() -> Script:
-    """The program that is meant where nobody can be asked.
+    """Return the only program, or the only one that uses several ranks.
 
     Raises:
-        BadInput: none, or more than one.
+        BadInput: there is none, or more than one.
     """
     found = scripts()
     likely = [script for script in found if script.distributed] or found
     if len(likely) != 1:
         names = listed(script.path for script in likely)
         raise BadInput(
-            f"which program? {f'there are {names}' if names else 'there is none here'}",
+            f"which program? {f'there are {names}' if names else 'none in this folder'}",
             hint=f"clusterkit init {likely[0].path if likely else 'train.py'}",
         )
     return likely[0]
 
 
 def machine() -> Machine:
-    """This machine, and which clusters can be reached from it."""
+    """Probe this machine for CPUs, GPUs, a Python with torch and the commands of backends."""
     host, python = _probed(None), None
     if "torch" not in host.versions:
-        # Installed by pipx, clusterkit's own Python has no torch; the project's may.
+        # clusterkit's Python, from pipx for one, has no torch; the project's may have it.
         for name in (*(str(Path(folder, "bin/python")) for folder in _ENVIRONMENTS), "python3"):
             with contextlib.suppress(Unavailable):
                 other = _probed(name)
@@ -178,12 +178,12 @@ def _reachable(backend: str) -> bool:
 
 
 def takes_hosts(where: str) -> bool:
-    """Whether an entry of this kind says which its hosts are."""
+    """Return whether ``where`` is a backend whose entry lists hosts."""
     return where in CLUSTER_TYPES and "hosts" in loader.fields_of(CLUSTER_TYPES[where])
 
 
 def known_clusters() -> list[str]:
-    """Entries of the cluster file that is here or above; none without one."""
+    """Return the entries of the cluster file; none if there is no file."""
     return [] if loader.find_clusters_file() is None else loader.cluster_names()
 
 
@@ -196,18 +196,18 @@ def write(
     hosts: str = "",
     args: Sequence[str] = (),
 ) -> Made:
-    """Write a job file, and a cluster file unless there is one that names ``where``.
+    """Write a job file, and a cluster file unless there is one that has an entry ``where``.
 
     Args:
-        where: an entry of the cluster file, or a kind of cluster.
-        nodes: ``2``, or ``2:4``; by default every host that is listed, or 1.
+        where: an entry of the cluster file, or a backend.
+        nodes: ``2``, or ``2:4``; by default the number of ``hosts``, or 1.
         hosts: ``[user@]host[:port],...``, or a file of them.
-        args: of the program.
+        args: arguments of the program.
 
     Raises:
-        BadInput: a file is there already, or a value cannot be used; nothing is written.
+        BadInput: a file exists already, or a value is invalid; nothing is written.
     """
-    here, there = loader.current_folder(), loader.find_clusters_file()
+    folder, clusters_file = loader.current_folder(), loader.find_clusters_file()
     names = [name.strip() for name in hosts.split(",") if name.strip()]
     file = hosts if hosts and Path(hosts).is_file() else None
     texts = {}
@@ -225,17 +225,17 @@ def write(
         if found.python is not None and where == "local":
             entry["python"] = found.python
         line = documents([{where: entry}])
-        if there is not None:
-            raise BadInput(f"{there} is there already, without an entry {where}",
+        if clusters_file is not None:
+            raise BadInput(f"{clusters_file} exists, without an entry {where}",
                            hint=f"add to it:\n{line}")  # fmt: skip
         texts[loader.CLUSTERS_FILE] = _CLUSTERS_HEAD + line
     elif hosts:
-        raise BadInput(f"--hosts {hosts}: {there} says which hosts {where} has")
+        raise BadInput(f"--hosts {hosts}: {clusters_file} already lists the hosts of {where}")
     if nodes is None:
         nodes = str(max(1, len(names))) if file is None else "1"
     parse_nodes(nodes)
     texts[JOB_FILE] = _job_text(script, found, nodes, args)
-    paths = {here / name: text.encode() for name, text in texts.items()}
+    paths = {folder / name: text.encode() for name, text in texts.items()}
     made = write_new(paths)
     try:
         loader.load_job(JOB_FILE)
@@ -258,28 +258,28 @@ def init(script: str | None = None, **choices: Any) -> Made:
     """Write a first ``job.yaml`` and ``clusters.yaml`` for a program into the current folder.
 
     Args:
-        script: the program; by default the only one here.
+        script: the program; by default as `only_script`.
         choices: ``where``, ``nodes``, ``hosts`` and ``args``, as for `write`.
 
     Raises:
-        BadInput: a file is there already, or a value cannot be used; nothing is written.
+        BadInput: a file exists already, or a value is invalid; nothing is written.
     """
-    return write(only_script() if script is None else look(script), machine(), **choices)
+    return write(only_script() if script is None else inspect(script), machine(), **choices)
 
 
 def _notes(script: Script, found: Machine, where: str, args: Sequence[str]) -> Iterator[str]:
-    if not script.distributed and not script.alone:
+    if not script.distributed and not script.spawns:
         yield (
-            f"{script.path} uses neither torch.distributed nor a library that does: with several "
-            "ranks each would do all of the work"
+            f"{script.path} uses neither torch.distributed nor a library that does: several ranks "
+            "would each do all of the work"
         )
     given = {word.partition("=")[0] for word in args}
     missing = [name for name in script.needs if name.startswith("-") and name not in given]
     if missing:
         names = ", ".join(missing)
-        yield f"{script.path} does not run without {names}: add it to args in {JOB_FILE}"
+        yield f"{script.path} requires {names}: add it to args in {JOB_FILE}"
     if where == "local" and "torch" in script.packages and found.torch is None:
-        yield "no Python here has torch: make an environment in .venv and install it there"
+        yield "no Python of this project has torch: create .venv and install torch in it"
     if where in CLUSTER_TYPES and (note := backends.backend_type(where).init_note):
         yield note
 
@@ -290,26 +290,26 @@ _CLUSTERS_HEAD = "# Where jobs run: clusterkit submit JOB --cluster NAME\n"
 
 
 def _job_text(script: Script, found: Machine, nodes: str, args: Sequence[str]) -> str:
-    ranks: str | int = "auto" if script.distributed and not script.alone else 1
-    if script.alone:
-        why = "it starts its ranks itself"
+    ranks: str | int = "auto" if script.distributed and not script.spawns else 1
+    if script.spawns:
+        reason = "it starts its ranks itself"
     elif ranks == 1:
-        why = "nothing in it divides the work among several"
+        reason = "nothing in it divides the work among several"
     elif found.gpus:
-        why = f"one for each GPU: {len(found.gpus)} x {found.gpus[0]} on this machine"
+        reason = f"one for each GPU: {len(found.gpus)} x {found.gpus[0]} on this machine"
     else:
-        why = "one for each GPU; one on CPU threads where there is none, as on this machine"
+        reason = "one for each GPU; one on CPU threads without GPUs, as on this machine"
     number = int(nodes) if nodes.isdecimal() else nodes
     lines: list[tuple[str, object, str]] = [
-        ("name", _name(script), "begins the id of every run"),
+        ("name", _name(script), "run ids begin with it"),
         ("program", script.path, f"uses {script.distributed}" if script.distributed else ""),
         ("args", list(args), f"needs {', '.join(script.needs)}" if script.needs else ""),
         ("nodes", number, "2, or elastic: 2:4"),
-        ("gpus_per_node", ranks, f"ranks of a node: {why}"),
+        ("gpus_per_node", ranks, f"ranks of a node: {reason}"),
     ]
-    if script.alone:
+    if script.spawns:
         lines.append(("launcher", "forkserver", "starts it once on every node"))
-    text = "# What runs. Every key: clusterkit schema\n"
+    text = "# What to run. All keys: clusterkit schema\n"
     for key, value, comment in lines:
         line = documents([{key: value}]).rstrip("\n")
         text += f"{line:<{_COMMENT_COLUMN}}# {comment}\n" if comment else f"{line}\n"
@@ -324,7 +324,7 @@ def _name(script: Script) -> str:
 
 
 def _needs(text: str) -> Iterator[str]:
-    """Options that argparse is told are required, and arguments that have no default."""
+    """Yield argparse's required options, and its positional arguments without a default."""
     try:
         calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
     except (SyntaxError, ValueError):
@@ -334,9 +334,9 @@ def _needs(text: str) -> Iterator[str]:
         names = [word for word in words if isinstance(word, str)]
         if not isinstance(call.func, ast.Attribute) or call.func.attr != "add_argument":
             continue
-        said = {key.arg: key.value for key in call.keywords}
-        required = said.get("required")
+        keywords = {key.arg: key.value for key in call.keywords}
+        required = keywords.get("required")
         is_set = isinstance(required, ast.Constant) and required.value is True
-        optional = {"nargs", "default", "action"} & set(said)
+        optional = {"nargs", "default", "action"} & set(keywords)
         if names and (is_set if names[0].startswith("-") else not optional):
             yield names[-1]

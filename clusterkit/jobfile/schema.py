@@ -1,4 +1,4 @@
-"""What the keys of job and cluster files mean: the JSON schema that editors check them with."""
+"""JSON schema of job and cluster files, for editors, with the documentation of every key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clusterkit.yaml_file import VERBATIM
 
 
 def meanings(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Each key of a struct and what it means: the docstring under its field, as one line."""
+    """Return each key of a struct and its documentation: the docstring under the field."""
     keys = {field.name: field.encode_name for field in msgspec.structs.fields(struct)}
     written = [inspect.getsource(each) for each in struct.__mro__ if issubclass(each, Spec)]
     return {
@@ -29,12 +29,12 @@ def meanings(struct: type[msgspec.Struct]) -> dict[str, str]:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON schema of job files, for editors; cluster files under ``$defs/clusters``."""
+    """Return the JSON schema of job files; that of cluster files is under ``$defs/clusters``."""
     kinds = list(CLUSTER_TYPES.values())
     (job, *_), definitions = msgspec.json.schema_components(
         [JobSpec, *kinds], ref_template="#/$defs/{name}"
     )
-    # `name` is taken from the file's own name when it is left out.
+    # `name` defaults to the name of the file.
     required = definitions["JobSpec"].pop("required", [])
     assert required == ["name"]
     definitions["JobSpec"] |= SCHEMA
@@ -46,7 +46,7 @@ def json_schema() -> dict[str, Any]:
         for key, schema in definitions[name]["properties"].items():
             if key in VERBATIM:
                 _take_scalars(schema)
-            # A key with nothing after it is as good as none.
+            # A key without a value means the same as no key.
             if "anyOf" in schema:
                 schema["anyOf"].append({"type": "null"})
             elif "enum" in schema:
@@ -67,7 +67,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _take_scalars(schema: dict[str, Any]) -> None:
-    """Let every scalar stand where text is wanted below: it is its own text there."""
+    """Allow every scalar below a key of `VERBATIM`, where the loader reads it as text."""
     for below in (schema.get("items"), schema.get("additionalProperties")):
         if isinstance(below, dict):
             below["type"] = ["string", "number", "boolean", "null"]

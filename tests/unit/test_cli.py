@@ -328,7 +328,7 @@ def test_the_source_of_a_program_is_read_for_ranks_of_its_own(cli, refused, writ
         assert (done.code, "mp.spawn" in done.out) == (0, False)
     (cwd / "train.py").write_text("parser.add_argument('--local_rank', type=int)\n")
     said = refused("plan", "--", "deepspeed", "--num_gpus", "2", "train.py")
-    assert said.startswith("error: command: train.py takes --local_rank, which its launcher gives")
+    assert said.startswith("error: command: train.py reads the argument --local_rank")
     assert "--set launcher=deepspeed --gpus 2 -- sh -c " in said
 
 

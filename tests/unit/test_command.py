@@ -113,7 +113,7 @@ def test_what_is_taken_over_is_said():
          "clusterkit submit --set launcher=mpirun --gpus 4 -- /p/python train.py"),
         ("mpirun --mca btl self ./a.out", "btl self cannot be taken over: --set env.OMPI_MCA_NAME",
          "clusterkit submit --set launcher=mpirun -- ./a.out"),
-        ("accelerate launch --config_file c.yaml train.py", "what stands in it is not read",
+        ("accelerate launch --config_file c.yaml train.py", "the file is not read",
          "clusterkit submit -- python train.py"),
         ("accelerate launch --use_fsdp train.py", "`clusterkit convert` makes a job file of it",
          "clusterkit submit -- python train.py"),
@@ -174,7 +174,7 @@ def test_what_agrees_is_taken():
 @pytest.mark.parametrize("written", ["--local_rank", "--local-rank"])
 def test_a_program_that_takes_its_local_rank_from_the_launcher_is_refused(written):
     source = f"parser.add_argument('{written}', type=int)"
-    with pytest.raises(BadInput, match=r"train\.py takes --local_rank") as error:
+    with pytest.raises(BadInput, match=r"train\.py reads the argument --local_rank") as error:
         check_source(taken("deepspeed --num_gpus=2 train.py -x 'a b'"), source)
     assert shlex.split(error.value.hint) == [
         "clusterkit", "submit", "--set", "launcher=deepspeed", "--gpus", "2", "--", "sh", "-c",

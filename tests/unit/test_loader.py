@@ -564,7 +564,9 @@ def test_an_unknown_cluster_is_told_the_known_ones_and_the_nearest(cwd):
 
 def test_without_a_file_only_local_is_known(cwd):
     assert load_cluster("local") == LocalCluster()
-    with pytest.raises(BadInput, match=r"there is no clusters\.yaml here or above") as error:
+    with pytest.raises(
+        BadInput, match=r"there is no clusters\.yaml in this folder or above"
+    ) as error:
         load_cluster("lab")
     assert error.value.hint == "known: local; clusterkit init writes a clusters.yaml"
 

@@ -54,7 +54,7 @@ def script(folder: Path, text: str = DDP, name: str = "train.py") -> str:
     ],
 )  # fmt: skip
 def test_how_a_script_works_together_says_how_many_ranks_it_gets(cwd, text, distributed, ranks):
-    found = scaffold.look(script(cwd, text))
+    found = scaffold.inspect(script(cwd, text))
     assert found.distributed == distributed
     scaffold.write(found, MACHINE)
     job = loader.load_job("job.yaml")
@@ -63,13 +63,13 @@ def test_how_a_script_works_together_says_how_many_ranks_it_gets(cwd, text, dist
 
 def test_modules_beside_it_are_read_as_well(cwd):
     script(cwd, "from torch.distributed import fsdp", "parallel.py")
-    assert scaffold.look(script(cwd, "import parallel")).distributed == "torch.distributed"
+    assert scaffold.inspect(script(cwd, "import parallel")).distributed == "torch.distributed"
 
 
 def test_arguments_that_it_does_not_run_without_are_named(cwd, cli):
     script(cwd)
     done = cli("init", "train.py", "--", "--lr", "0.5", "it's; $HOME")
-    assert "note: train.py does not run without --data: add it to args in job.yaml" in done.err
+    assert "note: train.py requires --data: add it to args in job.yaml" in done.err
     assert loader.load_job("job.yaml").args == ("--lr", "0.5", "it's; $HOME")
     (cwd / "job.yaml").unlink()
     (cwd / "clusters.yaml").unlink()
@@ -142,7 +142,7 @@ def test_nothing_is_overwritten(cwd, refused, cli):
     (cwd / "job.yaml").unlink()
     (cwd / "clusters.yaml").write_text("here: {backend: local}\n")
     said = refused("init", "train.py", "--cluster", "slurm")
-    assert "clusters.yaml is there already, without an entry slurm" in said
+    assert "clusters.yaml exists, without an entry slurm" in said
     assert "slurm:\n" in said
     done = cli("init", "train.py", "--cluster", "here", "--json")
     assert done.json["files"] == ["job.yaml"]
@@ -151,7 +151,7 @@ def test_nothing_is_overwritten(cwd, refused, cli):
 
 def test_without_a_terminal_the_only_program_is_taken(cwd, cli, refused):
     said = refused("init")
-    assert "which program? there is none here" in said
+    assert "which program? none in this folder" in said
     script(cwd)
     script(cwd, "import torch\nif __name__ == '__main__': pass", "evaluate.py")
     script(cwd, "import torch", "model.py")
@@ -169,7 +169,7 @@ def test_a_program_that_does_not_work_together_is_told_of(cwd, cli):
 
 
 def test_an_interpreter_with_torch_is_named_where_ours_has_none(cwd):
-    found = scaffold.look(script(cwd))
+    found = scaffold.inspect(script(cwd))
     other = Machine(cpus=8, gpus=("H100", "H100"), python="/p/bin/python", torch="2", backends=())
     scaffold.write(found, other)
     entry = loader.read_cluster("local").cluster
@@ -178,7 +178,9 @@ def test_an_interpreter_with_torch_is_named_where_ours_has_none(cwd):
     (cwd / "job.yaml").unlink()
     (cwd / "clusters.yaml").unlink()
     none = Machine(cpus=8, gpus=(), python=None, torch=None, backends=())
-    assert any("no Python here has torch" in note for note in scaffold.write(found, none).notes)
+    assert any(
+        "no Python of this project has torch" in note for note in scaffold.write(found, none).notes
+    )
 
 
 @pytest.mark.parametrize(
@@ -206,5 +208,5 @@ def test_three_questions_on_a_terminal(cwd, cli, monkeypatch, answers, written):
 
 def test_an_error_of_the_script_names_no_key_of_a_job_file(cwd):
     with pytest.raises(BadInput) as refusal:
-        scaffold.look("gone.py")
+        scaffold.inspect("gone.py")
     assert not str(refusal.value).startswith("program:")
