@@ -15,7 +15,8 @@ from clusterkit.doctor.base import Finding, skip
 from clusterkit.doctor.hosts import bundle
 from clusterkit.doctor.hosts.base import Answer, Answers, HostCheck, HostSubject, Machine, Script
 from clusterkit.doctor.hosts.checks import CHECKS as CHECKS
-from clusterkit.doctor.hosts.checks.network import collect_interfaces, collect_port
+from clusterkit.doctor.hosts.checks.interface import collect_interfaces
+from clusterkit.doctor.hosts.checks.ports import collect_port
 from clusterkit.doctor.report import Progress, Report
 from clusterkit.errors import ClusterkitError
 from clusterkit.transport import Transport

@@ -37,7 +37,7 @@ SLOW = 10.0
 
 
 def meet(given: dict[str, Any]) -> dict[str, Any]:
-    """Run this host's part; return the fields of `clusterkit.doctor.hosts.checks.network.Met`."""
+    """Run this host's part; return the fields of `clusterkit.doctor.hosts.checks.ports.Met`."""
     meeting = Meeting(given)
     try:
         return meeting.run()

@@ -20,8 +20,8 @@ from clusterkit.doctor.base import LEVELS
 from clusterkit.doctor.hosts import bundle
 from clusterkit.doctor.hosts.base import Machine, Needs, Output
 from clusterkit.doctor.hosts.checks import CHECKS
-from clusterkit.doctor.hosts.checks.network import MEET
 from clusterkit.doctor.hosts.checks.packages import Packages, collect_packages
+from clusterkit.doctor.hosts.checks.ports import MEET
 from clusterkit.doctor.hosts.checks.system import agreed, collect_strays, offset
 from clusterkit.doctor.hosts.examine import judge
 from clusterkit.doctor.hosts.helpers import most_common, parsed_address

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from clusterkit.doctor.hosts import bundle, meeting
-from clusterkit.doctor.hosts.checks.network import MEET, Met
+from clusterkit.doctor.hosts.checks.ports import MEET, Met
 from clusterkit.transport import LocalTransport
 
 NOWHERE = "255.255.255.255"

@@ -1,11 +1,10 @@
-"""The network: interfaces and routes, the rendezvous port, connections between hosts."""
+"""Connections: the rendezvous port on the head, and ports between all hosts."""
 
 from __future__ import annotations
 
 import errno
 import glob
 import os
-import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,150 +14,14 @@ from msgspec import Struct
 from clusterkit import shell
 from clusterkit.doctor.base import Verdict, fail, ok, skip, warn
 from clusterkit.doctor.hosts import meeting
-from clusterkit.doctor.hosts.base import Answers, HostSubject, Machine, check, one_host, script
-from clusterkit.doctor.hosts.helpers import Process, end_processes, most_common, parsed_address
+from clusterkit.doctor.hosts.base import Answers, HostSubject, check, one_host, script
+from clusterkit.doctor.hosts.helpers import Process, end_processes
 from clusterkit.doctor.hosts.meeting import SLOW
 from clusterkit.doctor.hosts.runner import text_of, user_of
 from clusterkit.errors import listed
-from clusterkit.host_probe import addresses, free_port, refusal
+from clusterkit.host_probe import free_port, refusal
 
 _SHOWN, _OPENED = 6, 8
-
-
-class Interface(Struct):
-    """One network interface."""
-
-    mtu: int
-    up: bool
-    speed: int | None
-    """Mbit/s; None where the driver does not know."""
-    addresses: list[str]
-
-
-Routes = dict[str, str | None]
-"""Host to the local address used towards it; None: there is no route."""
-
-
-@script("interfaces", dict[str, Interface], in_process=True)
-def collect_interfaces(given: dict[str, Any]) -> Any:
-    def read(name: str, entry: str) -> str:
-        return text_of(f"/sys/class/net/{name}/{entry}").strip()
-
-    interfaces: dict[str, Any] = {}
-    for name in os.listdir("/sys/class/net"):
-        flags, speed = read(name, "flags"), read(name, "speed")
-        if not flags:
-            continue  # a file of the bonding driver
-        interfaces[name] = {
-            "mtu": int(read(name, "mtu") or 0),
-            # IFF_UP, and with a carrier.
-            "up": bool(int(flags, 16) & 1)
-            and read(name, "operstate") not in ("down", "lowerlayerdown"),
-            "speed": int(speed) if speed.isdigit() else None,
-            "addresses": [],
-        }
-    for name, address in addresses():
-        if name in interfaces:
-            interfaces[name]["addresses"].append(address)
-    for line in text_of("/proc/net/if_inet6").splitlines():
-        words = line.split()
-        if words[-1] in interfaces:
-            text = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0]))
-            interfaces[words[-1]]["addresses"].append(text)
-    return interfaces
-
-
-@script("routes", Routes, phase=2, in_process=True)
-def collect_routes(given: dict[str, Any]) -> Any:
-    routes: dict[str, str | None] = {}
-    for name, address in given["hosts"]:
-        routes[name] = None
-        for family in (socket.AF_INET, socket.AF_INET6):
-            try:
-                # Connecting a datagram socket looks up the route and sends nothing.
-                with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                    probe.connect((address, 9))
-                    routes[name] = probe.getsockname()[0]
-                    break
-            except OSError:
-                continue
-    return routes
-
-
-@check(collect_interfaces, collect_routes)
-def interface(answers: Answers) -> Iterator[Verdict]:
-    """The hosts talk over the interface that is meant, it is up, and MTU and speed are the same
-    everywhere."""
-    subject = answers.subject
-    seen = answers.read(collect_interfaces)
-    routes = answers.read(collect_routes)
-    used: dict[str, tuple[str, Interface]] = {}
-    for host in (host for host in seen if host in routes):
-        name = _used(host, seen[host], routes[host], subject)
-        problem = _problem(seen[host], routes[host], subject, answers.machines[host], name)
-        if problem is not None:
-            yield fail(host, *problem)
-        elif name is not None:
-            used[host] = (name, seen[host][name])
-    mtu = most_common((interface.mtu for _, interface in used.values()), 0)
-    speed = most_common((interface.speed for _, interface in used.values()), None)
-    usual = most_common((name for name, _ in used.values()), "")
-    for host, (name, own) in used.items():
-        if own.mtu != mtu:
-            cause = f"{name} has MTU {own.mtu}, the others {mtu}: large packets may vanish"
-            yield warn(host, cause, f"sudo ip link set dev {name} mtu {mtu}")
-        elif own.speed != speed and own.speed is not None:
-            cause = f"{name} runs at {own.speed} Mbit/s, the others at {speed}"
-            yield warn(host, cause, f"sudo ethtool {name}")
-        elif name != usual and subject.interface == "auto":
-            yield warn(host, f"talks over {name}, the others over {usual}", "ip route")
-        yield ok(host, f"{name}, MTU {own.mtu}")
-
-
-def _used(
-    host: str, interfaces: dict[str, Interface], routes: Routes, subject: HostSubject
-) -> str | None:
-    """Return the name of the interface that this host uses towards most of the others."""
-    if subject.interface != "auto":
-        return subject.interface if subject.interface in interfaces else None
-    others = {peer: local for peer, local in routes.items() if peer != host} or routes
-    for local, _ in Counter(local for local in others.values() if local is not None).most_common():
-        for name, interface in interfaces.items():
-            if local in interface.addresses:
-                return name
-    return None
-
-
-def _problem(
-    interfaces: dict[str, Interface],
-    routes: Routes,
-    subject: HostSubject,
-    machine: Machine,
-    name: str | None,
-) -> tuple[str, str] | None:
-    """Return cause and remedy if this host cannot talk as the job requires."""
-    has = ", ".join(sorted(each for each, interface in interfaces.items() if interface.addresses))
-    if name is None and subject.interface != "auto":
-        return f"has no interface {subject.interface}; it has {has}", "interface: auto"
-    unreachable = [peer for peer, local in routes.items() if local is None]
-    if unreachable:
-        return f"has no route to {', '.join(unreachable[:_SHOWN])}; it has {has}", "ip route"
-    if name is None:
-        return f"none of its interfaces leads to the other hosts; it has {has}", "ip route"
-    if not interfaces[name].up:
-        return f"{name} is down", f"sudo ip link set dev {name} up"
-    own = parsed_address(machine.at)
-    if own is None or len(subject.hosts) == 1:
-        return None
-    remedy = "give the host `clusterkit_address` in the inventory"
-    if own.is_loopback:
-        return f"was reached at {own}, where the other hosts cannot reach it", remedy
-    if own not in {parsed_address(text) for each in interfaces.values() for text in each.addresses}:
-        return f"the others are to reach it at {own}, which none of {has} has", remedy
-    return None
-
-
-# ---------------------------------------------------------------- the rendezvous port
 
 
 class Port(Struct):
