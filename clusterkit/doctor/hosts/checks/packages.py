@@ -125,7 +125,7 @@ def python(answers: Answers) -> Iterator[Verdict]:
         if answer.error is not None:
             yield skip(host, "it did not answer")
         elif host not in working:
-            complaint = shortened(answer.stderr) or "it says nothing"
+            complaint = shortened(answer.stderr) or "no output"
             yield fail(host, f"{python} does not work: {complaint}", _make(python, packages))
     seen = answers.read(collect_python, hosts=working)
     usual = most_common((python.version for python in seen.values()), (0, 0, 0))
@@ -209,9 +209,7 @@ def packages(answers: Answers) -> Iterator[Verdict]:
                 level = answers.subject.needs.without_torch if name == "torch" else "fail"
                 yield Verdict(host, level, cause, install)
             elif name in found.gone:
-                cause = (
-                    f"pip has a note of {name} {version}, but {python} does not find the package"
-                )
+                cause = f"pip lists {name} {version}, but {python} does not find the package"
                 remedy = _pip_install(python, {name: version}, "--force-reinstall", "--no-deps")
                 yield fail(host, cause, remedy)
             elif version != most and most != _NONE:
