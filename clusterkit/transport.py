@@ -32,6 +32,11 @@ class Completed:
     stdout: str
     stderr: str
 
+    @property
+    def error(self) -> str:
+        """The last line of its standard error; its exit code if it wrote none."""
+        return self.stderr.strip().rpartition("\n")[2] or f"exit code {self.exit_code}"
+
 
 @dataclass(frozen=True)
 class Put:

@@ -31,27 +31,27 @@ FORMS: dict[str, tuple[str, dict[str, str]]] = {
     "compose": ("compose", {}),
     "ssh": ("ssh", {}),
 }
-"""What `clusterkit plan --as` can print: the backend, and keys of its entry."""
+"""The formats of `clusterkit plan --as`: for each the backend, and keys of its cluster entry."""
 
 
 def backend_type(name: str) -> type[Backend]:
-    """The class registered under ``name``.
+    """Return the class of a backend.
 
     Raises:
-        BadInput: there is none.
+        BadInput: there is no backend of this name.
     """
     if name not in _MODULES:
         raise BadInput(f"backend {name!r} is unknown", hint=f"one of {', '.join(NAMES)}")
     module, _, attribute = _MODULES[name].partition(":")
-    found: type[Backend] = getattr(import_module(module), attribute)
-    return found
+    kind: type[Backend] = getattr(import_module(module), attribute)
+    return kind
 
 
 def transport_for(cluster: ClusterSpec) -> Transport:
-    """What reaches the cluster's hosts."""
+    """Return the transport to a cluster's hosts."""
     return backend_type(cluster.backend).transport(cluster)
 
 
 def backend(name: str) -> Backend:
-    """A backend by its name; see `backend_type`."""
+    """Return a new instance of `backend_type`."""
     return backend_type(name)()

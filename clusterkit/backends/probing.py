@@ -155,8 +155,7 @@ def probe_python(
     except msgspec.MsgspecError:
         if refusal is not None:
             raise refusal(done) from None
-        last = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.exit_code}"
-        raise Unavailable(f"{failure}: {last}", hint) from None
+        raise Unavailable(f"{failure}: {done.error}", hint) from None
     if report.python_version < OLDEST_PYTHON:
         raise Unavailable(
             f"{where}: python: {python} is Python {'.'.join(map(str, report.python_version))}",

@@ -76,11 +76,11 @@ def _admission(subject: SlurmSubject, transport: Transport) -> Verdict:
     script = next(file.text or "" for file in plan.files if file.path.endswith("/slurm.sh"))
     argv = ("sbatch", "--test-only")
     done = run(transport, host_of(entry), argv, stdin=script.encode())
-    said = [line.removeprefix("sbatch: ") for line in done.stderr.strip().splitlines()]
+    lines = [line.removeprefix("sbatch: ") for line in done.stderr.strip().splitlines()]
     if done.exit_code:
         # The first line is the reason; the last one only says that the job was refused.
-        return "fail", shortened("; ".join(said) or "sbatch --test-only failed"), None
-    return "ok", shortened(said[-1] if said else ""), None
+        return "fail", shortened("; ".join(lines) or "sbatch --test-only failed"), None
+    return "ok", shortened(lines[-1] if lines else ""), None
 
 
 def _folder(subject: SlurmSubject, transport: Transport) -> Verdict:
@@ -109,13 +109,16 @@ def _compute(subject: SlurmSubject, transport: Transport) -> Verdict:
         "/bin/sh", "-c", _THERE, "sh", python, path, workdir or "/",
     )  # fmt: skip
     done = run(transport, host_of(entry), argv)
-    said = done.stdout.strip().rpartition("\n")[2]
-    if said.startswith("no "):
-        return "fail", f"a compute node has {said}", "a disk that all nodes see under the same path"
+    answer = done.stdout.strip().rpartition("\n")[2]
+    if answer.startswith("no "):
+        return (
+            "fail",
+            f"a compute node has {answer}",
+            "a disk that all nodes see under the same path",
+        )
     if done.exit_code:
-        why = done.stderr.strip().rpartition("\n")[2]
-        return "skip", shortened(f"no node was free to look at: {why}"), None
-    return "ok", f"seen on {said}", None
+        return "skip", shortened(f"no node was free to look at: {done.error}"), None
+    return "ok", f"seen on {answer}", None
 
 
 CHECKS = tuple(map(Check, (_partition, _admission, _folder, _compute)))

@@ -198,25 +198,8 @@ def place(job: JobSpec, cluster: SlurmCluster, facts: Facts, run_id: str) -> Slu
     threads, threads_origin = threads_of(job, cpus, nproc)
     if cluster.container is None:  # the packages of an image are not known here
         require_packages(job, host, where="the login node")
-    outlives_nodes = job.elastic or job.spares > 0
-    if cluster.container is not None and cluster.container_with == "pyxis" and outlives_nodes:
-        raise BadInput(
-            "nodes: a run that outlives one of them asks Slurm, which a pyxis image cannot",
-            hint=f"--nodes {most} without spares, or container_with: apptainer",
-            job="spares" if job.spares else "nodes",
-        )
     run_dir = posixpath.join(facts.home, "runs", run_id)
-    options: dict[str, str | None] = {
-        "job-name": run_id, "nodes": str(nodes), "ntasks-per-node": "1",
-        "cpus-per-task": str(cpus),
-        "gres": cluster.gres or (f"gpu:{nproc}" if device == "cuda" else None),
-        "partition": cluster.partition, "account": cluster.account, "qos": cluster.qos,
-        "constraint": cluster.constraint, "reservation": cluster.reservation, "time": limit,
-        "exclusive": "" if cluster.exclusive else None, "mem": cluster.memory,
-        "requeue" if cluster.requeue else "no-requeue": "", "open-mode": "append",
-        "signal": f"B:USR1@{math.ceil(cluster.notice)}" if cluster.notice else None,
-        "no-kill": "" if outlives_nodes else None,
-    }  # fmt: skip
+    gpus = f"gpu:{nproc}" if device == "cuda" else None
     address = f"of {cluster.interface}" if cluster.interface else "as Slurm knows it"
     watch_port = facts.watch_port or default_ports(facts.port)[1]
     copied, workdir, trees, shipped = project_copies(job, facts, run_dir)
@@ -245,9 +228,49 @@ def place(job: JobSpec, cluster: SlurmCluster, facts: Facts, run_id: str) -> Slu
             Note("master_port", str(facts.port), facts.port_origin),
             Note("threads_per_rank", str(threads), threads_origin),
         ),
-        options={name: value for name, value in options.items() if value is not None},
+        options=_options(job, cluster, run_id, cpus=cpus, gpus=gpus, limit=limit),
         tree_python=LOGIN_PYTHON if cluster.container is not None else None,
     )
+
+
+def _options(
+    job: JobSpec,
+    cluster: SlurmCluster,
+    run_id: str,
+    *,
+    cpus: int,
+    gpus: str | None,
+    limit: str | None,
+) -> dict[str, str]:
+    """Return the options of the batch script; empty: an option without a value."""
+    nodes = job.node_range[1]
+    outlives_nodes = job.elastic or job.spares > 0
+    if cluster.container is not None and cluster.container_with == "pyxis" and outlives_nodes:
+        raise BadInput(
+            "nodes: a run that outlives one of them asks Slurm, which a pyxis image cannot",
+            hint=f"--nodes {nodes} without spares, or container_with: apptainer",
+            job="spares" if job.spares else "nodes",
+        )
+    options = {
+        "job-name": run_id,
+        "nodes": str(nodes + job.spares),
+        "ntasks-per-node": "1",
+        "cpus-per-task": str(cpus),
+        "gres": cluster.gres or gpus,
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "constraint": cluster.constraint,
+        "reservation": cluster.reservation,
+        "time": limit,
+        "exclusive": "" if cluster.exclusive else None,
+        "mem": cluster.memory,
+        "requeue" if cluster.requeue else "no-requeue": "",
+        "open-mode": "append",
+        "signal": f"B:USR1@{math.ceil(cluster.notice)}" if cluster.notice else None,
+        "no-kill": "" if outlives_nodes else None,
+    }
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _check_room(job: JobSpec, found: SlurmFacts) -> None:
@@ -272,8 +295,8 @@ def _time(job: JobSpec, cluster: SlurmCluster, found: SlurmFacts) -> tuple[str |
         limit, origin = cluster.time, "cluster: time"
     elif job.limit_seconds is not None:
         more = math.ceil(job.limit_seconds / 60) + SLACK_MINUTES
-        fits = more if found.minutes is None else min(more, found.minutes)
-        return str(fits), f"job: time_limit, and {SLACK_MINUTES} minutes more"
+        allowed = more if found.minutes is None else min(more, found.minutes)
+        return str(allowed), f"job: time_limit, and {SLACK_MINUTES} minutes more"
     else:
         return None, "the partition's"
     asked = minutes(limit)

@@ -159,6 +159,5 @@ def query(transport: Transport, host: str, *argv: str, env: Environment = None) 
             hint = "submit from a login node of the cluster, or name one in its entry: ssh: HOST"
         raise Unavailable(f"Slurm: {error.message}", hint=hint) from None
     if done.exit_code:
-        reason = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.exit_code}"
-        raise Unavailable(f"Slurm: {reason}")
+        raise Unavailable(f"Slurm: {done.error}")
     return done.stdout

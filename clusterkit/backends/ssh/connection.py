@@ -233,7 +233,7 @@ def _public_text(path: Path) -> str | None:
 def _private_key(
     path: Path, target: Target, problems: list[str], *, needed: bool
 ) -> paramiko.PKey | None:
-    """Return the key of a file; None: it cannot be used, and ``problems`` gets the reason.
+    """Return the key of a file; None: no such file, or ``problems`` has why it cannot be used.
 
     Raises:
         HostUnreachable: ``needed``, and the key cannot be used.
@@ -251,6 +251,8 @@ def _private_key(
         if os.environ.get("SSH_AUTH_SOCK"):
             needed = False  # the agent may hold it
     except FileNotFoundError:
+        if not needed:
+            return None
         problem, remedy = f"key {path} does not exist", "ssh-keygen -t ed25519 makes one"
     except OSError as error:
         problem = f"key {path}: {(error.strerror or 'unreadable').lower()}"
@@ -260,8 +262,7 @@ def _private_key(
         remedy = "name the private half, not the .pub file"
     if needed:
         raise HostUnreachable(f"{target}: {problem}", hint=remedy)
-    if not problem.endswith("does not exist"):
-        problems.append(f"{problem} ({remedy})")
+    problems.append(f"{problem} ({remedy})")
     return None
 
 

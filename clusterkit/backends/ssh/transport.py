@@ -241,8 +241,7 @@ class SshTransport(Transport):
         timeout: float | None = None,
         stdin: bytes = b"",
     ) -> Completed:
-        with self.open(host, argv, env=env) as stream:
-            return _finish(host, argv, stream, timeout, stdin)
+        return _complete(self.open(host, argv, env=env), host, argv, timeout, stdin)
 
     def start(self, host: str, argv: Sequence[str], *, env: Environment = None) -> None:
         script = (
@@ -250,15 +249,13 @@ class SshTransport(Transport):
             "if command -v setsid >/dev/null; then detach=setsid; else detach=; fi\n"
             f"cd /\n{START}\n"
         )
-        with self._script(host, script) as stream:
-            done = _finish(host, argv, stream, OPEN_SECONDS, b"")
+        done = _complete(self._script(host, script), host, argv, OPEN_SECONDS)
         if done.exit_code:
             raise SubmitFailed(f"cannot start {argv[0]} on host {host}: {done.stderr.strip()}")
 
     def put_all(self, host: str, files: Sequence[Put]) -> None:
-        lines = [
-            "set -e\numask 077\n"
-        ]  # for folders that are made: a run is readable for its owner alone
+        # The mask is for folders that are made: only the owner can read a run.
+        lines = ["set -e\numask 077\n"]
         for number, file in enumerate(files):
             folder, _, name = file.path.rpartition("/")
             draft = shell.quote(f"{folder}/.{name}.{os.getpid()}.{number}")
@@ -270,8 +267,8 @@ class SshTransport(Transport):
                 f"chmod {file.mode:04o} {draft}\n"
                 f"mv -f {draft} {shell.quote(file.path)}\n"
             )
-        with self._script(host, "".join(lines)) as stream:
-            done = _finish(host, ["put"], stream, 60.0, b"".join(file.data for file in files))
+        stream, data = self._script(host, "".join(lines)), b"".join(file.data for file in files)
+        done = _complete(stream, host, ["put"], 60.0, data)
         if done.exit_code:
             reason = done.stderr.strip().rpartition("\n")[2] or "it did not arrive whole"
             raise SubmitFailed(
@@ -285,8 +282,7 @@ class SshTransport(Transport):
         program = Path(host_probe.__file__).read_bytes()
         done = self.run(host, argv, stdin=program, timeout=OPEN_SECONDS)
         if done.exit_code or not done.stdout.strip().isdigit():
-            reason = done.stderr.strip().rpartition("\n")[2] or f"exit code {done.exit_code}"
-            raise SubmitFailed(f"host {host}: no free TCP port found: {reason}")
+            raise SubmitFailed(f"host {host}: no free TCP port found: {done.error}")
         return int(done.stdout)
 
 
@@ -315,25 +311,31 @@ def _execute(connection: paramiko.Transport, command: str, host: str) -> SshStre
     return SshStream(host, channel)
 
 
-def _finish(
-    host: str, argv: Sequence[str], stream: Stream, timeout: float | None, stdin: bytes
+def _complete(
+    stream: Stream,
+    host: str,
+    argv: Sequence[str],
+    timeout: float | None,
+    stdin: bytes = b"",
 ) -> Completed:
     """Write a command's input, and read its output to the end."""
-    deadline = None if timeout is None else time.monotonic() + timeout
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
 
     def left() -> float | None:
-        return None if deadline is None else max(0.0, deadline - time.monotonic())
+        return None if timeout is None else max(0.0, deadline - time.monotonic())
 
-    if stdin:
-        stream.write(stdin)
-    stream.close_input()
-    parts = []
-    try:
-        while data := stream.read(left()):
-            parts.append(data)
-        code = stream.exit_code(left())
-    except SubmitFailed:
-        raise SubmitFailed(
-            f"{argv[0]} on host {host} did not end within {timeout or 0:g} s"
-        ) from None
-    return Completed(tuple(argv), code, b"".join(parts).decode(errors="replace"), stream.stderr)
+    with stream:
+        if stdin:
+            stream.write(stdin)
+        stream.close_input()
+        parts = []
+        try:
+            while data := stream.read(left()):
+                parts.append(data)
+            code = stream.exit_code(left())
+        except SubmitFailed:
+            raise SubmitFailed(
+                f"{argv[0]} on host {host} did not end within {timeout or 0:g} s"
+            ) from None
+        out = b"".join(parts).decode(errors="replace")
+        return Completed(tuple(argv), code, out, stream.stderr)
