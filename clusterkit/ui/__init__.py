@@ -1,1 +1,1 @@
-"""What people see of a run: words, progress, plots. Fed by the log stream and the status only."""
+"""What people see of a run, made from its log and status only: text, progress, plots, `top`."""

@@ -31,25 +31,25 @@ from clusterkit.ui.formatting import (
 from clusterkit.ui.spinner import spinner
 
 PLAIN_LINES = 20
-"""How many progress lines a run gets where there is no terminal to redraw."""
+"""How many progress lines are printed if stderr is not a terminal."""
 PHASES = ("imports", "rendezvous", "build", "first_step", "training", "ending")
 
 
 class View(Reported):
-    """What is known of a run so far; `feed` takes its log line by line."""
+    """What the log of a run tells so far; `feed` takes it line by line."""
 
     def __init__(self) -> None:
         super().__init__()
         self.attempt = 1
         self.last: LogLine | None = None
-        """What was printed last, by whichever rank or launcher."""
+        """The last line that any rank or launcher printed."""
         self.held: list[LogLine] = []
-        """Lines since a traceback began; a run that succeeded shows them after all."""
+        """Lines held back since a traceback began; shown at the end if the run succeeds."""
 
     def feed(self, line: LogLine) -> list[LogLine]:
-        """Take one line; gives back the lines that are worth showing at once.
+        """Take one line; return the lines to show at once.
 
-        Shown is what rank 0 prints, and what node 0 says of ranks that stand still or are slow.
+        These are rank 0's output, and the agent's reports on ranks that hang or are slow.
         Tracebacks are held back: most are echoes of another rank's failure, and the summary shows
         the one that matters.
         """
@@ -71,13 +71,13 @@ class View(Reported):
         return [line]
 
     def count(self) -> str:
-        """Steps done and to do, as far as the program says."""
+        """Return the steps done and, if the program reports it, their total: ``3/10``."""
         if self.steps:
             return f"{self.step}/{self.steps}"
         return f"step {self.step}" if self.step else ""
 
     def describe(self) -> str:
-        """Loss and tokens/s of now; where a program reports neither, what was printed last."""
+        """Return the newest loss and tokens/s, or if neither is reported, the last line printed."""
         parts = []
         if (loss := self.value("loss")) is not None:
             parts.append(f"loss {loss_text(loss)}")
@@ -88,24 +88,25 @@ class View(Reported):
         return "  ".join(parts)
 
     def summary(self, status: RunStatus) -> list[str]:
-        """The run in a few lines: result, loss, speed, where time went, how to look again."""
+        """Summarize a run that has ended: result, loss, speed, times, commands to see more."""
         spent = (status.finished_at or time.time()) - (status.started_at or time.time())
         restarts = f" after {counted(status.attempt - 1, 'restart')}" if status.attempt > 1 else ""
         lines = [f"{status.run} {status.state} in {duration(spent)}{restarts}"]
         if losses := self.series.get("loss"):
-            begun_at = f"{loss_text(losses.values[0])} at step {losses.steps[0]}"
-            ended_at = f"{loss_text(losses.values[-1])} at step {losses.steps[-1]}"
-            lines.append(f"  loss      {begun_at}, {ended_at}")
+            first, last = (
+                f"{loss_text(losses.values[i])} at step {losses.steps[i]}" for i in (0, -1)
+            )
+            lines.append(f"  loss      {first}, {last}")
         if speeds := self.series.get("tokens_per_second"):
             median = statistics.median(speeds.values)
             lines.append(f"  tokens/s  {median:,.0f} (median of the steps)")
         if self.optimizers:
             total = next(iter(self.optimizers.values()))[1]
-            held = sorted({parameters for parameters, _ in self.optimizers.values()})
-            shown = " to ".join(f"{number:,}" for number in dict.fromkeys((held[0], held[-1])))
-            state = f"each rank holds the state of {shown} of {total:,} parameters"
+            counts = {parameters for parameters, _ in self.optimizers.values()}
+            held = " to ".join(f"{count:,}" for count in sorted({min(counts), max(counts)}))
+            state = f"each rank holds the state of {held} of {total:,} parameters"
             lines.append(f"  optimizer {state}")
-        if times := self._time_words(status):
+        if times := self._times(status):
             lines.append(f"  time      {times}")
         lines += [f"  note      {line}" for line in remark_lines(status)]
         lines.append(
@@ -114,34 +115,31 @@ class View(Reported):
         )
         return lines
 
-    def _time_words(self, status: RunStatus) -> str:
-        parts = []
+    def _times(self, status: RunStatus) -> str:
+        times = {name: self.phases[name] for name in PHASES if name in self.phases}
         if self.program_started_at is not None and status.started_at is not None:
-            parts.append(("set-up", self.program_started_at - status.started_at))
-        parts += [
-            (name.replace("_", " "), self.phases[name]) for name in PHASES if name in self.phases
-        ]
-        return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts)
+            times = {"set-up": self.program_started_at - status.started_at, **times}
+        return ", ".join(f"{name.replace('_', ' ')} {times[name]:.1f} s" for name in times)
 
 
 def follow(run: api.Run, console: Console | None = None) -> RunStatus:
-    """Show a run's progress on stderr until it ends, then its summary."""
+    """Show a run's progress on stderr until it ends, then its summary; return its status."""
     console = console or Console(stderr=True, highlight=False)
     view = View()
-    told: str | None = None
+    printed: str | None = None
 
-    def begun(status: RunStatus) -> bool:
-        nonlocal told
+    def started(status: RunStatus) -> bool:
+        nonlocal printed
         reason = pending_reason(status)
         shown.update(start_text(reason))
-        if reason is not None and reason != told and not console.is_terminal:
-            told = reason
-            _say(console, start_text(reason))
+        if reason is not None and reason != printed and not console.is_terminal:
+            printed = reason
+            _print(console, start_text(reason))
         return status.state is not State.PENDING
 
     with spinner(start_text()) as shown:
-        run.wait(until=begun)
-    lines = run.logs(follow=True, note=lambda event: _say(console, f"note: {event.text}"))
+        run.wait(until=started)
+    lines = run.logs(follow=True, note=lambda event: _print(console, f"note: {event.text}"))
     if console.is_terminal:
         _live(view, lines, console)
     else:
@@ -151,14 +149,14 @@ def follow(run: api.Run, console: Console | None = None) -> RunStatus:
         for late in view.held:
             _show(console, late)
     if status.failure is not None:
-        _say(console, failure_text(status), "red")
+        _print(console, failure_text(status), "red")
     for text in view.summary(status):
-        _say(console, text)
+        _print(console, text)
     return status
 
 
 class _Clock(ProgressColumn):
-    """The time left, or where that is not known, the time so far."""
+    """The time left, or if that is unknown, the time so far."""
 
     def render(self, task: Task) -> Text:
         left = task.fields["left"]
@@ -169,9 +167,9 @@ class _Clock(ProgressColumn):
 
 def _live(view: View, lines: Iterable[LogLine], console: Console) -> None:
     rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-    words = TextColumn("{task.description}", markup=False, table_column=rest)
+    text = TextColumn("{task.description}", markup=False, table_column=rest)
     count = TextColumn("{task.fields[count]}", markup=False)
-    columns = (SpinnerColumn(), BarColumn(20), count, _Clock(), words)
+    columns = (SpinnerColumn(), BarColumn(20), count, _Clock(), text)
     with Progress(*columns, console=console, transient=True, expand=True) as bar:
         task = bar.add_task("starting", total=None, count="", left=None)
         for line in lines:
@@ -184,30 +182,29 @@ def _live(view: View, lines: Iterable[LogLine], console: Console) -> None:
 
 
 def _plain(view: View, lines: Iterable[LogLine], console: Console) -> None:
-    due = 0
+    printed = 0  # the step of the last progress line
     since = time.monotonic()
     for line in lines:
         for shown in view.feed(line):
             _show(console, shown)
         losses = view.series.get("loss")
-        if losses and view.step != due and view.steps:
+        if losses and view.step != printed and view.steps:
             every = max(1, view.steps // PLAIN_LINES)
-            if view.step // every > due // every or view.step == view.steps:
+            if view.step // every > printed // every or view.step == view.steps:
                 if (left := view.time_left()) is None:
                     done = max(1, view.step - view.first_step)
                     left = (time.monotonic() - since) / done * (view.steps - view.step)
-                done_of = f"step {view.step}/{view.steps}"
-                _say(console, f"{done_of}  {view.describe()}  {duration(left)} left")
-                due = view.step
+                _print(console, f"step {view.count()}  {view.describe()}  {duration(left)} left")
+                printed = view.step
         elif not losses:
             since = time.monotonic()
 
 
 def _show(console: Console, line: LogLine) -> None:
-    _say(console, f"{source(line)} {line.text}")
+    _print(console, f"{source(line)} {line.text}")
 
 
-def _say(console: Console, text: str, style: str | None = None) -> None:
+def _print(console: Console, text: str, style: str | None = None) -> None:
     if console.is_terminal:
         # No markup, no emoji codes, but the program's own colours.
         console.print(Text.from_ansi(printable(text), style=style or ""), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Loss and tokens per second as a picture; bandwidth over size, or between pairs of nodes."""
+"""Plots as files: loss and tokens per second; bandwidth over size, or between pairs of nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from clusterkit.output.logs import is_number
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-"""Okabe and Ito's palette: told apart by people with any kind of colour vision."""
+"""Okabe and Ito's palette, which people with any kind of colour vision can distinguish."""
 _MARKERS = "os^Dv<>"
 
 
@@ -24,15 +24,15 @@ def draw(
     output: Path,
     labels: Mapping[str, str] | None = None,
 ) -> Path:
-    """Draw several runs over one another: loss above, tokens/s below, both over steps.
+    """Draw runs on the same axes over the steps: loss above, tokens/s below.
 
     Args:
         runs: id to metrics, a mapping per step with ``step``, ``loss``, ``tokens_per_second``.
-        output: the file to write; its suffix says which kind of picture.
-        labels: id to what the run is called in the picture; its id by default.
+        output: the file to write; one of SUFFIXES gives its format.
+        labels: id to the run's name in the legend; by default its id.
 
     Raises:
-        BadInput: no metrics, or the file's suffix is none of SUFFIXES.
+        BadInput: a run reported no losses, or the suffix is none of SUFFIXES.
         Unavailable: matplotlib is not installed.
     """
     _check_name(output)
@@ -43,14 +43,14 @@ def draw(
     loss, speed = picture.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     for number, (run, metrics) in enumerate(runs.items()):
         name = (labels or {}).get(run, run)
-        # Runs that agree lie on one another: the later ones are dashed, so that both show.
+        # Equal curves cover each other: the later ones are dashed, so that all can be seen.
         colour = _COLOURS[number % len(_COLOURS)]
         dashes = "-" if number == 0 else (0, (4, 2 + number))
         style: dict[str, Any] = {"color": colour, "linestyle": dashes, "linewidth": 1.6}
         loss.plot(*_series(metrics, "loss"), label=name, **style)
         steps, evaluated = _series(metrics, "eval_loss")
         if steps:
-            # Hollow and each larger than the one before: equal values show as one in the other.
+            # Hollow, and each larger than the one before: equal points can be seen, too.
             loss.plot(
                 steps, evaluated, linestyle="", marker=_MARKERS[number % len(_MARKERS)],
                 markersize=6 + 2 * number, markerfacecolor="none", color=colour,
@@ -69,13 +69,13 @@ def draw(
 
 
 def check_output(output: Path) -> None:
-    """Refuse what could not be drawn, before work is done for it. Raises as `draw`."""
+    """Check that a plot can be drawn, before the work for it is done. Raises as `draw`."""
     _check_name(output)
     _picture()
 
 
 def draw_bandwidth(report: Report, output: Path) -> Path:
-    """Draw bus bandwidth over message size, a line per collective; or the matrix of the pairs.
+    """Draw bus bandwidth over message size, a line per collective; or the pairs as a matrix.
 
     Raises as `draw`.
     """
@@ -149,7 +149,7 @@ def _save(picture: Any, output: Path) -> Path:
 
 
 def _series(metrics: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values; of a step that was reported twice (after a restart), the last value."""
+    """Return steps and values; of a step reported twice (after a restart), the last value."""
     found = {
         row["step"]: row[key]
         for row in metrics

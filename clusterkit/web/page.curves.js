@@ -1,7 +1,7 @@
-// Curves: what is asked for as they grow or are zoomed, and how they are drawn.
+// Curves: which points are requested as they grow or are zoomed, and how they are drawn.
 
 const compared = () => [...new Set([state.run, ...state.ticked])].filter(Boolean);
-const shownNames = () => ($("metric").value && $("metric").value !== USUAL ? [$("metric").value] : ["loss", "eval_loss", "tokens_per_second"]);
+const shownNames = () => ($("metric").value && $("metric").value !== DEFAULT_METRICS ? [$("metric").value] : ["loss", "eval_loss", "tokens_per_second"]);
 
 async function loadCurves(anew) {
   const names = shownNames();

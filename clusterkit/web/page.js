@@ -1,21 +1,21 @@
-// The page of `clusterkit web`, and of a report: then every answer is in the page already.
-// What programs and people have written is only ever put in as text, by `el`.
-// page.py puts page.curves.js, page.log.js and this file into one strict function, in this order.
+// The page of `clusterkit web`, and of a report, which holds the server's answers itself.
+// Output of programs is only ever added as text, by `el`, never as markup.
+// page.py joins page.curves.js, page.log.js and this file, in this order, to one strict function.
 
 const $ = (id) => document.getElementById(id);
 const report = $("data") && JSON.parse($("data").textContent);
 const token = new URLSearchParams(location.search).get("token") || "";
 const TABS = ["curves", "ranks", "events", "log", "config", "plan"];
-const USUAL = "loss and tokens/s";
+const DEFAULT_METRICS = "loss and tokens/s";
 const POINTS = 2000, MOST_LINES = 5000, PAUSE = 1000;
-// Okabe and Ito's palette: told apart by people with any kind of colour vision.
+// Okabe and Ito's palette, which people with any kind of colour vision can distinguish.
 const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
 const state = {
   runs: [], run: null, about: null, tab: "curves", ticked: new Set(), abouts: {},
   curves: {}, zoom: null, charts: [], log: null, news: null, waiting: new Set(), timer: null,
 };
 
-// ---- asking
+// ---- requests
 
 async function get(path, query = []) {
   if (report) {
@@ -37,12 +37,13 @@ async function ask(method, url) {
   return answer;
 }
 
-const say = (text) => { $("link").textContent = text; };
-const guarded = (what) => async (...given) => {
-  try { await what(...given); } catch (error) { say(error.message); }
+const showMessage = (text) => { $("link").textContent = text; };
+// Wrap a handler so that its errors are shown in the page.
+const guarded = (handler) => async (...given) => {
+  try { await handler(...given); } catch (error) { showMessage(error.message); }
 };
 
-// ---- saying
+// ---- elements and formats
 
 function el(name, about = {}, ...inside) {
   const made = document.createElement(name);
@@ -71,7 +72,7 @@ function duration(seconds) {
 const options = (list, chosen) =>
   list.map(([value, text]) => el("option", { value, textContent: text, selected: String(value) === String(chosen) }));
 function choices(select, list) {
-  // Written anew only when they have changed: a menu that is open would close.
+  // Replaced only if they have changed: an open menu would close.
   const key = JSON.stringify(list);
   if (select.dataset.key === key) return;
   select.dataset.key = key;
@@ -111,7 +112,7 @@ async function tick(run) {
   await loadCurves(true);
 }
 
-// At once, not with the event of a changed address: the next key is of the run that this one chose.
+// Not by the hashchange event, which comes too late for the next key: it is for the run chosen here.
 function choose(run, tab = state.tab) {
   history.pushState(null, "", `#${run}/${tab}`);
   fromHash();
@@ -138,7 +139,7 @@ const fromHash = guarded(async () => {
     listen();
   }
   await loadRun();
-  if (state.about) await showPanel();  // otherwise another run has been chosen meanwhile
+  if (state.about) await showPanel();  // unless another run has been chosen meanwhile
 });
 
 // ---- one run
@@ -157,7 +158,7 @@ async function loadRun() {
   choices($("attempt"), [["", "newest"], ...Array.from({ length: found.attempt }, (_, at) => [at + 1, String(at + 1)]).reverse()]);
   choices($("node"), Array.from({ length: nodes }, (_, node) => [node, found.nodes[node] ? `${node} ${found.nodes[node].host}` : String(node)]));
   showRankChoices();
-  choices($("metric"), [USUAL, ...found.metrics.map((each) => each.name)].map((name) => [name, name]));
+  choices($("metric"), [DEFAULT_METRICS, ...found.metrics.map((each) => each.name)].map((name) => [name, name]));
   if (state.tab === "ranks") showRanks();
   if (state.tab === "events") showEvents();
 }
@@ -242,7 +243,7 @@ function showEvents() {
     cell(when(run.running_since || run.started_at)), cell(""), cell(run.failure ? `${run.failure.who}: ${run.failure.cause}` : "")));
   const events = run.events.map((event) => el("tr", {}, cell(when(event.at)), cell(String(event.attempt)), cell(event.text)));
   fill($("events"), el("h2", {}, "Rounds"), table(["Round", "State", "Began", "Took", "Why it ended"], rounds),
-    el("h2", {}, "Events"), events.length ? table(["When", "Round", "What"], events) : el("p", { className: "quiet" }, "Nothing but what the plan says."));
+    el("h2", {}, "Events"), events.length ? table(["When", "Round", "What"], events) : el("p", { className: "quiet" }, "No events."));
 }
 
 // ---- config and plan
@@ -271,7 +272,7 @@ async function showPlan() {
   if (run === state.run) $("plantext").textContent = text;
 }
 
-// ---- what is shown
+// ---- tabs and updates
 
 function showTab() {
   for (const name of TABS) {
@@ -290,15 +291,15 @@ async function showPanel() {
   if (state.tab === "plan") await showPlan();
 }
 
-// News come as often as twice a second for each run: what is new is asked for once a second.
+// Events come up to twice a second for each run; what has changed is requested once a second.
 function listen() {
   if (report) return;
   if (state.news) state.news.close();
   const query = new URLSearchParams([["token", token], ...compared().map((run) => ["run", run])]);
   state.news = new EventSource(`/api/news?${query}`);
-  // What came before it was open, or while it was cut off, is asked for.
-  state.news.onopen = () => { say(""); news({ run: null, new: ["runs"] }, ...compared().map((run) => ({ run, new: ["metrics"] }))); };
-  state.news.onerror = () => say("clusterkit web has ended, or cannot be reached");
+  // Request what changed before it was open, or while it was disconnected.
+  state.news.onopen = () => { showMessage(""); news({ run: null, new: ["runs"] }, ...compared().map((run) => ({ run, new: ["metrics"] }))); };
+  state.news.onerror = () => showMessage("clusterkit web has ended, or cannot be reached");
   state.news.onmessage = (message) => news(JSON.parse(message.data));
 }
 
@@ -319,7 +320,7 @@ async function update() {
   if (state.tab === "curves" && news.some(([, what]) => what === "metrics") && !state.zoom) await loadCurves(false);
 }
 
-// ---- doing
+// ---- actions and keys
 
 function question(text, answers) {
   return new Promise((resolve) => {
@@ -334,9 +335,9 @@ function question(text, answers) {
 async function cancel() {
   const run = state.run;
   if ((await question(`Cancel ${run} and everything it started?`, [["", "No"], ["yes", "Cancel the run"]])) !== "yes") return;
-  say("cancelling ...");
+  showMessage("cancelling ...");
   await ask("POST", `/api/runs/${run}/cancel`);
-  say("");
+  showMessage("");
   await loadRun();
   await loadRuns();
 }
@@ -355,7 +356,7 @@ function setTheme(name) {
 
 const unzoom = guarded(async () => { state.zoom = null; await loadCurves(true); });
 const toTab = (name) => { if (state.run) choose(state.run, name); };
-const DO = {
+const KEY_ACTIONS = {
   j: () => step(1), k: () => step(-1), x: guarded(() => tick(state.run)), t: () => setTheme(theme() === "dark" ? "light" : "dark"),
   "/": () => { toTab("log"); $("search").focus(); }, r: () => $("filter").focus(),
   f: () => $("follow").click(), l: () => $("logscale").click(), z: unzoom, "?": keys,
@@ -365,7 +366,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && typing && !$("dialog").open) { event.target.blur(); return; }
   if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
   const tab = TABS[Number(event.key) - 1];
-  const act = tab ? () => toTab(tab) : DO[event.key];
+  const act = tab ? () => toTab(tab) : KEY_ACTIONS[event.key];
   if (act) { event.preventDefault(); act(); }
 });
 $("tabs").addEventListener("keydown", (event) => {
@@ -376,31 +377,31 @@ $("tabs").addEventListener("keydown", (event) => {
   $(`tab-${next}`).focus();
 });
 for (const name of TABS) $(`tab-${name}`).addEventListener("click", () => toTab(name));
-const later = (what, pause = 250) => { let timer; return () => { clearTimeout(timer); timer = setTimeout(guarded(what), pause); }; };
+const debounced = (what, pause = 250) => { let timer; return () => { clearTimeout(timer); timer = setTimeout(guarded(what), pause); }; };
 $("filter").addEventListener("input", showRuns);
 $("metric").addEventListener("change", guarded(() => loadCurves(true)));
 $("logscale").addEventListener("change", drawCurves);
 $("unzoom").addEventListener("click", unzoom);
 for (const id of ["attempt", "rank"]) $(id).addEventListener("change", guarded(() => loadLog(null)));
 $("node").addEventListener("change", guarded(async () => { showRankChoices(); await loadLog(null); }));
-$("search").addEventListener("input", later(() => loadLog(null)));
+$("search").addEventListener("input", debounced(() => loadLog(null)));
 $("older").addEventListener("click", guarded(() => { $("follow").checked = false; return loadLog("older"); }));
 $("lines").addEventListener("scroll", () => {
-  // Whoever scrolls up reads: nothing is moved from under them.
+  // Do not follow while the user has scrolled up to read.
   const place = $("lines");
   if (place.scrollTop + place.clientHeight < place.scrollHeight - 40) $("follow").checked = false;
 });
 $("other").addEventListener("change", guarded(showConfig));
 $("differing").addEventListener("change", guarded(showConfig));
 $("cancel").addEventListener("click", guarded(cancel));
-$("theme").addEventListener("click", DO.t);
+$("theme").addEventListener("click", KEY_ACTIONS.t);
 $("help").addEventListener("click", keys);
 $("report").addEventListener("click", () => {
   const query = new URLSearchParams([["token", token], ...compared().map((run) => ["run", run])]);
   el("a", { href: `/report.html?${query}`, download: "" }).click();
 });
 window.addEventListener("hashchange", fromHash);
-new ResizeObserver(later(() => {
+new ResizeObserver(debounced(() => {
   for (const chart of state.charts) chart.setSize({ width: chart.root.parentElement.clientWidth, height: 280 });
 }, 50)).observe($("charts"));
 
@@ -408,6 +409,6 @@ setTheme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
 if (report) {
   $("report").hidden = true;
   $("follow").parentElement.hidden = true;
-  say(`as of ${when(report.at)}`);
+  showMessage(`as of ${when(report.at)}`);
 }
 guarded(async () => { await loadRuns(); if (report) state.ticked = new Set(state.runs.slice(1).map((run) => run.run)); await fromHash(); })();

@@ -1,12 +1,12 @@
-// The log of a node or rank: its last lines, earlier ones, those that come, those with a word.
+// The log of a node or rank: the last lines, earlier or new ones, or those that match a search.
 
 const logQuery = () => [["attempt", $("attempt").value], ["node", $("node").value || "0"], ["rank", $("rank").value], ["search", $("search").value]];
 
-// One after the other: two that ask for what comes after the same line would both append it.
-let turn = Promise.resolve();
+// One request at a time: two that ask for what comes after the same line would both append it.
+let lastLoad = Promise.resolve();
 function loadLog(way) {
-  turn = turn.catch(() => {}).then(() => readLog(way));
-  return turn;
+  lastLoad = lastLoad.catch(() => {}).then(() => readLog(way));
+  return lastLoad;
 }
 
 async function readLog(way) {
