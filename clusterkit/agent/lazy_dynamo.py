@@ -29,7 +29,7 @@ def defer_dynamo() -> None:
     torch = importlib.import_module("torch")
 
     if _NAME not in sys.modules:
-        stand_in = _Dynamo(_NAME)
+        stand_in = _Dynamo()
         sys.modules[_NAME] = stand_in
         vars(torch)["_dynamo"] = stand_in
         sys.meta_path.insert(0, _Finder())
@@ -70,6 +70,10 @@ def deferred_compile() -> Iterator[None]:
 class _StandIn(ModuleType):
     """A module that loads the real one when it is asked for something that it does not have."""
 
+    def __init__(self, name: str, **attributes: Any) -> None:
+        super().__init__(name)
+        vars(self).update(attributes)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # the import system and inspect, probing
             raise AttributeError(name)
@@ -78,11 +82,17 @@ class _StandIn(ModuleType):
 
 
 class _Dynamo(_StandIn):
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__path__: list[str] = []  # a package: importing a submodule asks _Finder
-        self.utils = _Utils(f"{name}.utils")
-        self.trace_rules = _TraceRules(f"{name}.trace_rules")
+    """The stand-in for torch._dynamo."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            _NAME,
+            __path__=[],  # a package: importing a submodule asks _Finder
+            # the default of torch._dynamo.config
+            utils=_StandIn(f"{_NAME}.utils", get_optimize_ddp_mode=lambda: "ddp_optimizer"),
+            trace_rules=_StandIn(f"{_NAME}.trace_rules", clear_lru_cache=lambda: None),
+            graph_break=lambda msg="": None,
+        )
 
     def disable(self, fn: Any = None, recursive: bool = True, **options: Any) -> Any:
         """Keep ``fn`` from the compiler: nothing to do, until the real one has been loaded."""
@@ -91,8 +101,9 @@ class _Dynamo(_StandIn):
         if not isinstance(fn, (FunctionType, MethodType)):
             _load()
             return importlib.import_module(_NAME).disable(fn, recursive, **options)
+
         compiler = self
-        disabled: list[Any] = []
+        disabled: list[Any] = []  # no functools.cache: the compiler warns of tracing through one
 
         @wraps(fn)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -106,20 +117,6 @@ class _Dynamo(_StandIn):
         # Should the real one come to trace a caller, it must not look inside.
         vars(call).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=None)
         return call
-
-    def graph_break(self, msg: str = "") -> None:
-        """Do nothing: nothing is being traced."""
-
-
-class _Utils(_StandIn):
-    def get_optimize_ddp_mode(self) -> str:
-        """Return torch._dynamo.config's default."""
-        return "ddp_optimizer"
-
-
-class _TraceRules(_StandIn):
-    def clear_lru_cache(self) -> None:
-        """Do nothing: there is no cache yet."""
 
 
 class _Finder(MetaPathFinder):

@@ -56,12 +56,12 @@ class _Phase(enum.Enum):
     NEW = enum.auto()
     """It was not started yet."""
     SPARE = enum.auto()
-    """The same; the coordinator says when, once another node is lost."""
+    """It was not started yet, and will be if another node is lost."""
     RUNNING = enum.auto()
     INTERRUPTED = enum.auto()
     """It was asked to stop by the coordinator's order."""
     WAITING = enum.auto()
-    """It has ended after that; the coordinator says what follows."""
+    """It has ended after that order; the node waits for the next one."""
     ENDED = enum.auto()
     """It has ended by itself, or was stopped for a reason of this node."""
 
@@ -92,7 +92,7 @@ class Node:
         self.phase = _Phase.SPARE if spare else _Phase.NEW
         self.over = False  # whether the run has ended for this node
         self.preempted = False  # whether it has because this node was asked to end (SIGTERM)
-        self.final = False  # whether nobody may start the run again after this failure
+        self.final = False  # whether the run must not be started again after this failure
         self.reason: str | None = None  # why this attempt ends, beyond the launcher's exit code
         self.restart_reason = SPARE if spare else None  # the same, where another attempt follows
         self.stopped_by: str | None = None  # the process that asked this node to end, or its reason
@@ -126,7 +126,7 @@ class Node:
             return self._finish(code)
         rejoin = self.options.rejoin > 0
         if not (rejoin and self.options.coordinator):
-            self._start()  # and waits for nobody
+            self._start()  # without waiting for other nodes
         if self.options.coordinator or self.terms.restarts:
             self._join()
         while True:
@@ -264,7 +264,7 @@ class Node:
             self._time_limit_reached()
 
     def _time_limit_reached(self) -> None:
-        """End this node, whatever else goes on, and with it the others."""
+        """End this node now, and with it the others."""
         self.deadline, self.reason = None, LATE
         self.over = self.final = True
         if self.client is not None:
@@ -318,6 +318,6 @@ class Node:
             "stopped_by": self.stopped_by,
             "causes": [*hang, *self.launcher.causes(), *self.pause.causes(), *self.causes],
             "final": self.final,
-            # None: somebody else counts them.
+            # None: the supervisor or the platform counts them.
             "restarts_left": self.terms.restarts - used if self.options.restarts else None,
         }

@@ -155,18 +155,12 @@ class Preload:
             return True
         more = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         path = [self._folder, *(folder for folder in more if folder)]
-        names = [self._module] if self._module else []
-        files = [] if self._module else [self._program]
-        seen: set[str] = set()
-        while (files or names) and len(seen) < _MOST_FILES:
-            if names:
-                file = next(filter(None, (_module_file(each, names[-1]) for each in path)), "")
-                names.pop()
-            else:
-                file = files.pop()
-            if not file or file in seen:
-                continue
-            seen.add(file)
+
+        def find(name: str) -> str:
+            return next(filter(None, (_module_file(folder, name) for folder in path)), "")
+
+        files = [find(self._module) if self._module else self._program]
+        for file in files:  # grows
             try:
                 with open(file, "rb") as opened:
                     text = opened.read(MOST_BYTES)
@@ -175,8 +169,11 @@ class Preload:
             if _TORCH.search(text):
                 return True
             for match in _IMPORT.finditer(text):
-                found = (match[1] or match[2]).decode().split(",")
-                names += [words[0] for each in found if (words := each.split())]
+                imported = (match[1] or match[2]).decode().split(",")
+                names = [words[0] for each in imported if (words := each.split())]
+                new = dict.fromkeys(found for name in names if (found := find(name)))
+                files += [found for found in new if found not in files]
+            del files[_MOST_FILES:]
         return False
 
     def save(self, code: int) -> None:

@@ -26,7 +26,7 @@ class SpawnLauncher(Launcher):
             for number in range(self._options.nproc if self._options.spawn else 1):
                 self._start_one(number)
         except OSError:
-            # How they end says nothing of why the others did not start.
+            # Their ends are not why the others did not start: they are not reported.
             kill_all_below()
             for handle in list(self._children):
                 self._reap(handle)

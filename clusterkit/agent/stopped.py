@@ -1,4 +1,4 @@
-"""Processes that somebody stops (SIGSTOP): ranks of a node, and the agent itself."""
+"""Notice that ranks of a node, or the agent itself, were stopped (SIGSTOP)."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ def _receive_file(number: int, entry: Entry, path: str, source: BinaryIO | _Peer
 
 
 class _Peer:
-    """The pieces that another host sends; meanwhile the sender hears that it has to wait."""
+    """The pieces that another host sends; reports to the sender that it has to wait."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._file = connection.makefile("rb")

@@ -30,7 +30,7 @@ from clusterkit.run.folder import home
 from clusterkit.sync import receiver
 
 MOST_BYTES = 2 << 30
-"""A larger project is refused: it is a data set that somebody forgot to ignore."""
+"""A larger project is refused: it probably contains a data set that should be ignored."""
 _TICK_NS = 50_000_000  # more than a tick of the kernel's clock, by which files are stamped
 _NEVER = frozenset({
     ".git", ".hg", ".svn", "__pycache__", ".venv", "venv", "node_modules", ".mypy_cache",
