@@ -156,28 +156,27 @@ def _unsupervised(base: RunStatus, handle: RunHandle, seen: Observation) -> tupl
         return _replace(base, state=seen.state, remark=remark), False
     if folder.is_cancelled():
         return _replace(base, state=State.CANCELLED, exit_code=EXIT_INTERRUPTED), False
-    again = restarts > 0 and not (seen.final or seen.late)
-    left = counted(restarts, "restart")
-    remark = f"it was not restarted ({left} left): {attach} does"
-    if not begun:
-        again = folder.file("state.json").exists()
+    if begun:
+        failure = diagnosis(handle, seen)
+        can_attach = restarts > 0 and not (seen.final or seen.late)
+        remark = f"it was not restarted ({counted(restarts, 'restart')} left): {attach} does"
+    else:
+        can_attach = folder.file("state.json").exists()
         remark = f"it was not started: {attach} does"
         failure = Failure(
             exit_code=1,
             cause="clusterkit was killed before the run started",
-            hint=f"{attach} starts it" if again else "submit it again",
+            hint=f"{attach} starts it" if can_attach else "submit it again",
         )
-    else:
-        failure = diagnosis(handle, seen)
     found = _replace(
         base,
         state=State.UNKNOWN if seen.state is State.UNKNOWN else State.FAILED,
         exit_code=failure.exit_code or 1,
         failure=failure,
         finished_at=finished,
-        remark=remark if again else base.remark,
+        remark=remark if can_attach else base.remark,
     )
-    return found, again
+    return found, can_attach
 
 
 def _missing(handle: RunHandle, restarts: int) -> str:

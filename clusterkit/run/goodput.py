@@ -60,13 +60,10 @@ def _last_step(attempt: Marks) -> int | None:
 def _attempts(known: Sequence[AttemptStatus], every: Sequence[Marks]) -> tuple[AttemptStatus, ...]:
     found = []
     for one in known:
-        last, lost = None, None
-        if one.attempt <= len(every):
-            last = _last_step(every[one.attempt - 1])
+        last = _last_step(every[one.attempt - 1]) if one.attempt <= len(every) else None
         later = (_resumed_at(marks) for marks in every[one.attempt :])
         resumed = next((step for step in later if step is not None), None)
-        if last is not None and resumed is not None:
-            lost = max(0, last - resumed)
+        lost = None if last is None or resumed is None else max(0, last - resumed)
         found.append(msgspec.structs.replace(one, last_step=last, steps_lost=lost))
     return tuple(found)
 
