@@ -114,9 +114,8 @@ def _findings(
     compared = "" if len(names) == 2 else f", usual is {of.text(usual)}"
 
     def finding(cost: float, text: str, **fields: Any) -> Finding:
-        value, usually = of.value(cost), of.value(usual)
-        sentence = text + compared
-        return Finding(what=of.name, value=value, usual=usually, sentence=sentence, **fields)
+        fields |= {"value": of.value(cost), "usual": of.value(usual)}
+        return Finding(what=of.name, sentence=text + compared, **fields)
 
     rest = set(slow)
     for host, direction, explained in slow_hosts(slow, len(names)):

@@ -198,15 +198,9 @@ class Answers:
     def machines(self) -> dict[str, Machine]:
         return {machine.name: machine for machine in self.subject.hosts}
 
-    def read(
-        self, script: Script[T], hosts: Collection[str] | None = None, *, quiet: bool = False
-    ) -> dict[str, T]:
-        """Return what a script collected, by host; add a verdict to `unread` where it failed.
-
-        Args:
-            hosts: only these.
-            quiet: add no verdicts.
-        """
+    def read(self, script: Script[T], hosts: Collection[str] | None = None) -> dict[str, T]:
+        """Return what a script collected, by host, or on these hosts alone; add a verdict to
+        `unread` where it failed."""
         values: dict[str, T] = {}
         for host, answer in self.of.items():
             if not script.runs_on(host, self.subject) or (hosts is not None and host not in hosts):
@@ -218,7 +212,7 @@ class Answers:
                     values[host] = msgspec.json.decode(output.value, type=script.kind)
                 except msgspec.MsgspecError as error:
                     verdict = warn(host, f"answered with something unreadable: {error}", None)
-            if verdict is not None and not quiet:
+            if verdict is not None:
                 self.unread.append(verdict)
         return values
 

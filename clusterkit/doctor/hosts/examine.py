@@ -195,8 +195,8 @@ def completed(subject: HostSubject, answers: Mapping[str, Answer]) -> HostSubjec
     for machine in subject.hosts:
         address = machine.address
         if address is None and subject.interface != "auto":
-            there = interfaces.get(machine.name, {}).get(subject.interface)
-            address = next(iter(there.addresses), None) if there is not None else None
+            interface = interfaces.get(machine.name, {}).get(subject.interface)
+            address = next(iter(interface.addresses), None) if interface is not None else None
         hosts.append(
             replace_fields(machine, address=address or answers[machine.name].reached_at or None)
         )

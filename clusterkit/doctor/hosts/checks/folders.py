@@ -244,7 +244,7 @@ def _no_shared_folder(subject: HostSubject) -> str | None:
 
 @check(write_token, read_token, remove_token, quick=False, skip_reason=_no_shared_folder)
 def shared(answers: Answers) -> Iterator[Verdict]:
-    """What one host writes to the shared folder, every other reads there at once."""
+    """A file that one host writes to the shared folder is visible on every other at once."""
     folder = answers.subject.shared or ""
     head = answers.subject.head.name
     mount = f"mountpoint {shell.quote(folder)} || sudo mount {shell.quote(folder)}"

@@ -196,7 +196,8 @@ def gpu_driver(answers: Answers) -> Iterator[Verdict]:
     versions = {
         host: nvidia.gpus[0]["driver_version"] for host, nvidia in seen.items() if nvidia.gpus
     }
-    packages = answers.read(collect_packages, quiet=True)
+    # Apart, because the check `packages` has the verdicts on what cannot be read.
+    packages = Answers(answers.subject, answers.of).read(collect_packages)
     usual = most_common(versions.values(), "")
     for host, nvidia in seen.items():
         yield _driver(host, nvidia, versions.get(host), usual, packages.get(host))
@@ -383,7 +384,7 @@ FREE_MIB = 1024
 
 @check(collect_nvidia, skip_reason=_no_gpus_needed)
 def gpu_processes(answers: Answers) -> Iterator[Verdict]:
-    """No process left over, or of somebody else, holds the GPUs that the job needs."""
+    """No leftover process, and none of another user, holds the GPUs that the job needs."""
     for host, nvidia in _seen(answers).items():
         with_process = {process["gpu_uuid"] for process in nvidia.processes}
         busy = [

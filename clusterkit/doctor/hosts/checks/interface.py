@@ -81,8 +81,7 @@ def collect_routes(given: dict[str, Any]) -> Any:
 
 @check(collect_interfaces, collect_routes)
 def interface(answers: Answers) -> Iterator[Verdict]:
-    """The hosts talk over the interface that is meant, it is up, and MTU and speed are the same
-    everywhere."""
+    """The hosts use the intended interface, it is up, and MTU and speed are the same everywhere."""
     subject = answers.subject
     seen = answers.read(collect_interfaces)
     routes = answers.read(collect_routes)

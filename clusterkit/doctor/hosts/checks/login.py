@@ -51,7 +51,7 @@ def reachable(answers: Answers) -> Iterator[Verdict]:
 
 @check(unreachable_too=True, skip_reason=not_over_ssh)
 def host_key(answers: Answers) -> Iterator[Verdict]:
-    """The key that proves who the host is stands in known_hosts and has not changed."""
+    """The host's key is in known_hosts and has not changed."""
     for host, answer in answers.of.items():
         error = answer.error
         if error is None:
@@ -80,7 +80,7 @@ def collect_shell(given: dict[str, Any]) -> Any:
         shell = pwd.getpwuid(os.geteuid()).pw_shell or "/bin/sh"
     except KeyError:
         shell = "/bin/sh"
-    # bash reads ~/.bashrc if it is started by sshd, which it tells from these two variables.
+    # bash reads ~/.bashrc if it is started by sshd, which it detects by these two variables.
     env = {**os.environ, "SSH_CLIENT": os.environ.get("SSH_CLIENT", "127.0.0.1 1 22")}
     env.pop("SHLVL", None)
     done = subprocess.run(

@@ -147,7 +147,9 @@ def python(answers: Answers) -> Iterator[Verdict]:
 
 def _packages_to_install(answers: Answers) -> dict[str, str]:
     """Return the packages that a new interpreter needs, in the versions of the other hosts."""
-    seen = answers.read(collect_packages, hosts=_with_ranks_python(answers), quiet=True)
+    # Apart, because the check `packages` has the verdicts on what cannot be read.
+    others = Answers(answers.subject, answers.of)
+    seen = others.read(collect_packages, hosts=_with_ranks_python(answers))
     needed = _needed(answers.subject)
     found = {
         name: most_common((each.versions.get(name, "") for each in seen.values()), "")
