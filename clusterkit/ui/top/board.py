@@ -432,8 +432,8 @@ class RunBoard(Board[tuple[int, int]]):
             parts.append(f"{speed:,.0f} tokens/s")
         if (pace := reported.speed("step_seconds")) is not None:
             parts.append(f"{pace:.3g} s a step")
-        goes_on = not self.live.status.state.final and self._standstill is None
-        if goes_on and (left := reported.time_left()) is not None:
+        stopped = self.live.status.state.final or self._standstill is not None
+        if not stopped and (left := reported.time_left()) is not None:
             parts.append(f"{duration(left)} left")
         if (memory := reported.value("peak_memory")) is not None:
             parts.append(f"peak {paint.size_text(memory)}")
