@@ -1,4 +1,4 @@
-"""What node 0 knows of the nodes."""
+"""The nodes of a run as node 0 knows them: their agents' states, their ranks, the spares."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from clusterkit.agent import limits
+from clusterkit.agent.messages import AgentState
 from clusterkit.agent.protocol import Document
 
 
 class Terms(NamedTuple):
-    """What the nodes of a run go by."""
+    """The options of a run that all of its nodes share."""
 
     nodes: int
-    """As many ranks' places there are."""
     lost_after: float = 30.0
     """Seconds of silence after which a node is lost."""
     wait: float = 0.0
@@ -21,145 +21,151 @@ class Terms(NamedTuple):
     restarts: int = 0
     retry_on: Collection[int] = ()
     """As of `Retries`."""
-    least: int | None = None
-    """With as many nodes the run may go on; None: with no fewer."""
+    min_nodes: int | None = None
+    """The fewest nodes that the run may continue with; None: all."""
     spares: int = 0
-    """How many nodes more there are to take the place of those that are lost."""
+    """How many more nodes there are, to replace those that are lost."""
 
     @property
-    def again(self) -> bool:
-        """Whether anything is ever started again."""
+    def restartable(self) -> bool:
+        """Whether a launcher is ever started again."""
         return self.wait > 0 or self.restarts > 0
 
     @property
-    def may_miss(self) -> bool:
-        """Whether the others may go on without a node that is lost."""
-        return self.spares > 0 or self.least is not None
+    def can_lose_nodes(self) -> bool:
+        """Whether the run may continue without a lost node."""
+        return self.spares > 0 or self.min_nodes is not None
 
 
 class Member:
-    """One node's place in the run, as the agent that has it said last."""
+    """One node as its agent reported it last."""
 
-    def __init__(self, agent: str) -> None:
-        self.agent = agent
-        self.count = 0  # of its statements: the newest that was heard
-        self.heard = 0.0
-        self.closed: float | None = None  # when its connection broke off; None: there is one
+    def __init__(self, state: AgentState) -> None:
+        self.state = state
+        self.received_at = 0.0  # when that came
+        self.disconnected_at: float | None = None  # None: there is a connection
         self.present = True  # whether it is not lost
-        self.running = False  # whether its launcher runs
         self.ready = False  # whether it waits for the next round, and will start no older one
-        self.code: int | None = None  # how its launcher ended by itself in this round
+        self.exit_code: int | None = None  # of its launcher, where that ended in this round
         self.failure: Document | None = None  # how its ranks failed by themselves in this round
-        self.step: int | None = None  # that they came to
-        self.met = False  # whether it was in this run before this coordinator was
-        self.early = False  # whether its launcher was started before it met anyone
+        self.step: int | None = None  # the last that they reported
+        self.rejoined = False  # whether it was in this run before this coordinator was
+        self.early = False  # whether its launcher was started before it met any coordinator
 
     @property
-    def reached(self) -> bool:
-        """Whether there is a connection to it."""
-        return self.present and self.closed is None
+    def connected(self) -> bool:
+        return self.present and self.disconnected_at is None
 
-    def says(self, said: Document, now: float, current: bool) -> bool:
-        """Its agent says this; whether that is news. ``current``: it knows of this round."""
-        before = self.present, self.running, self.ready
-        self.count, self.heard, self.closed = int(said["count"]), now, None
-        self.present, self.running = not said["leaving"], bool(said["running"])
-        self.ready = bool(said["waiting"]) and current
-        return before != (self.present, self.running, self.ready)
+    def update(self, state: AgentState, now: float, current: bool) -> bool:
+        """Take the agent's new state; return whether that is news.
 
-    def gone(self, now: float, lost_after: float) -> str | None:
-        """What to say of it if it is lost: nothing, where its connection broke off."""
-        if self.closed is not None and now - self.closed > limits.PEER_GONE_SECONDS:
+        Args:
+            current: whether the agent knows of this round.
+        """
+        before = self.present, self.state.running, self.ready
+        self.state, self.received_at, self.disconnected_at = state, now, None
+        self.present, self.ready = not state.leaving, state.waiting and current
+        return before != (self.present, state.running, self.ready)
+
+    def lost_reason(self, now: float, lost_after: float) -> str | None:
+        """Return why it is lost, empty where its connection broke off; None: it is not."""
+        since = self.disconnected_at
+        if since is not None and now - since > limits.PEER_GONE_SECONDS:
             return ""
-        silent = now - self.heard > lost_after
+        silent = now - self.received_at > lost_after
         return f"does not answer node 0 for {lost_after:g} s" if silent else None
 
 
 class Members:
-    """The nodes of a run, and which of them have said something."""
+    """The nodes of a run: which have ranks, which are spares, and what is known of each."""
 
     def __init__(self, terms: Terms) -> None:
         nodes = terms.nodes
         self._places: list[int | None] = list(range(nodes))
-        """By place, in the order of ranks, the node that has it; None: the run goes on without."""
+        """By place, in the order of ranks, the node that has it; None: it is vacant."""
         self.ranks = {node: node for node in range(nodes)}
-        """Of the nodes with which the run goes on, each one's; their order stays."""
+        """The rank of each node that is not a spare; their order stays."""
         self.spares = list(range(nodes, nodes + terms.spares))
-        """Nodes that wait for a place."""
-        self.said: dict[int, Member] = {}
-        """By node, of all that ever did."""
-        self._least = nodes if terms.least is None else terms.least
+        self.by_node: dict[int, Member] = {}
+        """All nodes that ever reported."""
+        self._min_nodes = nodes if terms.min_nodes is None else terms.min_nodes
 
     @property
-    def may_miss(self) -> bool:
-        """Whether the run may go on without a node."""
-        return bool(self.spares) or self._least < len(self.ranks)
+    def can_lose_one(self) -> bool:
+        """Whether the run may continue without one of its nodes."""
+        return bool(self.spares) or self._min_nodes < len(self.ranks)
 
-    def knows(self, node: int) -> bool:
-        """Whether it belongs to the run."""
+    def includes(self, node: int) -> bool:
+        """Return whether the node belongs to the run."""
         return node in self.ranks or node in self.spares
 
-    def all(self) -> list[Member]:
-        """Those with which the run goes on, that said something."""
-        return [member for node, member in self.said.items() if node in self.ranks]
+    def active(self) -> list[Member]:
+        """Return the nodes that have ranks and ever reported."""
+        return [member for node, member in self.by_node.items() if node in self.ranks]
 
     def never_came(self) -> list[int]:
-        """The nodes that have never said anything."""
-        return sorted(self.ranks.keys() - self.said.keys())
+        """Return the nodes that have ranks and never reported."""
+        return sorted(self.ranks.keys() - self.by_node.keys())
 
     def missing(self) -> list[int]:
-        """The nodes that are lost, or never came."""
-        here = {node for node, member in self.said.items() if member.present}
-        return sorted(self.ranks.keys() - here)
+        """Return the nodes that are lost, or never came."""
+        present = {node for node, member in self.by_node.items() if member.present}
+        return sorted(self.ranks.keys() - present)
 
-    def busy(self) -> int | None:
-        """A node whose launcher runs, or may; None: all are here and wait for the next round."""
+    def unready(self) -> int | None:
+        """Return a node that cannot start the next round yet; None: all can."""
         for node in self.ranks:
-            member = self.said.get(node)
-            if member is None or member.running or not member.ready or not member.reached:
+            member = self.by_node.get(node)
+            if member is None or member.state.running or not (member.ready and member.connected):
                 return node
         return None
 
     def failures(self) -> tuple[list[Document], int | None]:
-        """How ranks failed by themselves in this round, and to what step any had come."""
-        members = self.all()
+        """Return how ranks failed by themselves in this round, and the last step of any."""
+        members = self.active()
         steps = (each.step for each in members if each.step is not None)
         return [each.failure for each in members if each.failure], max(steps, default=None)
 
-    def without(self, missing: list[int]) -> str | None:
-        """Go on without these nodes: spares that are here take vacant places, as far as they
-        suffice; how, or None where that may not be."""
-        here = [node for node in self.spares if node in self.said and self.said[node].present]
-        left = [None if node in missing else node for node in self._places]
-        if 0 in missing or len(left) - left.count(None) + len(here) < self._least:
-            return None
-        before, taken = len(self.ranks), self._fill(left, here)
-        how = [
-            f"node {node} joins" if lost is None else f"node {node} takes the place of node {lost}"
-            for node, lost in taken.items()
-        ]
-        how += [f"{len(self.ranks)} of {before} go on"] if len(self.ranks) < before else []
-        return ", ".join(how)
+    def drop(self, missing: list[int]) -> str | None:
+        """Continue without these nodes; spares that are here replace them, as far as they suffice.
 
-    def joining(self) -> list[int]:
-        """Spares that can take a place that nobody has."""
-        here = [(node, self.said[node]) for node in self.spares if node in self.said]
+        Returns:
+            Who replaces whom, and how many nodes are left; None: too few would be.
+        """
+        spares = [n for n in self.spares if n in self.by_node and self.by_node[n].present]
+        left = [None if node in missing else node for node in self._places]
+        if 0 in missing or len(left) - left.count(None) + len(spares) < self._min_nodes:
+            return None
+        before, replaced = len(self.ranks), self._assign(left, spares)
+        changes = [
+            f"node {node} joins" if lost is None else f"node {node} takes the place of node {lost}"
+            for node, lost in replaced.items()
+        ]
+        changes += [f"{len(self.ranks)} of {before} go on"] if len(self.ranks) < before else []
+        return ", ".join(changes)
+
+    def joinable(self) -> list[int]:
+        """Return the spares that can take a vacant place."""
+        present = [(node, self.by_node[node]) for node in self.spares if node in self.by_node]
         # One that had started alone may have ranks that are still ending.
-        found = [node for node, each in here if each.ready and each.reached and not each.running]
+        found = [
+            n for n, each in present if each.ready and each.connected and not each.state.running
+        ]
         return found[: self._places.count(None)]
 
-    def join(self) -> str:
-        """They take it; with whom the run goes on."""
-        found, nodes = self._fill(self._places, self.joining()), len(self.ranks)
-        return (
-            f"{named([*found])} can join; {nodes} nodes go on"
-            if found
-            else f"all {nodes} nodes are here"
-        )
+    def admit(self) -> str:
+        """Give them these places; return a line on which nodes the run has."""
+        joined, nodes = self._assign(self._places, self.joinable()), len(self.ranks)
+        if joined:
+            return f"{node_names([*joined])} can join; {nodes} nodes go on"
+        return f"all {nodes} nodes are here"
 
-    def _fill(self, places: Sequence[int | None], nodes: Sequence[int]) -> dict[int, int | None]:
-        """Have spares take the vacant ones of these places, each its own if it can; those that got
-        one, each with the node that had it."""
+    def _assign(self, places: Sequence[int | None], nodes: Sequence[int]) -> dict[int, int | None]:
+        """Give these spares the vacant places, each its own if it can.
+
+        Returns:
+            Those that got one, each with the node that had it before.
+        """
         new, taken = list(places), {}
         for node in nodes[: new.count(None)]:
             own = node < len(new) and new[node] is None
@@ -172,24 +178,26 @@ class Members:
         self.spares = [node for node in self.spares if node not in taken]
         return taken
 
-    def mixed(self, member: Member, other: bool) -> bool:
-        """Whether ranks may have reached others that were started around another node 0.
+    def may_be_mixed(self, member: Member, rejoined: bool) -> bool:
+        """Return whether ranks may have reached others that were started around another node 0.
 
         Args:
-            other: whether the member says that it was in the run of another one.
+            member: a node that just reported.
+            rejoined: whether it was in the run of another coordinator.
         """
-        members = self.all()
-        return any(each.early and each.running for each in members) or (
-            other and (member.running or any(each.code is not None for each in members))
+        members = self.active()
+        return any(each.early and each.state.running for each in members) or (
+            rejoined
+            and (member.state.running or any(each.exit_code is not None for each in members))
         )
 
 
-def not_back(nodes: list[int], seconds: float) -> str:
-    """That these nodes were lost and have not come back in time."""
+def not_returned(nodes: list[int], seconds: float) -> str:
+    """Return the reason of a run that ends, or shrinks, because these nodes were lost."""
     verb = "were" if len(nodes) > 1 else "was"
-    return f"{named(nodes)} {verb} lost and did not come back within {seconds:g} s"
+    return f"{node_names(nodes)} {verb} lost and did not come back within {seconds:g} s"
 
 
-def named(nodes: list[int]) -> str:
-    """``node 1``, ``nodes 1, 2``."""
+def node_names(nodes: list[int]) -> str:
+    """Return ``node 1``, ``nodes 1, 2``."""
     return f"node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes))}"

@@ -19,6 +19,18 @@ from clusterkit.agent.files import read_json
 from clusterkit.agent.fork import ForkLauncher
 from clusterkit.agent.launcher import start_failure
 from clusterkit.agent.member import Terms
+from clusterkit.agent.messages import (
+    CountRestarts,
+    EndHang,
+    EndLauncher,
+    Finish,
+    Log,
+    Note,
+    Order,
+    Pause,
+    Start,
+    Warn,
+)
 from clusterkit.agent.node_files import NodeFiles, brief_json, restarts_left
 from clusterkit.agent.processes import is_alive
 from clusterkit.agent.protocol import (
@@ -88,7 +100,7 @@ class Node:
             options.spares,
         )  # fmt: skip
         node = int(os.environ.get("NODE_RANK", "0"))
-        spare = node >= options.nodes or (node > 0 and returns and self.terms.may_miss)
+        spare = node >= options.nodes or (node > 0 and returns and self.terms.can_lose_nodes)
         self.phase = _Phase.SPARE if spare else _Phase.NEW
         self.over = False  # whether the run has ended for this node
         self.preempted = False  # whether it has because this node was asked to end (SIGTERM)
@@ -99,7 +111,7 @@ class Node:
         self.causes: list[str] = []  # what else was done to this node that it may have failed of
         self.token = os.environ.pop(PEER_TOKEN, "")  # not for the ranks
         self.client: Client | None = None
-        self.orders: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()  # each with a reason
+        self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self.pause = AgentPause()
         self.signals = signal_handle((*STOPS, signal.SIGCONT))  # before there are threads
         self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable: there are orders
@@ -136,7 +148,7 @@ class Node:
                 break
             self._handle_events()
             while not self.preempted and not self.orders.empty():
-                self._handle_order(*self.orders.get())
+                self._handle_order(self.orders.get())
         code = self._exit_code()
         if rejoin and (self.preempted or (self.phase is _Phase.WAITING and not code)):
             code = LEFT
@@ -153,56 +165,62 @@ class Node:
         self.client = Client(
             (host, int(port)), node=int(os.environ["NODE_RANK"]), terms=self.terms,
             run={"run": os.environ["CLUSTERKIT_RUN_ID"], "attempt": str(self.first_attempt)},
-            token=token.encode(), spare=self.phase is _Phase.SPARE, order=self._order,
-            hears=self.watch.hears, say=self.log.line, warn=self.files.warn,
+            token=token.encode(), spare=self.phase is _Phase.SPARE, on_order=self._order,
+            on_message=self.watch.receive,
         )  # fmt: skip
         self.watch.send = self.client.send
         self.client.start()
 
-    def _order(self, order: str, reason: str) -> None:
+    def _order(self, order: Order) -> None:
         """Take an order from another thread, for the main loop."""
-        self.orders.put((order, reason))
+        self.orders.put(order)
         with contextlib.suppress(OSError):
             os.eventfd_write(self.wake, 1)
 
-    def _handle_order(self, order: str, reason: str) -> None:
-        """Carry out an order of `Peer.orders` or of the `Watch`."""
-        if order in ("start", "follow"):
-            used, *place = map(int, reason.split())
-            self._next_attempt(self.first_attempt + used)
-            if place:
-                os.environ["NODE_RANK"], self.options.nodes = str(place[0]), place[1]
-            if order == "start":
+    def _handle_order(self, order: Order) -> None:
+        match order:
+            case Log():
+                self.log.line(order.text)
+            case Warn():
+                self.files.warn(order.text)
+            case CountRestarts():
+                self._next_attempt(self.first_attempt + order.restarts_used)
+            case Start():
+                self._next_attempt(self.first_attempt + order.restarts_used)
+                if order.rank is not None and order.nodes is not None:
+                    os.environ["NODE_RANK"], self.options.nodes = str(order.rank), order.nodes
                 self._start()
-        elif order == "pause":
-            seconds, _, reason = reason.partition(" ")
-            self.files.set_waiting(reason, float(seconds))
-        elif order == "final":
+            case Pause():
+                self.files.set_waiting(order.reason, order.seconds)
+            case EndLauncher():
+                running = self.phase in _RUNS
+                self.restart_reason = f"{STOPPED_BY_PEERS}{order.reason}" if running else None
+                self.phase = _Phase.INTERRUPTED if running else _Phase.WAITING
+                if running:
+                    self.reason = None
+                    self.launcher.stop()
+            case Note():
+                self.files.set_note(order.subject, order.text or None)
+            case EndHang():
+                if self.phase in _RUNS and self.reason is None:
+                    self.reason = f"{HANG}{order.reason}"
+                    self.launcher.stop()
+            case Finish():
+                self._run_over(order)
+
+    def _run_over(self, order: Finish) -> None:
+        self.over = True
+        if order.final is not None:
             self.final = True
-            if reason:
-                self.files.warn(reason)
-        elif order == "wait":
-            running = self.phase in _RUNS
-            self.restart_reason = f"{STOPPED_BY_PEERS}{reason}" if running else None
-            self.phase = _Phase.INTERRUPTED if running else _Phase.WAITING
-            if running:
-                self.reason = None
-                self.launcher.stop()
-        elif order in ("note", "over", "slow"):
-            self.files.set_note("slow" if order == "slow" else "hang", reason or None)
-        elif order == "hang":
-            if self.phase in _RUNS and self.reason is None:
-                self.reason = f"{HANG}{reason}"
-                self.launcher.stop()
-        else:  # "stop" or "exit"
-            self.over = True
-            own_end = self.phase not in _ORDERED_TO_END and (
-                self.phase is not _Phase.RUNNING or self.reason is not None
-            )
-            if order == "stop" and not own_end and self.reason != LATE:
-                self.phase = _Phase.INTERRUPTED if self.phase in _RUNS else _Phase.WAITING
-                self.reason = f"{STOPPED_BY_PEERS}{reason}"
-                self.launcher.stop()
+            if order.final:
+                self.files.warn(order.final)
+        own_end = self.phase not in _ORDERED_TO_END and (
+            self.phase is not _Phase.RUNNING or self.reason is not None
+        )
+        if order.stop and not own_end and self.reason != LATE:
+            self.phase = _Phase.INTERRUPTED if self.phase in _RUNS else _Phase.WAITING
+            self.reason = f"{STOPPED_BY_PEERS}{order.reason}"
+            self.launcher.stop()
 
     # -- the launcher
 
@@ -233,8 +251,8 @@ class Node:
             port_free = os.environ["NODE_RANK"] != "0" or is_free(port)
             last = bool(self.terms.restarts and code) and not (port_free and self.files.has_room())
             failure, step = self.launcher.rank_failure(), self.log.words.step
-            self.client.ended(code, last=last, failure=failure, step=step)
-        if self.client is None or not self.terms.again:
+            self.client.launcher_ended(code, cannot_restart=last, failure=failure, step=step)
+        if self.client is None or not self.terms.restartable:
             self.over = True
 
     def _exit_code(self) -> int:
@@ -268,7 +286,7 @@ class Node:
         self.deadline, self.reason = None, LATE
         self.over = self.final = True
         if self.client is not None:
-            self.client.late()
+            self.client.time_limit_reached()
         self.launcher.stop()
 
     def _read_signals(self) -> None:
@@ -284,7 +302,7 @@ class Node:
         if not by_clusterkit and pid > 1:  # nor a container's own init, which passes it on
             self.causes.append(f"stopped by {self.stopped_by}")
             self.files.remarks.append(self.causes[-1])
-        self.reason, self.preempted = STOPPED, self.terms.again
+        self.reason, self.preempted = STOPPED, self.terms.restartable
         self.over |= self.preempted
         if self.preempted and self.client is not None:
             self.client.leave()
@@ -296,6 +314,9 @@ class Node:
         self.launcher.close()
         if self.client is not None:
             self.client.close()
+        while not self.orders.empty():
+            if isinstance(order := self.orders.get(), Log | Warn):
+                self._handle_order(order)
         document = self.files.end(self._ending(code, self.files.attempt))
         if self.options.last_words:
             # Only where such a place is there already.

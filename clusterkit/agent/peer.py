@@ -1,20 +1,54 @@
-"""What one node's agent does about what node 0's `Membership` says, or when it says nothing."""
+"""What one node's agent does when node 0's `Membership` directs it, or says nothing."""
 
 from __future__ import annotations
 
 import os
 
 from clusterkit.agent import limits
-from clusterkit.agent.member import not_back
+from clusterkit.agent.member import not_returned
+from clusterkit.agent.messages import (
+    AgentState,
+    CountRestarts,
+    Directive,
+    EndLauncher,
+    Finish,
+    Log,
+    Order,
+    Pause,
+    Start,
+    Warn,
+)
 from clusterkit.agent.protocol import Document
 
-_WAITS = "node 0 was lost; waiting for it"
+_NODE_0_LOST = "node 0 was lost; waiting for it"
+
+
+class Link:
+    """What a node knows of its connection to node 0; times as of `Peer`."""
+
+    def __init__(self, now: float) -> None:
+        self.connected_at: float | None = None  # None: there is no connection
+        self.received_at = now  # when the last directive came
+        self.lost_at: float | None = now  # since when no directive could come; None: they come
+        self.error: str | None = None  # of the last attempt to connect
+        self.refused = False  # whether that was refused: the host is up, and nobody listens
+
+    def connected(self, now: float) -> None:
+        self.connected_at, self.error, self.refused = now, None, False
+
+    def disconnected(self, now: float, error: str | None, refused: bool) -> None:
+        self.connected_at, self.error, self.refused = None, error, refused
+        if self.lost_at is None:
+            self.lost_at = now
+
+    def received(self, now: float) -> None:
+        self.received_at, self.lost_at = now, None
 
 
 class Peer:
     """One node's side of a run, from the first attempt to reach node 0 to the run's end.
 
-    Touches neither sockets nor clocks: ``now`` is a moment of a monotonic clock, in seconds.
+    Touches neither sockets nor clocks: ``now`` is a time of a monotonic clock, in seconds.
 
     Args:
         node: its rank.
@@ -26,205 +60,184 @@ class Peer:
     def __init__(
         self, node: int, lost_after: float, wait: float, now: float, spare: bool = False
     ) -> None:
-        self.orders: list[tuple[str, str]] = []
-        """For the caller to take: ``start`` (the launcher; with how many restarts were used, and
-        where it is known the node's rank in this round and of how many nodes that is), ``follow``
-        (so many restarts were used by the others), ``wait`` (end it, and be ready), ``pause`` (so
-        many seconds may go by until the next start; why follows), ``final`` (what comes is for
-        good, for the reason given, if any), ``stop`` (end, for the reason given), ``exit`` (end as
-        the launcher has); a line to ``say`` in the node's log, or to ``warn`` people with."""
-        self.done = False  # whether there is nothing more to hear
-        self.news = False  # whether there is something to say at once
-        self.met = ""  # which coordinator was met last
-        self._node, self._lost_after, self._wait = node, lost_after, wait
-        self._agent = os.urandom(8).hex()
-        self._said = 0  # statements
-        self._count = 0  # of the coordinator's statements, the newest that was heard
+        self.orders: list[Order] = []  # for the caller to take
+        self.done = False  # whether there is nothing more to report or receive
+        self.report_due = False  # whether something is to be reported at once
+        self.link = Link(now)
+        self.state = AgentState(os.urandom(8).hex(), running=not wait, waiting=spare)
+        self._node, self._lost_after, self._wait, self._spare = node, lost_after, wait, spare
+        self._began = now
+        self._ended_at: float | None = None  # when the launcher ended
+        self._node_0_lost_at: float | None = None
+        self._directive_sequence = 0  # the newest that came of this coordinator
         self._logged: object = None
-        self._round = 0  # the last one that was heard of: no older one will be started here
-        self._used = 0  # restarts, as was heard
-        self._running = not wait
-        self.code: int | None = None  # how the launcher ended by itself
-        self._ended_at: float | None = None
-        self._spare = spare
-        self._waiting = spare  # whether the launcher may not run
-        self._gave_up = False  # whether it ended its launcher because node 0 was lost
-        self._last = False  # whether no other launcher can be started here
-        self._failure: Document | None = None  # of the launcher's ranks, by themselves
-        self._step: int | None = None  # that they came to
-        self._leaving = self._late = False
-        self._began = self._heard = now
-        self._connected: float | None = None  # since when there is a connection
-        self._gone: float | None = now  # since when there is none on which anything was heard
-        self._trouble: str | None = None  # why there is none, as the system says
-        self._refused = False
-        self._given_up: float | None = None  # since when node 0 is lost
 
     @property
-    def new(self) -> bool:
+    def undecided(self) -> bool:
         """Whether nothing was started yet, and nobody met who could say whether it may be."""
-        started = self._running or self.code is not None
-        return not (self.met or started or self._spare)
+        started = self.state.running or self.state.exit_code is not None
+        return not (self.state.coordinator or started or self._spare)
 
-    def statement(self) -> Document:
-        """How things stand here, for the coordinator."""
-        self._said, self.news = self._said + 1, False
-        return {
-            "agent": self._agent, "count": self._said, "coordinator": self.met,
-            "round": self._round, "used": self._used, "running": self._running, "code": self.code,
-            "waiting": self._waiting, "gave_up": self._gave_up, "leaving": self._leaving,
-            "late": self._late, "last": self._last, "failure": self._failure, "step": self._step,
-        }  # fmt: skip
+    def report(self) -> Document:
+        """Return this agent's state as the next message to node 0."""
+        self.state.sequence, self.report_due = self.state.sequence + 1, False
+        return dict(vars(self.state))
 
     def connected(self, now: float) -> None:
-        """There is a connection to whatever listens at node 0's port."""
-        self._connected, self._refused, self._trouble = now, False, None
+        """Handle a new connection to whatever listens at node 0's port."""
+        self.link.connected(now)
 
-    def disconnected(self, now: float, trouble: str | None = None, refused: bool = False) -> None:
-        """It has broken off, or there was none."""
-        self._connected, self._refused = None, refused
-        self._trouble = trouble
-        if self._gone is None:
-            self._gone = now
-        if self.new:
+    def disconnected(self, now: float, error: str | None = None, refused: bool = False) -> None:
+        """Handle the end of the connection, or an attempt to connect that failed."""
+        self.link.disconnected(now, error, refused)
+        if self.undecided:
             self._start(0, "")
 
-    def silent(self, now: float) -> bool:
-        """Whether nothing is heard on a connection that is said to be there."""
-        return self._connected is not None and (
-            now - max(self._connected, self._heard) > self._lost_after
+    def is_silent(self, now: float) -> bool:
+        """Return whether nothing comes over a connection that seems to be open."""
+        link = self.link
+        return link.connected_at is not None and (
+            now - max(link.connected_at, link.received_at) > self._lost_after
         )
 
-    def ended(
+    def launcher_ended(
         self,
         code: int,
         now: float,
         *,
-        last: bool = False,
+        cannot_restart: bool = False,
         failure: Document | None = None,
         step: int | None = None,
     ) -> None:
-        """This node's launcher has.
+        """Handle the end of this node's launcher.
 
         Args:
-            last: no other can be started here.
-            failure: how its ranks failed before they were asked to end (`failure.Words.failure`).
-            step: the last that they reported.
+            cannot_restart, failure, step: as of `AgentState`.
         """
-        self._failure, self._step = failure, step
-        self._running, self._ended_at, self.news, self._last = False, now, True, last
-        self.code = None if self._waiting else code
+        state = self.state
+        state.failure, state.step, state.cannot_restart = failure, step, cannot_restart
+        state.running, state.exit_code = False, None if state.waiting else code
+        self._ended_at, self.report_due = now, True
 
     def leave(self) -> None:
-        """This node was asked to end, by nobody of the run."""
-        self._leaving = self.news = True
+        """Handle a request to end, by nobody of the run."""
+        self.state.leaving = self.report_due = True
 
-    def late(self) -> None:
-        """The run is over its time limit."""
-        self._late = self.news = True
+    def time_limit_reached(self) -> None:
+        """Have the run end: it is over its time limit."""
+        self.state.timed_out = self.report_due = True
 
     def close(self) -> None:
-        """Nothing more is said or heard."""
+        """Report and receive nothing more."""
         self.done = True
 
-    def hears(self, message: Document, now: float) -> None:
-        """Node 0 says how things stand."""
-        coordinator, count = str(message["coordinator"]), int(message["count"])
-        do, number = str(message["do"]), int(message["round"])
-        self._heard, self._gone, self._given_up = now, None, None
-        if coordinator != self.met:
-            if self.met:
-                self._round, self.code = 0, None
-                if self._running:
-                    self._hold(_WAITS, self._wait)
-            self.met, self._count = coordinator, 0
-        if count < self._count or self._leaving or self.done:
+    def receive(self, directive: Directive, now: float) -> None:
+        """Follow a directive of node 0's."""
+        state = self.state
+        self.link.received(now)
+        self._node_0_lost_at = None
+        if directive.coordinator != state.coordinator:
+            if state.coordinator:
+                state.round, state.exit_code = 0, None
+                if state.running:
+                    self._end_launcher(_NODE_0_LOST, self._wait)
+            state.coordinator, self._directive_sequence = directive.coordinator, 0
+        if directive.sequence < self._directive_sequence or state.leaving or self.done:
             return
-        self.news = self.news or count > self._count  # every decision is answered
-        if self._spare and int(message["used"]) > self._used and do != "start":
-            self.orders.append(("follow", str(message["used"])))
-        self._count, self._used = count, max(self._used, int(message["used"]))
-        say = str(message.get("say") or "")
-        if do == "start":
-            if self._running or (self.code is not None and not self._round):
-                if not self._waiting and not self._round:
-                    self._round = number  # a first launcher is of that round
-                self._log(number, do, say)
-            elif number > self._round:
-                self._start(number, say, f" {int(message['rank'])} {int(message['nodes'])}")
-        elif do == "wait":
-            self._round = number
-            self._hold(say, float(message["seconds"]))
+        # Every decision is answered.
+        self.report_due |= directive.sequence > self._directive_sequence
+        self._directive_sequence = directive.sequence
+        if directive.restarts_used > state.restarts_used:
+            state.restarts_used = directive.restarts_used
+            if self._spare and directive.action != "start":
+                self.orders.append(CountRestarts(state.restarts_used))
+        if directive.action == "start":
+            if state.running or (state.exit_code is not None and not state.round):
+                if not state.waiting and not state.round:
+                    state.round = directive.round  # a first launcher is of that round
+                self._log(directive.round, "start", directive.text)
+            elif directive.round > state.round:
+                self._start(directive.round, directive.text, directive.rank, directive.nodes)
+        elif directive.action == "wait":
+            state.round = directive.round
+            self._end_launcher(directive.text, directive.seconds)
         else:
-            if (final := message.get("final")) is not None:
-                self.orders.append(("final", final if message.get("failed") == self._node else ""))
-            self._end(do if message.get("failed") != self._node else "exit", str(message["why"]))
+            ours = directive.failed == self._node
+            final = directive.final if ours or directive.final is None else ""
+            stop = directive.action == "stop" and not ours
+            self._finish(Finish(stop, directive.text, final))
 
-    def turn(self, now: float) -> None:
-        """What has become due."""
+    def tick(self, now: float) -> None:
+        """Do what has become due."""
         if self.done:
             return
-        if not self.met:
-            self._not_met(now)
-        elif self._given_up is None:
-            gone = self._gone is not None and now - self._gone > limits.PEER_GONE_SECONDS
-            if now - self._heard > self._lost_after or (gone and (self._refused or self._wait)):
-                silent = f"node 0 does not answer for {self._lost_after:g} s"
-                self._give_up("the launcher of node 0 is gone" if self._refused else silent, now)
-        elif now - self._given_up > self._wait:
-            self._end("stop", not_back([0], self._wait))
+        link = self.link
+        if not self.state.coordinator:
+            self._seek_node_0(now)
+        elif self._node_0_lost_at is None:
+            lost = link.lost_at is not None and now - link.lost_at > limits.PEER_GONE_SECONDS
+            silent = now - link.received_at > self._lost_after
+            if silent or (lost and (link.refused or self._wait)):
+                self._node_0_lost(now)
+        elif now - self._node_0_lost_at > self._wait:
+            self._finish(Finish(stop=True, reason=not_returned([0], self._wait)))
 
-    def _not_met(self, now: float) -> None:
-        if self.new:
-            if self._connected is not None and now - self._connected > limits.FIRST_SECONDS:
+    def _seek_node_0(self, now: float) -> None:
+        link = self.link
+        if self.undecided:
+            connected = link.connected_at
+            if connected is not None and now - connected > limits.FIRST_SECONDS:
                 self._start(0, "")
         elif now - self._began > limits.PEER_MEET_SECONDS:
-            self.alone(
-                f"node 0 cannot be reached: {self._trouble or 'another program listens there'}"
+            self.run_unwatched(
+                f"node 0 cannot be reached: {link.error or 'another program listens there'}"
             )
         elif self._ended_at is not None and (
             now - self._ended_at > max(self._wait, limits.PEER_GONE_SECONDS)
         ):
-            self._end("exit", "")  # nobody was ever met who could say more
+            self._finish(Finish(stop=False))  # no node 0 was ever met that could say more
 
-    def alone(self, why: str) -> None:
-        """Nobody can be met."""
+    def run_unwatched(self, reason: str) -> None:
+        """Go on without node 0, or end where that is a spare: it can never be reached."""
         if self._spare:
-            return self._end("stop", why)
-        self.orders.append(("warn", f"the other nodes are not watched: {why}"))
-        if self.new:
+            return self._finish(Finish(stop=True, reason=reason))
+        self.orders.append(Warn(f"the other nodes are not watched: {reason}"))
+        if self.undecided:
             self._start(0, "")
-        return self._end("exit", "")
+        return self._finish(Finish(stop=False))
 
-    def _give_up(self, why: str, now: float) -> None:
-        """Node 0 is lost. ``why``: what to say where nobody waits for it."""
+    def _node_0_lost(self, now: float) -> None:
         if not self._wait:
-            return self._end("stop", why)
-        self._given_up, self._gave_up = now, True
-        self._hold(_WAITS, self._wait)
+            silent = f"node 0 does not answer for {self._lost_after:g} s"
+            reason = "the launcher of node 0 is gone" if self.link.refused else silent
+            return self._finish(Finish(stop=True, reason=reason))
+        self._node_0_lost_at, self.state.gave_up = now, True
+        return self._end_launcher(_NODE_0_LOST, self._wait)
 
-    def _start(self, number: int, say: str, place: str = "") -> None:
-        self._log(number, "start", say)
-        self._round, self.code, self._running = number, None, True
-        self._waiting = self._gave_up = self._spare = False
-        self._failure = None
-        self.news = True
-        self.orders.append(("start", f"{self._used}{place}"))
+    def _start(
+        self, number: int, text: str, rank: int | None = None, nodes: int | None = None
+    ) -> None:
+        self._log(number, "start", text)
+        state = self.state
+        state.round, state.exit_code, state.failure, state.running = number, None, None, True
+        state.waiting = state.gave_up = self._spare = False
+        self.report_due = True
+        self.orders.append(Start(state.restarts_used, rank, nodes))
 
-    def _hold(self, say: str, seconds: float) -> None:
+    def _end_launcher(self, reason: str, seconds: float) -> None:
         """Have the launcher end, and wait."""
-        if seconds and (0, "wait", say) != self._logged:
-            self.orders.append(("pause", f"{seconds:.3f} {say}"))
-        self._log(0, "wait", say)
-        if not self._waiting:
-            self._waiting, self.code, self.news = True, None, True
-            self.orders.append(("wait", say))
+        if seconds and (0, "wait", reason) != self._logged:
+            self.orders.append(Pause(reason, seconds))
+        self._log(0, "wait", reason)
+        if not self.state.waiting:
+            self.state.waiting, self.state.exit_code, self.report_due = True, None, True
+            self.orders.append(EndLauncher(reason))
 
-    def _log(self, number: int, do: str, say: str) -> None:
-        if say and (number, do, say) != self._logged:
-            self.orders.append(("say", say))
-        self._logged = (number, do, say)
+    def _log(self, number: int, action: str, text: str) -> None:
+        if text and (number, action, text) != self._logged:
+            self.orders.append(Log(text))
+        self._logged = (number, action, text)
 
-    def _end(self, order: str, why: str) -> None:
+    def _finish(self, order: Finish) -> None:
         self.done = True
-        self.orders.append((order, why))
+        self.orders.append(order)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from clusterkit.agent import clock, host, limits, rank_state
 from clusterkit.agent.hangs import Hangs, Steps, longest, steps_of
+from clusterkit.agent.messages import EndHang, Note, Order
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.protocol import Document
 from clusterkit.agent.stragglers import Stragglers
@@ -34,8 +35,7 @@ class Watch(threading.Thread):
         options: of ``agent run``.
         folder: where the ranks' sockets are.
         log: the node's.
-        order: takes what they have decided for this node: ``note``, ``over``, ``hang`` or ``slow``;
-            words.
+        on_order: takes an order for this node's main loop.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Watch(threading.Thread):
         options: argparse.Namespace,
         folder: Path,
         log: NodeLog,
-        order: Callable[[str, str], None],
+        on_order: Callable[[Order], None],
     ) -> None:
         super().__init__(daemon=True)
         self.send: Callable[[Document], None] = lambda message: None
@@ -52,7 +52,7 @@ class Watch(threading.Thread):
         self._hangs = None if node else Hangs(options.nproc, options.hang_timeout)
         self._slow = None if node else Stragglers(options.nproc)
         self._look_before: host.Look | None = None  # since a rank of this node is a suspect
-        self._node, self._folder, self._log, self._order = node, folder, log, order
+        self._node, self._folder, self._log, self._on_order = node, folder, log, on_order
         self._tagged = options.tagged
         self._usage = Usage(log, self._ranks, options.nodes)
         self._began = 0.0  # when this round did
@@ -63,8 +63,8 @@ class Watch(threading.Thread):
         self._next = 0.0  # when ranks that stand still are asked (again)
         self._pause = 0.0
 
-    def hears(self, node: int, message: Document) -> None:
-        """From another node, whichever thread it comes to."""
+    def receive(self, node: int, message: Document) -> None:
+        """Take a message of another node, from any thread."""
         self._news.put((node, {**message, "came": time.time()}))
 
     def begin(self, node: int, nodes: int) -> None:
@@ -107,8 +107,8 @@ class Watch(threading.Thread):
             if self._slow is not None:
                 self._slow.begin(self._places or range(message["begin"]), self._began)
             self._look_before = None
-            self._order("over", "")
-            self._order("slow", "")
+            self._on_order(Note("hang"))
+            self._on_order(Note("slow"))
         elif "places" in message:
             self._places = message["places"]
         elif "report" in message and "stands" in message:
@@ -120,7 +120,7 @@ class Watch(threading.Thread):
             self._look_before = self._host(message["look"])
         elif "hang" in message:
             if message["node"] == self._node:
-                self._order("hang", str(message["hang"]))
+                self._on_order(EndHang(str(message["hang"])))
         elif "ask" in message:
             self._answer(int(message["ask"]))
         elif self._hangs is not None and message["stands"]:
@@ -131,7 +131,7 @@ class Watch(threading.Thread):
     def _ask_all(self, slow: Stragglers, what: str, words: str) -> None:
         """What `Stragglers` wants done."""
         if what == "slow":
-            self._order(what, words)
+            self._on_order(Note("slow", words))
         elif what == "look":
             message: Document = {"look": slow.suspects}
             self.send(message)
@@ -166,8 +166,10 @@ class Watch(threading.Thread):
     def _carry_out(self, what: str, node: int, words: str) -> None:
         if what == "hang" and node != self._node:
             self.send({"hang": words, "node": node})
+        elif what == "hang":
+            self._on_order(EndHang(words))
         else:
-            self._order(what, words)
+            self._on_order(Note("hang", words))
 
     def _steps(self, now: float) -> Steps:
         lines = list(self._log.words.metrics)

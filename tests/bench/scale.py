@@ -29,6 +29,7 @@ from clusterkit import backends
 from clusterkit.agent.client import Client
 from clusterkit.agent.files import allow_open_files
 from clusterkit.agent.member import Terms
+from clusterkit.agent.messages import EndLauncher, Order, Start
 from clusterkit.cli.common import table
 from clusterkit.cluster import (
     CLUSTER_TYPES,
@@ -231,19 +232,15 @@ class Member:
         self._node, self._started = node, started
         self.client = Client(
             ("127.0.0.1", port), node=node, terms=Terms(nodes, 60.0, 600.0), run=RUN,
-            token=b"0123456789abcdef", order=self._order, say=_nothing, warn=_nothing,
+            token=b"0123456789abcdef", on_order=self._handle,
         )  # fmt: skip
         self.client.start()
 
-    def _order(self, what: str, why: str) -> None:
-        if what == "start":
+    def _handle(self, order: Order) -> None:
+        if isinstance(order, Start):
             self._started.put(self._node)
-        elif what == "wait":
-            self.client.ended(143)  # it ends at once
-
-
-def _nothing(text: str) -> None:
-    pass
+        elif isinstance(order, EndLauncher):
+            self.client.launcher_ended(143)  # it ends at once
 
 
 def coordinate(port: int, nodes: int) -> None:

@@ -26,7 +26,7 @@ def at_scale(nodes):
     found = World(Schedule(1, nodes, back=False, restarts=1, work=20.0, faults=faults))
     found.after(failure, lambda: found.started_at.append((found.now, found.messages)))
     found.run()
-    assert found.rulings[0]["do"] == "exit"
+    assert found.rulings[0].action == "exit"
     (began, before), (ended, after) = found.started_at[nodes], found.started_at[-1]
     return Scale(nodes, after - before, round(ended - began, 2), round(found.thinking, 3))
 
@@ -42,7 +42,7 @@ def main(count="2000", first="0"):
         kind += schedule.kind
         world, why = tried(schedule)
         grown += bool(world.grown)
-        well += bool(world.grown and world.rulings and world.rulings[0]["do"] == "exit")
+        well += bool(world.grown and world.rulings and world.rulings[0].action == "exit")
         if why:
             small = shrink(schedule)
             print(f"seed {seed}: {why}\n  {fails(small)}\n  {small!r}", flush=True)

@@ -6,6 +6,7 @@ from clusterkit.agent import limits
 from clusterkit.agent.clock import Awake
 from clusterkit.agent.member import Terms
 from clusterkit.agent.membership import Membership
+from clusterkit.agent.messages import AgentState, Directive, EndLauncher, Finish, Start
 from clusterkit.agent.peer import Peer
 from tests.simulation.schedule import LATE, LOST_AFTER, WAIT
 
@@ -133,11 +134,11 @@ class Agent:
         self.stillborn = 0  # how many of its next launchers fail at once
         self.link, self.beat, self.connecting = None, 0.0, False
         self.lines, self.told, self.server_beat = {}, 0, 0.0
-        self.server, self.verdict, self.look, self.due = None, {}, 0.0, False
+        self.server, self.verdict, self.look, self.due = None, None, 0.0, False
         if node == 0:
             terms = Terms(
                 schedule.nodes, LOST_AFTER, self.wait, schedule.restarts,
-                least=schedule.least or None, spares=schedule.spares,
+                min_nodes=schedule.least or None, spares=schedule.spares,
             )  # fmt: skip
             self.server = Membership(terms)
         world.after(world.rng.uniform(0, 0.05), self.tick)
@@ -156,7 +157,7 @@ class Agent:
         if self.ended is None and not self.connecting and not self.peer.done:
             if self.link is None:
                 self.connect()
-            elif self.peer.silent(self.clock()):
+            elif self.peer.is_silent(self.clock()):
                 self.drop()
             if not self.connecting:
                 self.turn()
@@ -167,7 +168,7 @@ class Agent:
         cut = max(world.cut_until(self, True), world.cut_until(self, False))
         if self.zombie or cut > world.now or node0 is None or node0.gone:
             self.connecting = True
-            seconds = limits.FIRST_SECONDS if self.peer.new else limits.PEER_SECONDS
+            seconds = limits.FIRST_SECONDS if self.peer.undecided else limits.PEER_SECONDS
             return world.after(seconds, self.no_connection, "timed out", False)
         if node0.ended is not None or node0.server_closed:
             return self.no_connection("Connection refused", True)
@@ -195,20 +196,20 @@ class Agent:
 
     def client_hears(self, link, message):
         if link is self.link and not self.peer.done:
-            self.peer.hears(message, self.clock())
+            self.peer.receive(Directive(**message), self.clock())
             self.turn()
 
     def speak(self):
         self.beat = self.clock() + limits.PEER_SECONDS
-        self.link.send(True, self.peer.statement())
+        self.link.send(True, self.peer.report())
 
     def turn(self):
-        self.peer.turn(self.clock())
+        self.peer.tick(self.clock())
         orders, self.peer.orders = self.peer.orders, []
-        for what, why in orders:
-            self.world.log(f"node {self.node}: {what} {why}")
-            self.obey(what, why)
-        if self.link is not None and (self.peer.news or self.clock() >= self.beat):
+        for order in orders:
+            self.world.log(f"node {self.node}: {order}")
+            self.handle(order)
+        if self.link is not None and (self.peer.report_due or self.clock() >= self.beat):
             self.speak()
         self.thread_ends()
         self.maybe_exit()
@@ -220,18 +221,19 @@ class Agent:
 
     # -- the main loop of `Node`
 
-    def obey(self, what, why):
-        if what == "start":
-            _, *place = map(int, why.split())
-            self.rank, self.nodes = place or (self.rank, self.nodes)
-            self.start()
-        elif what == "wait":
-            self.stop()
-        elif what in ("stop", "exit"):
-            self.world.verdicts.append((self.world.now, self.node, what, why))
-            self.finished = True
-            if what == "stop":
+    def handle(self, order):
+        match order:
+            case Start():
+                if order.rank is not None:
+                    self.rank, self.nodes = order.rank, order.nodes
+                self.start()
+            case EndLauncher():
                 self.stop()
+            case Finish():
+                self.world.verdicts.append((self.world.now, self.node, order))
+                self.finished = True
+                if order.stop:
+                    self.stop()
 
     def start(self):
         if self.ranks is not None:
@@ -268,7 +270,9 @@ class Agent:
         if not self.again:
             self.finished = True
         if not self.peer.done:
-            self.peer.ended(code, self.clock(), last=self.world.port_taken and self.node == 0)
+            self.peer.launcher_ended(
+                code, self.clock(), cannot_restart=self.world.port_taken and self.node == 0
+            )
             if not self.connecting and self.link is not None:
                 self.speak()
             if not self.again and self.server is None:
@@ -286,7 +290,7 @@ class Agent:
 
     def late(self):
         self.finished = True
-        self.peer.late()
+        self.peer.time_limit_reached()
         if self.link is not None:
             self.speak()
         self.stop()
@@ -322,26 +326,28 @@ class Agent:
     @property
     def server_closed(self):
         server = self.server
-        return server.decided and not any(server.members.said[node].present for node in self.lines)
+        return server.decided and not any(
+            server.members.by_node[node].present for node in self.lines
+        )
 
     def server_turn(self):
         server, self.due = self.server, False
         began = time.process_time()
         if self.clock() >= self.look:
             self.look = self.clock() + limits.PEER_AGAIN_SECONDS
-            server.turn(self.clock())
-        elif server.news:
-            server.settle(self.clock())
+            server.tick(self.clock())
+        elif server.changed:
+            server.advance(self.clock())
         self.world.thinking += time.process_time() - began
         if self.verdict and server.verdict != self.verdict:
             raise Broken(f"the verdict {self.verdict} was taken back for {server.verdict}")
         if server.decided and not self.verdict:
             self.world.decided(self, server.verdict)
-        self.verdict = dict(server.verdict)
-        if self.clock() >= self.server_beat or self.told < server.count:
-            self.told, self.server_beat = server.count, self.clock() + limits.PEER_SECONDS
+        self.verdict = server.verdict
+        if self.clock() >= self.server_beat or self.told < server.sequence:
+            self.told, self.server_beat = server.sequence, self.clock() + limits.PEER_SECONDS
             for node, link in list(self.lines.items()):
-                link.send(False, server.says(node))
+                link.send(False, vars(server.directive(node, self.clock())))
         self.world.after_decision(self)
 
     def server_hears(self, link, message):
@@ -349,16 +355,16 @@ class Agent:
         if self.server_closed:
             return link.close(by_client=False)
         began = time.process_time()
-        taken = self.server.hears(node, message, self.clock())
+        taken = self.server.receive(node, AgentState.parse(message), self.clock())
         self.world.thinking += time.process_time() - began
         if not taken:
-            link.send(False, self.server.turned_away(node))
+            link.send(False, vars(self.server.rejection(node)))
             link.close(by_client=False)
         elif self.lines.get(node) is not link:
             if node in self.lines:
                 self.lines[node].close(by_client=False)
             self.lines[node] = link
-            link.send(False, self.server.says(node))
+            link.send(False, vars(self.server.directive(node, self.clock())))
         if not self.due:  # whatever else has come by then is heard first
             self.due = True
             self.world.after(0.0005, self.server_turns)
@@ -374,6 +380,6 @@ class Agent:
         node = link.client.node
         if self.lines.get(node) is link:
             del self.lines[node]
-            self.server.closed(node, self.clock())
+            self.server.disconnected(node, self.clock())
             self.server_turn()
             self.maybe_exit()

@@ -75,7 +75,7 @@ def test_a_node_that_comes_again_takes_part_whenever_it_was_lost(kind, again):
             world, why = tried(replace(quiet, faults=(rank, *lost)))
             assert why is None
             assert [agent.node for agent in world.last] == [0, 1, 2, 3]
-            assert world.rulings[0]["do"] == "exit"
+            assert world.rulings[0].action == "exit"
             grown += world.grown
     assert (grown > steps // 3) == (again > WAIT + limits.PEER_GONE_SECONDS)
 
@@ -119,35 +119,35 @@ def test_what_was_found_is_mended(schedule):
 class NoBarrier(Membership):
     """Begins the next round before all launchers have ended."""
 
-    def turn(self, now):
-        for member in self.members.all():
-            member.running, member.ready = False, True
-        super().turn(now)
+    def tick(self, now):
+        for member in self.members.active():
+            member.state.running, member.ready = False, True
+        super().tick(now)
 
 
 class Impatient(Membership):
     """Goes on without a lost node before that has given the run up."""
 
-    def turn(self, now):
-        self._patience = 0.0
-        super().turn(now)
+    def tick(self, now):
+        self._timeout = 0.0
+        super().tick(now)
 
 
 class Forgetful(Peer):
     """Starts again what has ended already."""
 
-    def hears(self, message, now):
-        if not self._running:
-            self._round, self.code = 0, None
-        super().hears(message, now)
+    def receive(self, directive, now):
+        if not self.state.running:
+            self.state.round, self.state.exit_code = 0, None
+        super().receive(directive, now)
 
 
 class Deaf(Peer):
     """Never takes node 0 for lost."""
 
-    def turn(self, now):
-        self._heard, self._gone = now, None
-        super().turn(now)
+    def tick(self, now):
+        self.link.received(now)
+        super().tick(now)
 
 
 @pytest.mark.parametrize("broken", [NoBarrier, Impatient, Forgetful, Deaf])

@@ -117,7 +117,7 @@ class World:
             self.lost_late |= bool(self.rulings) or self.complete_once
             # Nobody knows that it was there before: what others fail of looks their own.
             others = self.place if agent.node == 0 else [agent]
-            early = any(other is None or not other.peer.met for other in others)
+            early = any(other is None or not other.peer.state.coordinator for other in others)
             self.lost_early |= early and not self.schedule.goes_on
         if kind == "rank":
             agent.fail(agent.ranks)
@@ -178,7 +178,9 @@ class World:
     # -- ranks
 
     def started(self, ranks):
-        self.log(f"node {ranks.agent.node} starts its ranks in round {ranks.agent.peer._round}")
+        self.log(
+            f"node {ranks.agent.node} starts its ranks in round {ranks.agent.peer.state.round}"
+        )
         self.started_at.append((self.now, self.messages))
         self.no_two_rounds()
         free = {}
@@ -220,7 +222,7 @@ class World:
         for agent in self.agents:
             if agent.ranks is None:
                 continue
-            met, number = agent.peer.met, agent.peer._round
+            met, number = agent.peer.state.coordinator, agent.peer.state.round
             here = agent.ended is None and agent is self.place[agent.node]
             if not (met and number and here):
                 continue
@@ -268,7 +270,7 @@ class World:
     # -- what must hold
 
     def decided(self, agent, verdict):
-        self.log(f"node 0 decides {verdict}")
+        self.log(f"node 0 decides {verdict.action}: {verdict.text}")
         if not agent.zombie:
             self.rulings.append(verdict)
 
@@ -283,8 +285,9 @@ class World:
             if agent.ended is None and not agent.zombie:
                 raise Broken(f"node {agent.node} has not ended")
         if self.schedule.kind and not self.lost_early:
-            if not self.rulings or self.rulings[0]["do"] != "exit":
-                raise Broken(f"the run did not succeed: {self.rulings or self.verdicts}")
+            if not self.rulings or self.rulings[0].action != "exit":
+                rulings = [(verdict.action, verdict.text) for verdict in self.rulings]
+                raise Broken(f"the run did not succeed: {rulings or self.verdicts}")
             for agent in self.place:
                 if agent.ended != 0 and not self.lost_late and not agent.lost:
                     raise Broken(f"node {agent.node} ended with {agent.ended}")

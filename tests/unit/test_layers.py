@@ -18,7 +18,8 @@ PACKAGE = ROOT / "clusterkit"
 LAYERS = """
 agent.protocol agent.limits
 agent.clock agent.files
-agent.failure agent.member agent.retries
+agent.failure agent.messages agent.retries
+agent.member
 agent.processes agent.signals agent.archive agent.connections agent.membership
 agent.hangs agent.host agent.node_log agent.report agent.coordinator agent.peer
 agent.rank_state agent.stragglers agent.lazy_dynamo agent.preload agent.rank agent.program

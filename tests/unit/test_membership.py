@@ -10,7 +10,25 @@ from clusterkit.agent import limits
 from clusterkit.agent.coordinator import Server
 from clusterkit.agent.member import Terms
 from clusterkit.agent.membership import Membership
+from clusterkit.agent.messages import (
+    AgentState,
+    CountRestarts,
+    EndLauncher,
+    Finish,
+    Log,
+    Pause,
+    Start,
+)
 from clusterkit.agent.peer import Peer
+
+NAMES = {CountRestarts: "follow", Start: "start", EndLauncher: "wait"}
+
+
+def brief(node, order):
+    """The node, what it is ordered to do, and why it ends."""
+    if isinstance(order, Finish):
+        return node, "stop" if order.stop else "exit", order.reason
+    return node, NAMES[type(order)], ""
 
 
 class Table:
@@ -49,7 +67,7 @@ class Table:
         return self
 
     def ended(self, node, code):
-        self.peers[node].ended(code, self.now)
+        self.peers[node].launcher_ended(code, self.now)
         return self.talk(node)
 
     def leaves(self, node):
@@ -59,7 +77,7 @@ class Table:
     def breaks(self, node):
         self.away.add(node)
         self.peers[node].disconnected(self.now)
-        self.membership.closed(node, self.now)
+        self.membership.disconnected(node, self.now)
         return self.talk()
 
     def turn(self, seconds, but=()):
@@ -71,26 +89,34 @@ class Table:
         """What these say, and all that follows of it: the last order to each node."""
         found, told = [], 0
         waiting = [node for node in nodes if node not in self.away]
-        while waiting or told != self.membership.count:
+        while waiting or told != self.membership.sequence:
             for node in waiting:
-                self.membership.hears(node, self.peers[node].statement(), self.now)
-            self.membership.turn(self.now)
-            told = self.membership.count
+                self.membership.receive(node, state_of(self.peers[node]), self.now)
+            self.membership.tick(self.now)
+            told = self.membership.sequence
             for node, peer in sorted(self.peers.items()):
                 if node not in self.away:
-                    peer.hears(self.membership.says(node), self.now)
-            waiting = [n for n, peer in self.peers.items() if peer.news and n not in self.away]
+                    peer.receive(self.directive(node), self.now)
+            waiting = [
+                n for n, peer in self.peers.items() if peer.report_due and n not in self.away
+            ]
         for node, peer in sorted(self.peers.items()):
-            peer.turn(self.now)
-            found += [
-                (node, what, why if what in ("stop", "exit") else "")
-                for what, why in peer.orders
-                if what not in ("say", "pause")
-            ][-1:]
-            self.said = [order[1] for order in peer.orders if order[0] == "say"]
-            self.pauses = [order[1] for order in peer.orders if order[0] == "pause"]
+            peer.tick(self.now)
+            logs = [order for order in peer.orders if isinstance(order, Log)]
+            pauses = [order for order in peer.orders if isinstance(order, Pause)]
+            others = [order for order in peer.orders if order not in logs + pauses]
+            found += [brief(node, order) for order in others[-1:]]
+            self.said = [order.text for order in logs]
+            self.pauses = pauses
             peer.orders.clear()
         return found
+
+    def directive(self, node):
+        return self.membership.directive(node, self.now)
+
+
+def state_of(peer):
+    return AgentState.parse(peer.report())
 
 
 def to_all(*order, nodes=2):
@@ -125,7 +151,7 @@ def test_one_that_fails_before_it_met_node_0_may_have_failed_of_another_one():
     table.arrives(0)
     table.peers[1] = Peer(1, 30.0, 60.0, 0.0)
     table.peers[1].disconnected(0.0, "nobody there")
-    table.peers[1].ended(127, 0.0)
+    table.peers[1].launcher_ended(127, 0.0)
     table.peers[1].orders.clear()
     assert table.returns(1) == wait(0, 1)
     assert table.ended(0, 143) == start(0, 1)
@@ -177,7 +203,7 @@ def test_a_launcher_that_fails_is_started_again_with_all_others(wait_for):
     assert table.ended(0, 1) == wait(0, 1, 2)
     table.ended(1, 143)
     assert table.ended(2, 143) == []  # soon after the first one: after a pause
-    assert table.pauses == ["1.000 restart 2 of 2 waits 1 s"]
+    assert table.pauses == [Pause("restart 2 of 2 waits 1 s", 1.0)]
     assert table.turn(1.1) == start(0, 1, 2)
     for node in range(3):
         orders = table.ended(node, 0)
@@ -201,13 +227,13 @@ def rounds(failures, steps=(None,) * 9, **options):
     """What ends a run of two nodes whose ranks fail so, and after how many rounds."""
     table = Table(2, 0.0, restarts=6, **options).all_arrive()
     for number, ((first, other), step) in enumerate(zip(failures, steps, strict=False), 1):
-        table.peers[1].ended(1, table.now, **(first or {}), step=step)
+        table.peers[1].launcher_ended(1, table.now, **(first or {}), step=step)
         table.talk(1)
-        table.peers[0].ended(1, table.now, **(other or {}))
+        table.peers[0].launcher_ended(1, table.now, **(other or {}))
         table.talk(0)
         table.turn(limits.SOON_SECONDS)
         if table.membership.decided:
-            return number, table.membership.verdict["final"]
+            return number, table.membership.verdict.final
     return None
 
 
@@ -328,7 +354,7 @@ def test_a_connection_that_breaks_off_for_a_moment_changes_nothing():
     assert table.turn(100) == []
     # What was said meanwhile is made good.
     table.breaks(1)
-    table.peers[1].ended(5, table.now)
+    table.peers[1].launcher_ended(5, table.now)
     assert table.returns(1) == wait(0, 1)
 
 
@@ -339,7 +365,7 @@ def test_an_order_that_was_not_heard_is_said_again():
     assert table.arrives(1) == wait(1)
     assert table.returns(0) == wait(0)
     table.breaks(0)
-    table.peers[0].ended(143, table.now)
+    table.peers[0].launcher_ended(143, table.now)
     assert table.returns(0) == start(0, 1)
 
 
@@ -362,9 +388,9 @@ def test_an_agent_in_whose_place_another_has_come_changes_nothing():
     old = table.peers[1]
     table.arrives(1)
     assert table.ended(0, 1) == start(0, 1)
-    assert not table.membership.hears(1, old.statement(), table.now)
-    old.hears(table.membership.turned_away(1), table.now)
-    assert old.orders[-1] == ("stop", "another agent has taken its place")
+    assert not table.membership.receive(1, state_of(old), table.now)
+    old.receive(table.membership.rejection(1), table.now)
+    assert old.orders[-1] == Finish(stop=True, reason="another agent has taken its place")
     assert table.turn(1) == []
 
 
@@ -415,8 +441,8 @@ def test_one_that_had_given_node_0_up_is_no_failure():
     table.away.add(1)
     assert table.turn(30, but={1}) == []
     assert table.talk() == []
-    table.peers[1].turn(table.now + 1)
-    table.peers[1].ended(143, table.now)
+    table.peers[1].tick(table.now + 1)
+    table.peers[1].launcher_ended(143, table.now)
     assert table.returns(1) == wait(0, 1)
     assert table.ended(0, 143) == start(0, 1)
 
@@ -425,7 +451,7 @@ def test_a_new_node_0_goes_on_with_those_who_were_there_before():
     table = Table(3).all_arrive()
     for node in (1, 2):
         table.breaks(node)
-        table.peers[node].ended(1, table.now)
+        table.peers[node].launcher_ended(1, table.now)
     table.new_node_0()
     assert table.arrives(0) == start(0)
     assert table.returns(1) == start(1)
@@ -434,7 +460,7 @@ def test_a_new_node_0_goes_on_with_those_who_were_there_before():
     assert table.said == ["node 0 is back; starting again"]
     for node in range(3):
         table.ended(node, 0)
-    assert table.membership.verdict["do"] == "exit"
+    assert table.membership.verdict.action == "exit"
 
 
 def test_ranks_that_still_run_may_not_reach_those_of_a_new_node_0():
@@ -450,7 +476,7 @@ def test_ranks_that_still_run_may_not_reach_those_of_a_new_node_0():
 def test_ranks_that_met_nobody_may_not_reach_those_of_a_new_node_0_either():
     table = Table(3).all_arrive()
     table.breaks(1)
-    table.peers[1].ended(1, table.now)
+    table.peers[1].launcher_ended(1, table.now)
     del table.peers[2]
     table.new_node_0()
     table.arrives(0)
@@ -461,7 +487,7 @@ def test_ranks_that_met_nobody_may_not_reach_those_of_a_new_node_0_either():
 def test_those_who_never_come_to_a_new_node_0_end_the_run():
     table = Table(3).all_arrive()
     table.breaks(1)
-    table.peers[1].ended(1, table.now)
+    table.peers[1].launcher_ended(1, table.now)
     del table.peers[2]
     table.new_node_0()
     table.arrives(0)
@@ -506,7 +532,7 @@ def test_without_a_return_a_node_that_failed_before_it_met_node_0_ends_the_run()
     table = Table(2, wait=0.0)
     table.arrives(0)
     table.peers[1] = Peer(1, 30.0, 0.0, 0.0)
-    table.peers[1].ended(127, 0.0)
+    table.peers[1].launcher_ended(127, 0.0)
     assert table.returns(1) == stop(1, nodes=2)
 
 
@@ -580,8 +606,8 @@ def test_each_node_hears_its_rank_and_how_many_there_are():
     peer = Peer(3, 30.0, 60.0, 0.0)
     table = Table(4, least=2).all_arrive()
     without(table, 1)
-    peer.hears(table.membership.says(3), table.now)
-    assert peer.orders[-1] == ("start", "0 2 3")
+    peer.receive(table.directive(3), table.now)
+    assert peer.orders[-1] == Start(0, rank=2, nodes=3)
 
 
 def test_an_agent_that_comes_back_too_late_has_to_end():
@@ -590,7 +616,7 @@ def test_an_agent_that_comes_back_too_late_has_to_end():
     without(table, 2)
     table.peers[2] = peer
     assert table.returns(2) == [(2, "stop", "the run goes on without it")]
-    assert not table.membership.hears(2, peer.statement(), table.now)
+    assert not table.membership.receive(2, state_of(peer), table.now)
     assert table.turn(1) == []
 
 
@@ -630,7 +656,7 @@ def test_a_spare_waits_until_a_node_is_lost_and_takes_its_rank():
     table = Table(3, spares=2).all_arrive()
     assert table.said == ["a spare: waits for a place"]
     assert without(table, 1) == start(0, 2, 3)
-    assert table.membership.says(0)["say"] == (
+    assert table.directive(0).text == (
         "node 1 was lost and did not come back within 60 s; node 3 takes the place of node 1; "
         "starting again"
     )
@@ -681,8 +707,8 @@ def test_a_spare_goes_on_with_the_attempts_of_the_others():
 def test_a_spare_that_meets_nobody_runs_nothing():
     peer = Peer(3, 30.0, 60.0, 0.0, spare=True)
     peer.disconnected(1.0, "nobody there")
-    peer.turn(limits.PEER_MEET_SECONDS + 1)
-    assert peer.orders == [("stop", "node 0 cannot be reached: nobody there")]
+    peer.tick(limits.PEER_MEET_SECONDS + 1)
+    assert peer.orders == [Finish(stop=True, reason="node 0 cannot be reached: nobody there")]
 
 
 @pytest.mark.parametrize("more", [{"spares": 1}, {"least": 2}])
@@ -692,7 +718,7 @@ def test_a_node_that_never_came_is_lost_in_the_end(more):
         table.arrives(node)
     assert table.turn(limits.PEER_MEET_SECONDS - 1) == []
     assert table.turn(2) == wait(0, 1)
-    assert table.membership.says(0)["say"] == "node 2 was lost; waiting for it"
+    assert table.directive(0).text == "node 2 was lost; waiting for it"
     for node in (0, 1):
         table.ended(node, 143)
     assert table.turn(61) == start(*(0, 1, 3)[: 2 + table.spares])
@@ -724,7 +750,7 @@ def test_what_a_node_tells_of_its_ranks_is_taken_by_their_place_in_the_round():
     without(table, 1)
     server = Server(None, table.membership, lambda node, message: heard.append(node))
     for node in (2, 3):
-        server._hear(SimpleNamespace(node=node), {"stands": []})
+        server._receive(SimpleNamespace(node=node), {"stands": []})
     assert heard == [2, 1]
 
 
@@ -734,7 +760,7 @@ def test_node_0_is_told_which_nodes_the_places_of_a_round_are():
 
     class Listener:
         def receive(self, seconds, hear):
-            table.membership.verdict = {"do": "exit"}
+            table.membership.verdict = table.directive(0)
             return True
 
         def close(self):
@@ -765,13 +791,13 @@ def test_a_node_that_comes_again_gets_its_place_after_the_ranks_have_ended():
     table = gone_on()
     assert comes_again(table, 2) == []  # not at once: starts cost time
     assert table.turn(limits.JOIN_SECONDS + 1) == wait(0, 1, 3)
-    assert table.pauses[0].endswith("node 2 can join; the ranks save their work and end")
+    assert table.pauses[0].reason.endswith("node 2 can join; the ranks save their work and end")
     assert table.ended(0, 143) == table.ended(1, 0) == []
     # Whatever they end with: they were asked to, and no restart is used.
     assert table.ended(3, 1) == start(0, 1, 2, 3)
     assert table.said == ["node 2 can join; 4 nodes go on; starting again"]
     assert table.membership.members.ranks == {0: 0, 1: 1, 2: 2, 3: 3}
-    assert table.membership.says(0)["used"] == 0
+    assert table.directive(0).restarts_used == 0
 
 
 def test_a_node_that_comes_again_takes_part_in_a_start_that_is_due_anyhow():
@@ -780,7 +806,7 @@ def test_a_node_that_comes_again_takes_part_in_a_start_that_is_due_anyhow():
     assert table.ended(1, 7) == wait(0, 1, 3)
     table.ended(0, 143)
     assert table.ended(3, 143) == start(0, 1, 2, 3)
-    assert table.membership.says(0)["used"] == 1
+    assert table.directive(0).restarts_used == 1
 
 
 def test_a_node_that_comes_again_may_take_the_place_of_another():

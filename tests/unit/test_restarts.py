@@ -104,7 +104,7 @@ def test_the_same_exception_twice_in_a_row_ends_the_run(nodes):
 LATE_ONCE_MET = RUN.replace(
     "sys.exit(",
     "import threading; from clusterkit.agent.node import Node; met = threading.Event(); "
-    "Peer.hears = lambda self, *said, hears=Peer.hears: (hears(self, *said), met.set()); "
+    "Peer.receive = lambda self, *given, do=Peer.receive: (do(self, *given), met.set()); "
     "late = Node._time_limit_reached; "
     "Node._time_limit_reached = lambda self: (met.wait(200), late(self)); "
     "limits.PEER_SECONDS = 200; sys.exit(",

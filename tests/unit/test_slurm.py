@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from clusterkit import backends, doctor
-from clusterkit.agent.member import not_back
+from clusterkit.agent.member import not_returned
 from clusterkit.backends.slurm import observe, place, probe, queue
 from clusterkit.cluster import SlurmCluster, SlurmFacts
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound, Unavailable
@@ -240,7 +240,7 @@ def test_the_allocation_of_a_run_that_goes_on_without_a_node_does_so_too(plan, f
         assert " --no-kill " in step
         assert f'grep -q "{queue.NODE_0_LOST}" "$ended"; then' in script
         assert then in script.partition("trap notice")[2].partition("code=0")[0]
-    assert queue.NODE_0_LOST in not_back([0], 15.0)
+    assert queue.NODE_0_LOST in not_returned([0], 15.0)
     assert made.nodes == nodes
     assert backends.backend("slurm").node_plan(made, 1).steps == ()  # no node is started alone
 

@@ -14,12 +14,13 @@ from clusterkit.agent import clock, limits
 from clusterkit.agent.client import Client
 from clusterkit.agent.connections import Line, Listener
 from clusterkit.agent.member import Terms
+from clusterkit.agent.messages import EndLauncher, Finish, Log, Pause, Start, Warn
 from clusterkit.agent.peer import Peer
 
 TOKEN = b"0123456789abcdef"
 RUN = {"run": "r", "attempt": "1"}
-HELLO = {**RUN, "node": 1, **Peer(1, 30.0, 0.0, 0.0).statement()}
-ENDED = {**HELLO, "running": False, "code": 7, "count": 2}
+HELLO = {**RUN, "node": 1, **Peer(1, 30.0, 0.0, 0.0).report()}
+ENDED = {**HELLO, "running": False, "exit_code": 7, "sequence": 2}
 DEEP = b"[" * 5000
 WAIT = 60
 
@@ -45,16 +46,19 @@ class Watched:
         self.said = queue.SimpleQueue()
         self.thread = Client(
             ("127.0.0.1", port), node=node, terms=Terms(2, lost_after, self.wait), run=RUN,
-            token=TOKEN, order=lambda *order: self.said.put(order), say=lambda text: None,
-            warn=lambda text: self.said.put(("warn", text)),
+            token=TOKEN, on_order=self.take,
         )  # fmt: skip
         self.thread.start()
+
+    def take(self, order):
+        if not isinstance(order, Log):
+            self.said.put(order)
 
     def hears(self):
         return self.said.get(timeout=WAIT)
 
     def end(self, code=0):
-        self.thread.ended(code)
+        self.thread.launcher_ended(code)
         self.thread.close()
         self.thread.join(WAIT)
         assert not self.thread.is_alive()
@@ -67,7 +71,7 @@ class Rejoining(Watched):
 
     def __init__(self, port, **options):
         super().__init__(port, **options)
-        assert self.hears()[0] == "start"
+        assert isinstance(self.hears(), Start)
 
 
 def connect(port):
@@ -127,9 +131,10 @@ def test_whoever_is_no_node_is_turned_away_and_changes_nothing(port, kind):
     with connect(port) as one:
         say(one, TOKEN, HELLO, ENDED)
         # In the other kind it may have failed of an older node 0.
-        expected = ("stop", "node 1 failed") if kind is Watched else ("wait", "node 1 failed")
+        stopped = Finish(stop=True, reason="node 1 failed")
+        expected = stopped if kind is Watched else EndLauncher("node 1 failed")
         if kind is Rejoining:
-            assert there.hears()[0] == "pause"  # how long that may take
+            assert isinstance(there.hears(), Pause)  # how long that may take
         assert there.hears() == expected
     there.end()
 
@@ -140,9 +145,9 @@ def test_a_node_that_says_what_cannot_be_read_loses_its_connection_alone(port):
         say(one, TOKEN, HELLO, DEEP[:4000])
         assert closed(one)
         with connect(port) as again:
-            say(again, TOKEN, HELLO, {**ENDED, "code": "x"})
+            say(again, TOKEN, HELLO, {**ENDED, "exit_code": "x"})
             assert closed(again)
-    assert there.hears() == ("stop", "the launcher of node 1 is gone")
+    assert there.hears() == Finish(stop=True, reason="the launcher of node 1 is gone")
 
 
 def test_connections_that_say_nothing_are_closed(monkeypatch):
@@ -226,10 +231,9 @@ def test_a_program_that_holds_node_0_s_port_is_nobody_s_failure(port, monkeypatc
         there = Watched(port, node=1, lost_after=0.2)
         connection, _ = other.accept()
         with connection:
-            kind, words = there.hears()
-    assert (kind, words) == (
-        "warn",
-        "the other nodes are not watched: node 0 cannot be reached: another program listens there",
+            order = there.hears()
+    assert order == Warn(
+        "the other nodes are not watched: node 0 cannot be reached: another program listens there"
     )
 
 
@@ -254,18 +258,18 @@ def test_a_port_that_is_taken_is_told(port, wait, monkeypatch):
     with socket.create_server(("", port)):
         there = Watched(port)
         words = f"the other nodes are not watched: port {port}: Address already in use"
-        assert there.hears() == ("warn", words)
-        assert [there.hears() for _ in range(2 if wait else 1)][-1] == ("exit", "")
+        assert there.hears() == Warn(words)
+        assert [there.hears() for _ in range(2 if wait else 1)][-1] == Finish(stop=False)
 
 
 def test_node_0_and_another_meet(port):
     first, second = Watched(port), Watched(port, node=1)
     deadline = time.monotonic() + WAIT
-    while not second.thread.peer.met:
+    while not second.thread.peer.state.coordinator:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     second.end(3)
-    assert first.hears() == ("stop", "node 1 failed")
+    assert first.hears() == Finish(stop=True, reason="node 1 failed")
     assert second.said.empty()
 
 
@@ -282,6 +286,8 @@ def test_a_pause_of_node_0_is_nobody_s_silence(port, kind, monkeypatch):
         pause[0] = 1000.0
         turned = paused()
         while paused() < turned + 1.0:
-            assert json.loads(lines.readline())["do"] != "stop"  # a sign of life: it looks around
+            assert (
+                json.loads(lines.readline())["action"] != "stop"
+            )  # a sign of life: it looks around
     assert there.said.empty()
     there.end()

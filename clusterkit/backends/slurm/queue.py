@@ -26,8 +26,8 @@ between versions."""
 WARNED = "Slurm is about to end the job"
 """The reason that agents record when Slurm announces the end of the job."""
 NODE_0_LOST = "node 0 was lost and did not come back"
-"""What the other agents record (`clusterkit.agent.member.not_back`) in an allocation that outlives
-its first node; the script that starts them then puts the job back into the queue."""
+"""What the other agents record (`clusterkit.agent.member.not_returned`) in an allocation that
+outlives its first node; the script that starts them then puts the job back into the queue."""
 _PENDING = "PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT"
 _RUNNING = "RUNNING SUSPENDED STOPPED SIGNALING STAGE_OUT RESIZING COMPLETING"
 _FAILED = "FAILED TIMEOUT NODE_FAIL PREEMPTED BOOT_FAIL DEADLINE OUT_OF_MEMORY REVOKED"
