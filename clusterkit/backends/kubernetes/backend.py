@@ -31,7 +31,7 @@ from clusterkit.backends.kubernetes.monitor import PodMonitor, status_now
 from clusterkit.backends.kubernetes.objects import Object
 from clusterkit.backends.kubernetes.observe import list_pods
 from clusterkit.backends.kubernetes.pod_log import fetch_logs
-from clusterkit.backends.kubernetes.probe import facts_of, places
+from clusterkit.backends.kubernetes.probe import count_nodes, facts_of
 from clusterkit.backends.kubernetes.remote_runs import for_machine, listing, recover
 from clusterkit.backends.kubernetes.validation import check_entry
 from clusterkit.backends.probing import assumed_gpus
@@ -81,7 +81,7 @@ class KubernetesBackend(
     # -- probing --------------------------------------------------------------
 
     def capacity(self, cluster: KubernetesCluster, transport: Transport) -> int:
-        return places(cluster, transport)
+        return count_nodes(cluster, transport)
 
     def subject(self, name: str, cluster: KubernetesCluster, job: JobSpec | None = None) -> Subject:
         from clusterkit.doctor.kubernetes.base import KubeSubject

@@ -125,7 +125,7 @@ def facts_of(
     )
 
 
-def places(cluster: KubernetesCluster, transport: Transport) -> int:
+def count_nodes(cluster: KubernetesCluster, transport: Transport) -> int:
     """Count the nodes of the cluster that may have pods of a run.
 
     Raises:

@@ -8,6 +8,7 @@ import pytest
 from clusterkit.agent import LATE
 from clusterkit.backends.kubernetes.pod_status import (
     DELETED,
+    Pod,
     Rejoin,
     by_node,
     cause_from_events,
@@ -297,6 +298,14 @@ def test_one_whose_node_is_gone_is_removed_by_force_or_somebody_is_told_to():
 def test_what_clusterkit_itself_ends_is_not_waited_for():
     told = document("Failed", ended(143, STOPPED), meta=LEAVING)
     assert seen(told, rejoin=GOES_ON, ours=True)[0] is State.CANCELLED
+
+
+def test_the_record_of_a_pod_keeps_the_keys_that_pods_json_has_had():
+    pod = read_pod(document("Pending", waiting("InvalidImageName"), conditions=[SCHEDULED]), INDEX)
+    written = msgspec.to_builtins(pod)
+    assert (written["words"], written["hopeless"]) == ("image name a/b:1 is not valid", True)
+    assert {"last_words", "silent_since", "limit", "leaving", "held"} <= set(written)
+    assert msgspec.convert(written, Pod) == pod
 
 
 def test_of_several_pods_of_a_node_the_last_counts():
