@@ -19,7 +19,7 @@ from clusterkit.backends.probing import (
     probe_python,
 )
 from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON, query
-from clusterkit.cluster import Facts, Gpu, HostFacts, SlurmCluster, SlurmFacts
+from clusterkit.cluster import Facts, Gpu, SlurmCluster, SlurmFacts
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.run.folder import home
 from clusterkit.spec import JobSpec
@@ -94,16 +94,15 @@ def probe(cluster: SlurmCluster, transport: Transport, job: JobSpec | None) -> F
     return Facts(
         home=report.workdir,
         hosts=(
-            HostFacts(
-                host=host,
-                address="",
+            report.facts(
+                host,
+                "",
                 cpus=smallest.cpus,
                 memory_mib=smallest.memory_mib,
                 gpus=gpus,
                 python=python,
                 python_origin=origin,
                 versions=versions,
-                tools=report.tools,
             ),
         ),
         port=port,
