@@ -376,6 +376,7 @@ class Scripted(LocalBackend):
         self.submitted = []
         self.given = []  # restarts, to the agents that are started
         self.cancelled = 0
+        self.cancelled_attempts = []
 
     def submit(self, plan, transport, *, attempt=1, secrets=None, record=None):
         self.submitted.append((attempt, plan.port))
@@ -393,6 +394,7 @@ class Scripted(LocalBackend):
 
     def cancel(self, handle, transport, reason="cancelled"):
         self.cancelled += 1
+        self.cancelled_attempts.append(handle.attempt)
 
 
 def observed(*states, code=None, reason=None):
@@ -1141,12 +1143,14 @@ def test_a_run_whose_submit_was_killed_is_not_attached_to(run, hand, monkeypatch
     assert not run.attach()
 
 
-def test_an_attempt_that_was_about_to_start_is_ended_and_followed_by_another(supervise_with):
-    backend, status, _ = supervise_with(
-        [observed(State.PENDING), observed(OK)], adopt=saved(State.PENDING)
-    )
-    assert [attempt for attempt, _ in backend.submitted] == [2]
-    assert backend.cancelled == 1
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_an_attempt_that_was_about_to_start_is_ended_and_followed_by_another(
+    supervise_with, attempt
+):
+    script = [observed(State.PENDING)] * attempt + [observed(OK)]
+    backend, status, _ = supervise_with(script, adopt=saved(State.PENDING, attempt=attempt))
+    assert [started for started, _ in backend.submitted] == [attempt + 1]
+    assert backend.cancelled_attempts == [attempt]
     assert status.state is State.SUCCEEDED
 
 
