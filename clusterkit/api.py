@@ -25,6 +25,7 @@ from clusterkit.backends.base import SupportsDoctor, SupportsRemoteRuns
 from clusterkit.errors import EXIT_FAILURE, BadInput, CapabilityError, RunFailed
 from clusterkit.run import control
 from clusterkit.run import folder as run_folder
+from clusterkit.run.find import all_runs, find_run
 from clusterkit.run.folder import Submission
 from clusterkit.run.run import Run as Run
 from clusterkit.run.status import RunStatus, State
@@ -52,10 +53,9 @@ if TYPE_CHECKING:
     from clusterkit.run.launch import resolved_cluster as resolved_cluster
     from clusterkit.web.server import Server
 
+_LAUNCH = ("Prepared", "Progress", "launch", "prepare", "resolved_cluster")
 _LAZY = {
-    **dict.fromkeys(
-        ("Prepared", "Progress", "launch", "prepare", "resolved_cluster"), "run.launch"
-    ),
+    **dict.fromkeys(_LAUNCH, "run.launch"),
     **dict.fromkeys(("example", "examples"), "jobfile.examples"),
     "init": "jobfile.scaffold",
     "plan_as": "run.export",
@@ -111,12 +111,12 @@ def get(run: str | Run) -> Run:
     Raises:
         RunNotFound: no run matches, or several do.
     """
-    return run if isinstance(run, Run) else Run(run_folder.find(run))
+    return run if isinstance(run, Run) else Run(find_run(run))
 
 
 def runs() -> list[RunStatus]:
     """Return the status of every run of this machine, newest first."""
-    return [control.reconcile(folder) for folder in run_folder.all_runs()]
+    return [control.reconcile(folder) for folder in all_runs()]
 
 
 def runs_of(
@@ -140,8 +140,7 @@ def runs_of(
     found = []
     for status in runs():
         if status.cluster == cluster or status.run in remote:
-            record = remote.pop(status.run, None)
-            user = None if record is None else record.user
+            user = getattr(remote.pop(status.run, None), "user", None)
             found.append(ListedRun(**msgspec.structs.asdict(status), user=user))
     found += [
         ListedRun(
@@ -292,19 +291,14 @@ def bench(
     from clusterkit.ui.formatting import failure_text
 
     options = bandwidth.choose(**choices)
+    hosts: dict[str, Any] = {
+        "clusters_file": clusters_file, "include": include, "exclude": exclude,
+    }  # fmt: skip
     if nodes is None:
-        entry = resolved_cluster(cluster, clusters_file, include=include, exclude=exclude)
+        entry = resolved_cluster(cluster, **hosts)
         with contextlib.closing(backends.transport_for(entry)) as transport:
             nodes = max(1, backends.backend(entry.backend).capacity(entry, transport))
-    ready = prepare(
-        bandwidth.job_of(options),
-        cluster=cluster,
-        clusters_file=clusters_file,
-        nodes=nodes,
-        gpus=gpus,
-        include=include,
-        exclude=exclude,
-    )
+    ready = prepare(bandwidth.job_of(options), cluster=cluster, nodes=nodes, gpus=gpus, **hosts)
     bandwidth.check(options, ready.plan, ready.facts)
     run = launch(ready)
     try:

@@ -130,10 +130,11 @@ def read_facts(ctx: click.Context, param: click.Parameter, path: str | None) -> 
 
 def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
     """Return the run ids that begin with what was typed."""
-    from clusterkit.run import folder as run_folder
+    from clusterkit.run.find import all_runs
+    from clusterkit.run.folder import LAST
 
-    names = [folder.run_id for folder in run_folder.all_runs()]
-    return [name for name in [*names, run_folder.LAST] if name.startswith(incomplete)]
+    names = [folder.run_id for folder in all_runs()]
+    return [name for name in [*names, LAST] if name.startswith(incomplete)]
 
 
 def complete_cluster(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:

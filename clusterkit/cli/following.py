@@ -103,11 +103,11 @@ def check_terminal() -> None:
 
 def show_top(run: str | None) -> None:
     """Show `clusterkit top` until the user quits; ``run`` None: the list of all runs."""
-    from clusterkit.run import folder as run_folder
+    from clusterkit.run.find import find_run
     from clusterkit.ui.top.board import RunBoard, RunsBoard
     from clusterkit.ui.top.paint import ansi
 
-    first = RunsBoard() if run is None else RunBoard(run_folder.find(run))
+    first = RunsBoard() if run is None else RunBoard(find_run(run))
     first.poll()
     size = os.get_terminal_size(sys.stderr.fileno())
     # Painted at once, as the import of Textual takes longer than all the rest.

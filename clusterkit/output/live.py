@@ -1,6 +1,6 @@
 """A run as it progresses: for `clusterkit top`, `web`, and the progress display of submit.
 
-    live = LiveRun(folder.find("last"))
+    live = LiveRun(find_run("last"))
     while True:
         news = live.poll()                      # reads what is new since the last call
         if METRICS in news:
@@ -32,7 +32,8 @@ from clusterkit.output.logs import HEAD, MARK, GrowingFile, LogLine, is_number, 
 from clusterkit.output.series import MOST_METRICS, Series
 from clusterkit.plan import Plan
 from clusterkit.run import control
-from clusterkit.run.folder import Event, RunFolder, all_runs
+from clusterkit.run.find import all_runs
+from clusterkit.run.folder import Event, RunFolder
 from clusterkit.run.status import NodeStatus, RunStatus, State
 
 STATUS, EVENTS, RANKS, METRICS = "status", "events", "ranks", "metrics"

@@ -35,7 +35,7 @@ import msgspec
 from msgspec import Struct
 
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts
-from clusterkit.errors import BadInput, ClusterkitError, RunFolderError, RunNotFound, listed
+from clusterkit.errors import BadInput, ClusterkitError, RunFolderError
 from clusterkit.files import locked, write_atomic
 from clusterkit.output.logs import GrowingFile, LogLine, NodeLog, marked, merged
 from clusterkit.plan import Plan, Step
@@ -45,8 +45,6 @@ from clusterkit.shell import check_text
 Document = TypeVar("Document")
 RUN_ID = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?\Z")
 RUN_ID_MAX = 63
-_TIMESTAMP = re.compile(r"-\d{10}-")
-"""In the ids that `new_run_id` makes."""
 _LOCK = "supervisor.lock"
 _LOCK_TRIES = 20
 MADE = "made"
@@ -62,6 +60,7 @@ POLL_SECONDS = 0.1
 """Pause between two looks at a run's files."""
 LAST = "last"
 """Stands for the newest run in place of an id."""
+HOME_HINT = "set CLUSTERKIT_HOME to a folder that you may write to"
 _CHUNK = 1 << 18
 _ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"
 
@@ -130,7 +129,7 @@ def home() -> Path:
     try:
         path = Path(named).expanduser().absolute()
     except (RuntimeError, OSError) as error:
-        raise BadInput(f"CLUSTERKIT_HOME: {named}: {error}", hint=_HOME_HINT) from None
+        raise BadInput(f"CLUSTERKIT_HOME: {named}: {error}", hint=HOME_HINT) from None
     check_text("CLUSTERKIT_HOME", str(path))
     return path
 
@@ -201,11 +200,9 @@ class RunFolder:
                 raise BadInput(
                     f"run {run_id} exists already", hint=f"clusterkit status {run_id}"
                 ) from None
-            raise RunFolderError(f"{path.parent} is not a folder", hint=_HOME_HINT) from None
+            raise RunFolderError(f"{path.parent} is not a folder", hint=HOME_HINT) from None
         except OSError as error:
-            raise RunFolderError(
-                f"cannot make {path}: {error.strerror}", hint=_HOME_HINT
-            ) from error
+            raise RunFolderError(f"cannot make {path}: {error.strerror}", hint=HOME_HINT) from error
 
     # -- files -------------------------------------------------------------
 
@@ -356,7 +353,7 @@ class RunFolder:
             file.close()
         except OSError as error:
             why = f"cannot lock {path}: {error.strerror}"
-            raise RunFolderError(why, hint=_HOME_HINT) from error
+            raise RunFolderError(why, hint=HOME_HINT) from error
         return None
 
     def is_held(self) -> bool:
@@ -451,80 +448,3 @@ class Rank0:
     def _lines(self, log: GrowingFile) -> Iterator[LogLine]:
         while data := log.read(_CHUNK):
             yield from marked(data, 0, self._attempt, rank=0)
-
-
-_HOME_HINT = "set CLUSTERKIT_HOME to a folder that you may write to"
-
-
-def all_runs() -> Iterator[RunFolder]:
-    """Yield every run folder, newest first, but not the folders of `plan --out`."""
-    base = home() / "runs"
-    try:
-        folders = [entry for entry in os.scandir(base) if entry.is_dir() and not _is_plan(entry)]
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise RunFolderError(f"cannot read {base}: {error.strerror}", hint=_HOME_HINT) from error
-    paths = [Path(entry.path) for entry in folders]
-    yield from map(RunFolder, sorted(paths, key=_created, reverse=True))
-
-
-def _is_plan(folder: os.DirEntry[str]) -> bool:
-    # What `plan --out` writes has neither of these files.
-    ours = (os.path.exists(f"{folder.path}/{name}") for name in ("run.json", "job.json"))
-    return not any(ours) and os.path.exists(f"{folder.path}/plan.txt")
-
-
-def _created(path: Path) -> float:
-    # run.json is written once, when the run is made.
-    try:
-        return (path / "run.json").stat().st_mtime
-    except OSError:
-        return path.stat().st_mtime if path.exists() else 0.0
-
-
-def find(name: str) -> RunFolder:
-    """Return the run with this id, the only one whose id begins so, or the newest for ``last``.
-
-    Raises:
-        RunNotFound: none, or several; the message lists candidates.
-    """
-    exact = home() / "runs" / name
-    # os.path: False, not an error, for a folder of another user; all_runs() reports that.
-    if RUN_ID.match(name) and os.path.isdir(exact):
-        return RunFolder(exact)
-    ids = [run.run_id for run in all_runs()]
-    where = f"under {home() / 'runs'}"
-    if _TIMESTAMP.search(name) and not any(each.startswith(name) for each in ids):
-        raise RunNotFound(
-            f"run {name!r} is unknown {where}",
-            hint=f"another machine's, on Kubernetes: clusterkit attach {name} --cluster CLUSTER",
-        )
-    return RunFolder(home() / "runs" / resolve(name, ids, where))
-
-
-def resolve(name: str, ids: Sequence[str], where: str) -> str:
-    """Return ``name`` if it is one of the ids, the only id that begins so, or the first for
-    ``last``. Pure.
-
-    Args:
-        ids: newest first.
-        where: where they were found, for the message.
-
-    Raises:
-        RunNotFound: none, or several; the message lists candidates.
-    """
-    if name in ids:
-        return name
-    if name == LAST and ids:
-        return ids[0]
-    matching = [each for each in ids if each.startswith(name)] if name else []
-    if len(matching) == 1:
-        return matching[0]
-    if matching:
-        shown = listed(matching, 5)
-        raise RunNotFound(f"run {name!r} is ambiguous: {shown}", hint="give more of its id")
-    raise RunNotFound(
-        f"run {name!r} is unknown {where}",
-        hint=f"the newest are {', '.join(ids[:3])}" if ids else "there are no runs",
-    )

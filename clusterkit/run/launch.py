@@ -29,6 +29,7 @@ from clusterkit.output.track import check_trackers
 from clusterkit.plan import Note, Plan
 from clusterkit.run import control, supervise
 from clusterkit.run import folder as run_folder
+from clusterkit.run.find import find_run
 from clusterkit.run.folder import Event, RunFolder, Submission
 from clusterkit.run.run import Run, check_secrets
 from clusterkit.run.status import State
@@ -324,7 +325,7 @@ def take_over(run: str, cluster: str, clusters_file: str | os.PathLike[str] | No
     with contextlib.closing(backends.transport_for(entry)) as transport:
         found = backend.recover(run, entry, transport)
         if (run_folder.home() / "runs" / found.run).is_dir():
-            known = Run(run_folder.find(found.run))
+            known = Run(find_run(found.run))
             known.attach()
             return known
         check_secrets(found.job, f"a restart of run {found.run} needs it: ")

@@ -25,6 +25,7 @@ from clusterkit.output.prometheus import Reported, reported
 from clusterkit.output.series import Series
 from clusterkit.run import control
 from clusterkit.run import folder as run_folder
+from clusterkit.run.find import find_run
 from clusterkit.ui.formatting import printable, remark_lines
 from clusterkit.web import log_pages, page
 
@@ -86,7 +87,7 @@ class Site:
         with self._lock:
             found = self._watched.get(run)
             if found is None or not found.live.folder.path.is_dir():
-                folder = run_folder.find(run)
+                folder = find_run(run)
                 if folder.run_id != run:
                     raise RunNotFound(f"run {run!r} is unknown")
                 found = self._watched[run] = Watched(folder)

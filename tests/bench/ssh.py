@@ -24,7 +24,8 @@ from pathlib import Path
 from clusterkit import api
 from clusterkit.cli.common import table
 from clusterkit.errors import counted
-from clusterkit.run.folder import StepRecord, Submission, find
+from clusterkit.run.find import find_run
+from clusterkit.run.folder import StepRecord, Submission
 from clusterkit.run.launch import send_trees
 from tests.bench.__main__ import BIN, SECONDS, Program, Row, compare
 from tests.lab import Lab, machine
@@ -202,7 +203,7 @@ PHASES = (
 
 def times_of(run: api.Run, begun: float) -> list[float]:
     """When each of `PHASES` ended, in seconds since ``begun``."""
-    folder = find(run.id)
+    folder = find_run(run.id)
     lines = list(run.logs(rank=0))
     nodes = [folder.node_dir(1, node) / "started.json" for node in range(folder.plan().nodes)]
     return [

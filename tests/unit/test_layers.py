@@ -45,6 +45,7 @@ addresses
 batch rendezvous jobfile.loader jobfile.schema
 plan jobfile.request jobfile.catalogue jobfile.deepspeed_config
 program run.folder jobfile.examples
+run.find
 warm run.goodput
 convert.draft convert.files
 convert.options
@@ -111,6 +112,7 @@ run.launch
 run.export
 ui ui.formatting
 ui.plots ui.spinner ui.top ui.top.paint web.page web.log_pages
+ui.top.log_pane
 ui.top.board web.site
 web.server web
 api
@@ -207,6 +209,20 @@ def test_the_runtime_needs_little_of_the_orchestrator():
         ours = {other for other in imports(name) if other.startswith("clusterkit.")}
         outside = {other for other in ours if not other.startswith("clusterkit.runtime")}
         assert outside <= {"clusterkit.errors"}, name
+
+
+LONG = {
+    "clusterkit.runtime.bandwidth": "one file, which ranks run",
+}
+"""Modules of over 500 lines, with the reason."""
+
+
+def test_modules_are_short():
+    lines = {name: path.read_text().count("\n") for name, path in MODULES.items()}
+    assert {name for name, count in lines.items() if count > 500} == LONG.keys()
+    backends = {name: count for name, count in lines.items() if name.endswith(".backend")}
+    assert len(backends) == 5
+    assert {name for name, count in backends.items() if count > 250} == set()
 
 
 AGENT = {name for name in MODULES if name.startswith("clusterkit.agent")}

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound
 from clusterkit.run import folder as run_folder
+from clusterkit.run.find import all_runs, find_run
 from clusterkit.run.folder import Event, RunFolder
 
 
@@ -253,16 +254,16 @@ def three():
 
 
 def test_runs_are_listed_newest_first(three):
-    assert [run.run_id for run in run_folder.all_runs()] == ["zero3-1", "ddp-2", "ddp-1"]
+    assert [run.run_id for run in all_runs()] == ["zero3-1", "ddp-2", "ddp-1"]
 
 
 def test_without_a_home_there_are_no_runs():
-    assert list(run_folder.all_runs()) == []
+    assert list(all_runs()) == []
 
 
 def test_files_among_the_runs_are_passed_over(three, clusterkit_home):
     (clusterkit_home / "runs" / "notes.txt").write_text("")
-    assert len(list(run_folder.all_runs())) == 3
+    assert len(list(all_runs())) == 3
 
 
 def test_a_plan_that_was_written_among_the_runs_is_none(three, clusterkit_home):
@@ -270,24 +271,24 @@ def test_a_plan_that_was_written_among_the_runs_is_none(three, clusterkit_home):
         path = clusterkit_home / "runs" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text("")
-    assert {run.run_id for run in run_folder.all_runs()} == {"ddp-1", "ddp-2", "zero3-1", "damaged"}
+    assert {run.run_id for run in all_runs()} == {"ddp-1", "ddp-2", "zero3-1", "damaged"}
 
 
 @pytest.mark.parametrize(
     ("name", "run_id"), [("ddp-2", "ddp-2"), ("z", "zero3-1"), ("last", "zero3-1")]
 )
 def test_a_run_is_found_by_its_id_its_beginning_or_as_the_last(three, name, run_id):
-    assert run_folder.find(name).run_id == run_id
+    assert find_run(name).run_id == run_id
 
 
 def test_an_exact_id_goes_before_the_longer_ones_that_begin_so(three):
     RunFolder.create("ddp")
-    assert run_folder.find("ddp").run_id == "ddp"
+    assert find_run("ddp").run_id == "ddp"
 
 
 def test_an_ambiguous_id_is_refused_with_the_candidates(three):
     with pytest.raises(RunNotFound, match="run 'dd' is ambiguous: ddp-2, ddp-1") as error:
-        run_folder.find("dd")
+        find_run("dd")
     assert error.value.hint == "give more of its id"
     assert error.value.exit_code == 2
 
@@ -296,20 +297,20 @@ def test_many_candidates_are_counted():
     for number in range(9):
         RunFolder.create(f"a-{number}")
     with pytest.raises(RunNotFound, match=r"ambiguous: (a-\d, ){4}a-\d and 4 more"):
-        run_folder.find("a")
+        find_run("a")
 
 
 def test_an_unknown_id_is_refused_with_the_newest_runs(three, clusterkit_home):
     with pytest.raises(
         RunNotFound, match=f"run 'nope' is unknown under {clusterkit_home}"
     ) as error:
-        run_folder.find("nope")
+        find_run("nope")
     assert error.value.hint == "the newest are zero3-1, ddp-2, ddp-1"
 
 
 def test_the_id_of_a_run_that_was_made_elsewhere_is_told_where_it_may_be(three):
     with pytest.raises(RunNotFound, match="run 'ddp-1122110042-umuv' is unknown") as error:
-        run_folder.find("ddp-1122110042-umuv")
+        find_run("ddp-1122110042-umuv")
     assert "clusterkit attach ddp-1122110042-umuv --cluster CLUSTER" in (error.value.hint or "")
 
 
@@ -317,7 +318,7 @@ def test_the_id_of_a_run_that_was_made_elsewhere_is_told_where_it_may_be(three):
 def test_no_name_leads_out_of_the_home(name, clusterkit_home):
     (clusterkit_home / "runs").mkdir(parents=True)
     with pytest.raises(RunNotFound, match="is unknown") as error:
-        run_folder.find(name)
+        find_run(name)
     assert error.value.hint == "there are no runs"
 
 

@@ -25,8 +25,8 @@ from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.output import mirror
 from clusterkit.plan import Plan
 from clusterkit.run import control, lost_nodes, supervise
-from clusterkit.run import folder as run_folder
 from clusterkit.run.control import cancel, current, reconcile
+from clusterkit.run.find import all_runs
 from clusterkit.run.folder import Event, RunFolder
 from clusterkit.run.status import AttemptStatus, Failure, NodeStatus, RunStatus, State, overall
 from clusterkit.run.supervisor import EARLY_LOSSES, LOST_SECONDS, PORT_TRIES, Supervisor
@@ -1225,7 +1225,7 @@ def test_a_host_that_does_not_answer_is_waited_for_and_status_says_so(supervise_
     said, tries = [], []
 
     def run(self, host, argv, **more):
-        run = next(iter(run_folder.all_runs())).read_json("state.json", RunStatus)
+        run = next(iter(all_runs())).read_json("state.json", RunStatus)
         said.append((run.state, run.nodes[0].state, run.nodes[0].reason, run.nodes[0].until))
         tries.append(host)
         if len(tries) < 3:

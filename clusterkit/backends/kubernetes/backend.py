@@ -38,7 +38,8 @@ from clusterkit.backends.probing import assumed_gpus
 from clusterkit.cluster import Facts, KubernetesCluster, KubernetesFacts
 from clusterkit.errors import BadInput
 from clusterkit.plan import KubernetesNative, Plan
-from clusterkit.run.folder import RunHandle, home, resolve
+from clusterkit.run.find import resolve_id
+from clusterkit.run.folder import RunHandle, home
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
 from clusterkit.yaml_text import documents
@@ -152,7 +153,7 @@ class KubernetesBackend(
     def recover(self, run: str, cluster: KubernetesCluster, transport: Transport) -> Recovered:
         server = ClusterServer(cluster, transport)
         ids = [each.run for each in listing(server)]
-        found = recover(server, resolve(run, ids, f"in namespace {server.namespace}"))
+        found = recover(server, resolve_id(run, ids, f"in namespace {server.namespace}"))
         return for_machine(
             found, cluster,
             home=str(home()), context=server.context_name, namespace=server.namespace,

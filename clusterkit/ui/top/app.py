@@ -22,7 +22,7 @@ from textual.widget import Widget
 
 from clusterkit import api
 from clusterkit.errors import ClusterkitError
-from clusterkit.run import folder as run_folder
+from clusterkit.run.find import find_run
 from clusterkit.ui.top.board import Action, Board, RunBoard, RunsBoard
 from clusterkit.ui.top.paint import Line, style_of
 
@@ -135,7 +135,7 @@ class Top(App[None]):
             self.exit()
         elif verb == "open":
             try:
-                self.board = RunBoard(run_folder.find(argument))
+                self.board = RunBoard(find_run(argument))
             except ClusterkitError as error:  # removed since the list was read
                 self.board.message = error.message
         elif verb == "back":
