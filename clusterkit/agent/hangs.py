@@ -30,26 +30,26 @@ WORLD = "world"
 
 
 class Finding(NamedTuple):
-    """Why nothing goes on."""
+    """A standstill of ranks, and its cause."""
 
     about: object
     """The same as long as it is the same standstill."""
     seconds: float
     pace: float
-    """How long a step takes; 0: that is not known."""
+    """Seconds that a step takes; 0: not known."""
     node: int
-    """Where the first rank is that did not come."""
+    """The node of the first rank that did not come."""
     busy: bool
-    """Whether whoever did not come writes a checkpoint or evaluates."""
+    """Whether a missing rank writes a checkpoint or evaluates."""
     hang: bool
     """Whether a rank waits for another one; else nobody does, but no step is made."""
     text: str
     doing: tuple[object, ...] = ()
-    """What whoever did not come is doing: as long as that changes, it works."""
+    """The functions that the missing ranks are in; while they change, these ranks work."""
 
 
 class Steps(NamedTuple):
-    """What the program's own metrics lines say."""
+    """How often the program has written lines of metrics."""
 
     last: float = 0.0  # when the newest came
     quiet: float = 0.0  # seconds since the newest
@@ -58,20 +58,20 @@ class Steps(NamedTuple):
 
 
 def steps_of(lines: Sequence[tuple[float, object]], now: float) -> Steps:
-    """What they say: each came at a moment, and gives the seconds of a step if it is a number."""
+    """Summarise lines of metrics: when each came, and its ``step_seconds``, if it has them."""
     if not lines:
         return Steps()
     between = [later - earlier for (earlier, _), (later, _) in itertools.pairwise(lines)]
     every = median(between)
-    told = [float(seconds) for _, seconds in lines if isinstance(seconds, int | float)]
-    pace = median(told) if told else every
+    seconds_each = [float(seconds) for _, seconds in lines if isinstance(seconds, int | float)]
+    pace = median(seconds_each) if seconds_each else every
     return Steps(last=lines[-1][0], quiet=now - lines[-1][0], every=every, pace=pace)
 
 
 def compare(
     ranks: Mapping[int, Document], nodes: Sequence[int], nproc: int, pace: float
 ) -> Finding | None:
-    """Who did not come to a collective that others wait in.
+    """Return which ranks did not come to a collective that others wait in; None: nobody waits.
 
     Args:
         ranks: their records.
@@ -102,7 +102,7 @@ def compare(
             (not cause, not missing, -seconds, group, number, Finding(
                 about=(group, number, tuple(missing)), seconds=seconds, pace=pace or like,
                 node=min(cause or missing or waits) // nproc, busy=busy, hang=True,
-                text=_words(ranks, waits, group, number, cause or missing, named),
+                text=_describe(ranks, waits, group, number, cause or missing, named),
                 doing=tuple(ranks.get(rank, {}).get("doing") for rank in cause),
             ))
         )  # fmt: skip
@@ -110,7 +110,7 @@ def compare(
 
 
 def stall(ranks: Mapping[int, Document], steps: Steps, nodes: Sequence[int], nproc: int) -> Finding:
-    """No step is made, and nobody waits for another rank."""
+    """Return the finding that no step is made, where no rank waits for another."""
     named = partial(names_of, nproc=nproc, nodes=nodes)
     return Finding(
         about=("steps", steps.last), seconds=steps.quiet, pace=steps.every, node=0,
@@ -119,7 +119,7 @@ def stall(ranks: Mapping[int, Document], steps: Steps, nodes: Sequence[int], npr
     )  # fmt: skip
 
 
-def _words(
+def _describe(
     ranks: Mapping[int, Document], waits: Mapping[int, tuple[str, float, float]], group: str,
     number: int, missing: Sequence[int], named: Callable[[Iterable[int]], str],
 ) -> str:  # fmt: skip
@@ -146,7 +146,7 @@ def _words(
 def _places(
     ranks: Mapping[int, Document], order: Iterable[int], named: Callable[[Iterable[int]], str]
 ) -> str:
-    """Where each of them is, those at one place together."""
+    """Describe the line of code of each rank; those at one line together."""
     at: dict[str, list[int]] = defaultdict(list)
     for rank in order:
         at[_place(ranks.get(rank))].append(rank)
@@ -169,7 +169,7 @@ def _place(record: Document | None) -> str:
 
 
 def names_of(ranks: Iterable[int], nproc: int, nodes: Sequence[int]) -> str:
-    """``rank 3 on node 1``, ``ranks 0-2 and 5``; of ``nproc`` ranks on each of these nodes."""
+        """Take records of a node's ranks: one stands still, or they answer a question."""
     numbers = sorted(ranks)
     rows = itertools.groupby(enumerate(numbers), lambda each: each[1] - each[0])
     spans = [[number for _, number in row] for _, row in rows]
@@ -181,7 +181,7 @@ def names_of(ranks: Iterable[int], nproc: int, nodes: Sequence[int]) -> str:
 
 
 class Hangs:
-    """Node 0's: decides when all nodes are asked, what people are told, and that a round ends.
+    """Decides on node 0 when all nodes are asked, what is reported, and that a round ends.
 
     Touches neither sockets nor clocks: ``now`` is a moment of a monotonic clock, in seconds.
 
@@ -196,7 +196,7 @@ class Hangs:
         self.begin((0,))
 
     def begin(self, nodes: Sequence[int]) -> None:
-        """Another round, of these nodes."""
+        """Begin another round, of these nodes."""
         self._nodes = nodes
         self._waiting: dict[int, float] = {}  # nodes where ranks wait for others; since how long
         self._ranks: dict[int, Document] = {}  # records, of the answers
@@ -204,30 +204,33 @@ class Hangs:
         self._next = -math.inf  # when they may be asked again
         self._found: Finding | None = None
         self._since = 0.0  # when that was found first
-        self._told = self._decided = self._works = False
+        self._announced = self._decided = self._progresses = False
 
-    def stands(self, node: int, ranks: Sequence[Document], number: int = 0) -> None:
-        """A node says how its ranks are: one stands still, or (``number``) it was asked."""
+    def receive(self, node: int, ranks: Sequence[Document], number: int = 0) -> None:
+        """Take records of a node's ranks: one stands still, or they answer question ``number``."""
         if number == 0:
             self._waiting[node] = longest(ranks)
         elif number == self.number:
             self._ranks.update((int(each["rank"]), each) for each in ranks)
 
-    def goes_on(self, node: int) -> None:
-        """No rank of that node waits for another one any more."""
+    def resumed(self, node: int) -> None:
+        """Note that no rank of that node waits for another one any more."""
         self._waiting.pop(node, None)
 
-    def turn(self, now: float, steps: Steps) -> list[tuple[str, int, str]]:
-        """What is to be done: ``ask`` all nodes, tell people (``note``) or tell them that it goes
-        on (``over``), end that node's ranks (``hang``). With the node, and the words."""
+    def tick(self, now: float, steps: Steps) -> list[tuple[str, int, str]]:
+        """Return what is to be done, with the node and a text.
+
+        ``ask`` all nodes; show that ranks hang (``note``), or do no more (``over``); end that
+        node's ranks (``hang``).
+        """
         world = len(self._nodes) * self._nproc
-        slow = steps.every > 0 and steps.quiet >= patience(steps.every)
+        slow = steps.every > 0 and steps.quiet >= warn_after(steps.every)
         if self._asked is None:
-            waits = max(self._waiting.values(), default=0.0) >= patience(steps.pace)
+            waits = max(self._waiting.values(), default=0.0) >= warn_after(steps.pace)
             if self._decided:
                 return []
             if not (waits or slow):
-                return self._over()
+                return self._end_note()
             if now < self._next:
                 return []
             self.number, self._asked, self._ranks = self.number + 1, now, {}
@@ -242,19 +245,19 @@ class Hangs:
         self._next = now + max(limits.STILL_AGAIN_SECONDS, found.seconds / 10 if found else 0.0)
         if found is None:
             self._waiting.clear()  # whoever still waits says it again
-            return self._over()
+            return self._end_note()
         return self._judge(found, now)
 
     def _judge(self, found: Finding, now: float) -> list[tuple[str, int, str]]:
         orders = []
         if self._found is None or found.about != self._found.about:
-            orders, self._since, self._works = self._over(), now, False
+            orders, self._since, self._progresses = self._end_note(), now, False
         elif found.doing != self._found.doing:
-            self._works = True
+            self._progresses = True
         self._found = found
-        wait = patience(found.pace, found.busy or not found.pace)
-        if not self._told and found.seconds >= wait:
-            self._told = True
+        wait = warn_after(found.pace, found.busy or not found.pace)
+        if not self._announced and found.seconds >= wait:
+            self._announced = True
             orders = [("note", found.node, found.text)]
         limit = self._limit(found)
         # Seconds by a clock that leaps are not all of it.
@@ -266,9 +269,9 @@ class Hangs:
             self._next = min(self._next, now + limit - found.seconds)
         return orders
 
-    def _over(self) -> list[tuple[str, int, str]]:
-        told, self._told, self._found = self._told, False, None
-        return [("over", 0, "")] if told else []
+    def _end_note(self) -> list[tuple[str, int, str]]:
+        announced, self._announced, self._found = self._announced, False, None
+        return [("over", 0, "")] if announced else []
 
     def _limit(self, found: Finding) -> float:
         if self._timeout is not None:
@@ -276,21 +279,25 @@ class Hangs:
         if not found.hang:
             return math.inf  # slow is not hung, unless somebody said how slow that is
         limit = max(limits.HANG_SECONDS, limits.HANG_STEPS * found.pace)
-        patient = found.busy or self._works or not found.pace
+        patient = found.busy or self._progresses or not found.pace
         return limit * (limits.HANG_PATIENCE if patient else 1)
 
 
 def median(values: Sequence[float]) -> float:
-    """Or 0; Python's own ``statistics`` takes 10 times as long to import as all of this."""
+    """Return the median, or 0: ``statistics`` takes 10 times as long to import as all of this."""
     return sorted(values)[len(values) // 2] if values else 0.0
 
 
 def longest(ranks: Iterable[Document]) -> float:
-    """Seconds that one of these ranks has waited for others; 0: none waits."""
+    """Return the longest time that one of these ranks has waited for others; 0: none waits."""
     return max((wait[3] for each in ranks for wait in each.get("waits", ())), default=0.0)
 
 
-def patience(pace: float, more: bool = False) -> float:
-    """Seconds after which people are told, where a step takes ``pace``."""
+def warn_after(pace: float, more: bool = False) -> float:
+    """Return the seconds of a standstill after which it is reported, where a step takes ``pace``.
+
+    Args:
+        more: allow for a first step, a checkpoint or an evaluation.
+    """
     seconds = max(limits.STILL_SECONDS, limits.STILL_STEPS * pace)
     return max(seconds, limits.STILL_FIRST_SECONDS) if more else seconds

@@ -27,9 +27,13 @@ class Clock:
     def __init__(self) -> None:
         self.least, self.most, self._at = -math.inf, math.inf, 0.0
 
-    def hears(self, asked: float, heard: float, said: float, came: float) -> None:
-        """A question was ``asked`` and its answer ``came`` by node 0's clock; ``heard`` and
-        ``said`` by the node's."""
+    def update(self, asked: float, heard: float, said: float, came: float) -> None:
+        """Take the times of a question and its answer.
+
+        Args:
+            asked, came: when the question was sent and its answer came, by node 0's clock.
+            heard, said: when the question came and its answer was sent, by the node's.
+        """
         drift, self._at = abs(came - self._at) * limits.DRIFT, came
         self.least, self.most = (
             max(self.least - drift, said - came),
@@ -51,7 +55,7 @@ class Arrivals(NamedTuple):
 
 
 def arrivals_of(record: Document, offset: float, error: float) -> Arrivals:
-    """What a rank's record says; its node's clock is ahead of node 0's by ``offset``."""
+    """Return what a rank's record holds; its node's clock is ahead of node 0's by ``offset``."""
     times, moment = [], float(record["since"]) - offset
     for tenth_ms in record["steps"]:
         moment += int(tenth_ms) / 1e4
@@ -60,7 +64,7 @@ def arrivals_of(record: Document, offset: float, error: float) -> Arrivals:
 
 
 def shares(ranks: Mapping[int, Arrivals], judged: Mapping[str, int]) -> dict[int, float]:
-    """Of each rank, in what share of the time most others of its group waited for it.
+    """Return, by rank, the share of the time in which most others of its group waited for it.
 
     Only collectives count that were not ``judged`` before (the newest number, by group), and a
     group only if all of its ranks have come to enough of them. The longest quarter of the waits for
@@ -89,12 +93,12 @@ def shares(ranks: Mapping[int, Arrivals], judged: Mapping[str, int]) -> dict[int
 
 
 def newest(members: Iterable[Arrivals]) -> int:
-    """The last collective that all of them have come to."""
+    """Return the last collective that all of them have come to."""
     return min(each.first + len(each.at) - 1 for each in members)
 
 
 def _wait(column: Mapping[int, float], rank: int, slack: float) -> tuple[float, float]:
-    """From when to when most others surely waited for this rank."""
+    """Return from when to when most others surely waited for this rank."""
     others = sorted(at for other, at in column.items() if other != rank)
     return others[(len(others) - 1) // 2] + slack, column[rank]
 
@@ -124,7 +128,7 @@ def slow(found: Mapping[int, float]) -> tuple[int, ...]:
 
 
 class Stragglers:
-    """Node 0's: decides when all nodes are asked, and what people are told.
+    """Decides on node 0 when all nodes are asked, and what is reported.
 
     Touches neither sockets nor clocks: ``now`` is a moment of a monotonic clock, in seconds.
     """
@@ -138,7 +142,7 @@ class Stragglers:
         self.begin((0,), 0.0)
 
     def begin(self, nodes: Sequence[int], now: float) -> None:
-        """Another round, of these nodes."""
+        """Begin another round, of these nodes."""
         self._nodes, self._world = nodes, len(nodes) * self._nproc
         self._clocks.clear()  # a node may have another number
         self._next = now + limits.ARRIVALS_SECONDS
@@ -146,16 +150,17 @@ class Stragglers:
         self._ranks: dict[int, Arrivals] = {}
         self._knows: dict[int, str] = {}  # what nodes of suspects say of themselves, by node
         self._judged: dict[str, int] = {}
-        self._told: tuple[int, ...] = ()
+        self._announced: tuple[int, ...] = ()
         self._alike = 0  # judgements in a row that say the same
         self.suspects = ()
 
-    def hears(self, node: int, answer: Document) -> None:
-        """A node's answer: its ranks' records; of other nodes also when, as of `Clock.hears`."""
+    def receive(self, node: int, answer: Document) -> None:
+        """Take a node's answer: its ranks' records; of other nodes also the times that
+        `Clock.update` takes."""
         offset = error = 0.0
         if node:
             clock = self._clocks[node]
-            clock.hears(*(float(answer[key]) for key in ("asked", "heard", "said", "came")))
+            clock.update(*(float(answer[key]) for key in ("asked", "heard", "said", "came")))
             offset, error = (clock.most + clock.least) / 2, (clock.most - clock.least) / 2
         if answer["report"] != self.number:
             return
@@ -165,9 +170,12 @@ class Stragglers:
         if answer.get("knows"):
             self._knows[node] = str(answer["knows"])
 
-    def turn(self, now: float) -> list[tuple[str, str]]:
-        """What is to be done: ``report``, ask all nodes; ``look``, have those of suspects look at
-        themselves; ``slow``, tell people, or without words that it is over."""
+    def tick(self, now: float) -> list[tuple[str, str]]:
+        """Return what is to be done, with a text.
+
+        ``report``: ask all nodes; ``look``: have the hosts of suspects look at themselves;
+        ``slow``: show the text, or without one that no rank is slow any more.
+        """
         if self._asked is not None:
             if len(self._ranks) < self._world and now - self._asked < limits.PEER_SECONDS:
                 return []
@@ -189,23 +197,23 @@ class Stragglers:
             members = [each for each in self._ranks.values() if each.group == group]
             self._judged[group] = newest(members)
         ranks = slow(found)
-        same = set(self.suspects) == set(ranks) or bool({*self._told} & {*ranks})
+        same = set(self.suspects) == set(ranks) or bool({*self._announced} & {*ranks})
         self._alike = self._alike + 1 if same else 1
         self.suspects = ranks
-        if self._told:
-            if {*self._told} & {*ranks} or self._alike < 2:
+        if self._announced:
+            if {*self._announced} & {*ranks} or self._alike < 2:
                 return []
-            self._told = ()
+            self._announced = ()
             return [("slow", "")]
         if not ranks:
             return []
         if self._alike < limits.SLOW_REPORTS:
             self._next = now + limits.ARRIVALS_SECONDS / 3
             return [("look", "")] if self._alike == 1 else []
-        self._told = ranks
-        return [("slow", self._words(ranks, min(found[rank] for rank in ranks)))]
+        self._announced = ranks
+        return [("slow", self._describe(ranks, min(found[rank] for rank in ranks)))]
 
-    def _words(self, ranks: Sequence[int], share: float) -> str:
+    def _describe(self, ranks: Sequence[int], share: float) -> str:
         is_, it = ("is", "it") if len(ranks) == 1 else ("are", "them")
         text = (
             f"{names_of(ranks, self._nproc, self._nodes)} {is_} slower than the others, which wait "

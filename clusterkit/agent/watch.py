@@ -29,7 +29,7 @@ _SPINS = os.path.exists("/dev/nvidiactl")  # a main thread that waits for a GPU 
 
 
 class Watch(threading.Thread):
-    """One node's; on node 0 `Hangs` and `Stragglers` decide for all.
+    """Watches one node's ranks; on node 0 `Hangs` and `Stragglers` decide for all.
 
     Args:
         options: of ``agent run``.
@@ -57,7 +57,7 @@ class Watch(threading.Thread):
         self._usage = Usage(log, self._ranks, options.nodes)
         self._began = 0.0  # when this round did
         self._places: list[int] = []  # on node 0: the next round's nodes, in the order of ranks
-        self._news: queue.SimpleQueue[tuple[int, Document]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[tuple[int, Document]] = queue.SimpleQueue()
         self._moved: dict[int, tuple[bytes, float]] = {}  # by process: what changes, since when
         self._standing = False  # whether this node said that a rank of it stands still
         self._next = 0.0  # when ranks that stand still are asked (again)
@@ -65,40 +65,40 @@ class Watch(threading.Thread):
 
     def receive(self, node: int, message: Document) -> None:
         """Take a message of another node, from any thread."""
-        self._news.put((node, {**message, "came": time.time()}))
+        self._messages.put((node, {**message, "came": time.time()}))
 
     def begin(self, node: int, nodes: int) -> None:
-        """A round begins, the first one or another, of so many nodes, in which this one is that."""
+        """Begin a round of ``nodes`` nodes, of which this one is number ``node``."""
         if not self.is_alive():
             self.start()
             self._usage.start()
-        self._news.put((node, {"begin": nodes}))
+        self._messages.put((node, {"begin": nodes}))
 
     def run(self) -> None:
         look = clock.awake()
         while True:
             try:
-                news = self._news.get(timeout=max(0.0, look - clock.awake()))
+                news = self._messages.get(timeout=max(0.0, look - clock.awake()))
             except queue.Empty:
                 look = clock.awake() + limits.STILL_LOOK_SECONDS
                 self._look()
                 if self._standing:
                     look = min(look, self._next)
             else:
-                self._take(*news)
+                self._handle(*news)
             if self._hangs is not None:
                 now = clock.awake()
-                for what, node, words in self._hangs.turn(now, self._steps(now)):
+                for what, node, words in self._hangs.tick(now, self._steps(now)):
                     if what == "ask":
                         self.send({"ask": int(words)})
                         self._answer(int(words))
                     else:
                         self._carry_out(what, node, words)
             if self._slow is not None:
-                for what, words in self._slow.turn(clock.awake()):
+                for what, words in self._slow.tick(clock.awake()):
                     self._ask_all(self._slow, what, words)
 
-    def _take(self, node: int, message: Document) -> None:
+    def _handle(self, node: int, message: Document) -> None:
         if "begin" in message:
             self._moved, self._standing, self._next, self._pause = {}, False, 0.0, 0.0
             self._began, self._node = clock.awake(), node
@@ -113,7 +113,7 @@ class Watch(threading.Thread):
             self._places = message["places"]
         elif "report" in message and "stands" in message:
             if self._slow is not None:
-                self._slow.hears(node, message)
+                self._slow.receive(node, message)
         elif "report" in message:
             self._report(message)
         elif "look" in message:
@@ -124,25 +124,25 @@ class Watch(threading.Thread):
         elif "ask" in message:
             self._answer(int(message["ask"]))
         elif self._hangs is not None and message["stands"]:
-            self._hangs.stands(node, message["stands"], int(message["number"]))
+            self._hangs.receive(node, message["stands"], int(message["number"]))
         elif self._hangs is not None:
-            self._hangs.goes_on(node)
+            self._hangs.resumed(node)
 
     def _ask_all(self, slow: Stragglers, what: str, words: str) -> None:
-        """What `Stragglers` wants done."""
+        """Do what `Stragglers` has decided."""
         if what == "slow":
             self._on_order(Note("slow", words))
         elif what == "look":
             message: Document = {"look": slow.suspects}
             self.send(message)
-            self._take(self._node, message)
+            self._handle(self._node, message)
         else:
             message = {"report": slow.number, "until": {}}
             self._report(message)  # first: it says of which collectives the others are to tell
             self.send(message)
 
     def _report(self, message: Document) -> None:
-        """Tell when this node's ranks came to collectives, and what there is to know of them."""
+        """Send when this node's ranks came to collectives, and why they may be slow."""
         ranks, until = self._ranks(), message["until"]
         records = [rank_state.arrivals(rank, self._folder, until) for rank in ranks]
         knows, before = "", self._look_before
@@ -153,13 +153,13 @@ class Watch(threading.Thread):
         for some in [records[first : first + at] for first in range(0, len(records), at)]:
             answer = {"stands": some, "report": message["report"], "knows": knows[:1000]}
             if self._slow is not None:
-                self._slow.hears(self._node, answer)
+                self._slow.receive(self._node, answer)
             else:
                 times = {"asked": message["sent"], "heard": message["came"], "said": time.time()}
                 self.send({**answer, **times})
 
     def _host(self, suspects: list[int]) -> host.Look | None:
-        """This host now, if it has some of them."""
+        """Return a look at this host, if it has some of these ranks."""
         pids = {each["rank"]: each["pid"] for each in self._ranks() if each["rank"] in suspects}
         return host.look(pids, os.environ["CLUSTERKIT_RUN_DIR"], _SPINS) if pids else None
 
@@ -176,24 +176,26 @@ class Watch(threading.Thread):
         return steps_of([line for line in lines if line[0] >= self._began], now)
 
     def _ranks(self) -> list[Document]:
-        """Lines of ``ranks.jsonl``, one a rank; none where they are processes of other hosts."""
+        """Return each rank's newest line of ``ranks.jsonl``; none of ranks on other hosts."""
         newest = {each["rank"] % self._nproc: each for each in self._log.ranks}
         return [] if self._tagged else list(newest.values())
 
     def _answer(self, number: int) -> None:
-        self._tell([rank_state.record(rank, self._folder) for rank in self._ranks()], number)
+        self._send_records(
+            [rank_state.record(rank, self._folder) for rank in self._ranks()], number
+        )
 
-    def _tell(self, ranks: list[Document], number: int = 0) -> None:
+    def _send_records(self, ranks: list[Document], number: int = 0) -> None:
         at = limits.RANKS_A_LINE
         for some in [ranks[first : first + at] for first in range(0, len(ranks), at)] or [[]]:
             message = {"stands": some, "number": number}
             if self._hangs is not None:
-                self._take(self._node, message)
+                self._handle(self._node, message)
             else:
                 self.send(message)
 
     def _look(self) -> None:
-        """Tell when a rank of this node has been waiting for another one, or goes on."""
+        """Report when a rank of this node has been waiting for another one, or resumes."""
         now = clock.awake()
         seen = self._moved
         self._moved = {}
@@ -215,11 +217,11 @@ class Watch(threading.Thread):
             self._standing = True
             due = limits.STILL_SECONDS - worst + 0.1  # when it is worth telling
             self._next = now + (due if due > 0 else max(limits.STILL_AGAIN_SECONDS, worst / 10))
-            self._tell(ranks)
+            self._send_records(ranks)
             return
         if self._standing:
             self._standing = False
-            self._tell([])
+            self._send_records([])
         # It waits for something else than a rank, or will for one.
         self._pause = min(max(2 * self._pause, limits.STILL_SECONDS), limits.STILL_ALONE_SECONDS)
         self._next = now + self._pause

@@ -97,15 +97,15 @@ class Run:
             ]
             for each in told:
                 if each["waits"]:
-                    self.hangs.stands(each["rank"], [each])
+                    self.hangs.receive(each["rank"], [each])
             self._turn(told, steps)
 
     def _turn(self, told: list[dict[str, Any]], steps: Steps) -> None:
-        for what, _, words in self.hangs.turn(self.now, steps):
+        for what, _, words in self.hangs.tick(self.now, steps):
             if what == "ask":
                 self.asked += 1
                 for each in told[: 1 if self.silent else 2]:
-                    self.hangs.stands(each["rank"], [each], int(words))
+                    self.hangs.receive(each["rank"], [each], int(words))
                 self._turn(told, steps)
             else:
                 self.orders.append((self.now - 100, what, words))
@@ -152,7 +152,7 @@ def test_in_a_smaller_round_nobody_misses_the_ranks_that_were_lost() -> None:
 def test_what_was_told_is_taken_back_when_it_goes_on() -> None:
     run = Run()
     run.pass_time(8, waits(0), away(1))
-    run.hangs.goes_on(0)
+    run.hangs.resumed(0)
     run.pass_time(5, away(0), away(1))
     assert [what for _, what in run.told()] == ["note", "over"]
 

@@ -36,7 +36,7 @@ class Run:
     def report(self, ranks: list[dict[str, Any]], ahead: float = 0.0, error: float = 0.0,
                knows: str = "") -> list[str]:  # fmt: skip
         """What people are told after the next report; all clocks but node 0's are ``ahead``."""
-        while not (orders := self.slow.turn(self.now)):
+        while not (orders := self.slow.tick(self.now)):
             self.now += 1.0
         assert orders == [("report", "")]
         for node in range(self.nodes):
@@ -46,8 +46,8 @@ class Run:
             answer = {"stands": mine, "report": self.slow.number, "knows": knows if node else ""}
             times = {"asked": self.now, "heard": self.now + error + ahead,
                      "said": self.now + error + ahead, "came": self.now + 2 * error}  # fmt: skip
-            self.slow.hears(node, {**answer, **times})
-        told = self.slow.turn(self.now)
+            self.slow.receive(node, {**answer, **times})
+        told = self.slow.tick(self.now)
         self.looked += [self.slow.suspects for what, _ in told if what == "look"]
         return [words for what, words in told if what == "slow"]
 
@@ -119,11 +119,11 @@ def test_clocks_that_differ_by_who_knows_how_much_accuse_nobody() -> None:
 
 def test_what_is_known_of_a_clock_holds_but_for_its_drift() -> None:
     clock = Clock()
-    clock.hears(100.0, 103.001, 103.1, 100.2)  # the question came at once
+    clock.update(100.0, 103.001, 103.1, 100.2)  # the question came at once
     assert (clock.least, clock.most) == pytest.approx((2.9, 3.001))
-    clock.hears(115.0, 118.1, 118.199, 115.2)  # the answer did
+    clock.update(115.0, 118.1, 118.199, 115.2)  # the answer did
     assert (clock.least, clock.most) == pytest.approx((2.999, 3.004))
-    clock.hears(130.0, 143.0, 143.0, 130.1)  # it was set
+    clock.update(130.0, 143.0, 143.0, 130.1)  # it was set
     assert (clock.least, clock.most) == pytest.approx((12.9, 13.0))
 
 
@@ -141,7 +141,7 @@ def test_a_node_without_an_answer_and_another_round_accuse_nobody() -> None:
     for k in range(5):
         assert run.report(steps(0.1, 0.15, number=20 * k + 1)[:1]) == []
         run.now += limits.PEER_SECONDS
-        run.slow.turn(run.now)
+        run.slow.tick(run.now)
     for k in range(4):
         run.slow.begin(range(2), run.now)
         assert run.report(steps(0.1, 0.15, number=20 * k + 1)) == []
@@ -150,7 +150,7 @@ def test_a_node_without_an_answer_and_another_round_accuse_nobody() -> None:
 def test_a_rank_alone_is_asked_nothing() -> None:
     slow = Stragglers(1)
     slow.begin(range(1), 0.0)
-    assert slow.turn(1e9) == []
+    assert slow.tick(1e9) == []
 
 
 def entry(number: int, seconds: float, group: str = "default_pg", p2p: bool = False) -> Any:
