@@ -169,7 +169,7 @@ def _place(record: Document | None) -> str:
 
 
 def names_of(ranks: Iterable[int], nproc: int, nodes: Sequence[int]) -> str:
-        """Take records of a node's ranks: one stands still, or they answer a question."""
+    """Return ``rank 3 on node 1``, ``ranks 0-2 and 5``; ``nproc`` ranks are on each node."""
     numbers = sorted(ranks)
     rows = itertools.groupby(enumerate(numbers), lambda each: each[1] - each[0])
     spans = [[number for _, number in row] for _, row in rows]
