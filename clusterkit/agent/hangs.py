@@ -61,8 +61,7 @@ def steps_of(lines: Sequence[tuple[float, object]], now: float) -> Steps:
     """Summarise lines of metrics: when each came, and its ``step_seconds``, if it has them."""
     if not lines:
         return Steps()
-    between = [later - earlier for (earlier, _), (later, _) in itertools.pairwise(lines)]
-    every = median(between)
+    every = median([later - earlier for (earlier, _), (later, _) in itertools.pairwise(lines)])
     seconds_each = [float(seconds) for _, seconds in lines if isinstance(seconds, int | float)]
     pace = median(seconds_each) if seconds_each else every
     return Steps(last=lines[-1][0], quiet=now - lines[-1][0], every=every, pace=pace)
@@ -95,8 +94,7 @@ def compare(
         # Whoever waits for another one itself is seldom the cause.
         cause = [rank for rank in missing if not ranks.get(rank, {}).get("waits")]
         seconds = max(seconds for _, seconds, _ in waits.values())
-        known = [every for _, _, every in waits.values() if every]
-        like = min(median(known), limits.LONGEST_PACE)
+        like = min(median([every for _, _, every in waits.values() if every]), limits.LONGEST_PACE)
         busy = any(ranks[rank].get("busy") for rank in (cause or missing or waits) if rank in ranks)
         found.append(
             (not cause, not missing, -seconds, group, number, Finding(
@@ -263,8 +261,8 @@ class Hangs:
         # Seconds by a clock that leaps are not all of it.
         if found.seconds >= limit and now - self._since >= limit - 2 * wait:
             self._decided = True
-            words = f"no progress for {found.seconds:.0f} s: {found.text}"
-            orders.append(("hang", found.node, words))
+            text = f"no progress for {found.seconds:.0f} s: {found.text}"
+            orders.append(("hang", found.node, text))
         elif limit > found.seconds:
             self._next = min(self._next, now + limit - found.seconds)
         return orders
@@ -278,9 +276,8 @@ class Hangs:
             return self._timeout or math.inf
         if not found.hang:
             return math.inf  # slow is not hung, unless somebody said how slow that is
-        limit = max(limits.HANG_SECONDS, limits.HANG_STEPS * found.pace)
-        patient = found.busy or self._progresses or not found.pace
-        return limit * (limits.HANG_PATIENCE if patient else 1)
+        factor = limits.HANG_PATIENCE if found.busy or self._progresses or not found.pace else 1
+        return factor * max(limits.HANG_SECONDS, limits.HANG_STEPS * found.pace)
 
 
 def median(values: Sequence[float]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import enum
 import math
 import os
 import selectors
@@ -18,6 +19,26 @@ from clusterkit.agent.processes import all_below, is_alive, kill_all_below, send
 from clusterkit.agent.protocol import Document
 from clusterkit.agent.stopped import StoppedRanks
 from clusterkit.agent.streams import Stream
+
+
+class Phase(enum.Enum):
+    """The state of a node's launcher. It runs in RUNNING and INTERRUPTED."""
+
+    NEW = enum.auto()
+    """It was not started yet."""
+    SPARE = enum.auto()
+    """It was not started yet, and will be if another node is lost."""
+    RUNNING = enum.auto()
+    INTERRUPTED = enum.auto()
+    """It was asked to stop by the coordinator's order."""
+    WAITING = enum.auto()
+    """It has ended after that order; the node waits for the next one."""
+    ENDED = enum.auto()
+    """It has ended by itself, or was stopped for a reason of this node."""
+
+    @property
+    def runs(self) -> bool:
+        return self in (Phase.RUNNING, Phase.INTERRUPTED)
 
 
 class Launcher:

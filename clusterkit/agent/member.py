@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from clusterkit.agent import limits
@@ -37,6 +38,17 @@ class Terms(NamedTuple):
         return self.spares > 0 or self.min_nodes is not None
 
 
+@dataclass
+class Ending:
+    """A round that is over; its launchers end until the next one begins."""
+
+    reason: str
+    since: float
+    failed: int | None  # the node whose launcher failed; None: a node was lost, or joins
+    restart_at: float  # when the next round may begin
+    until: float | None  # when it does, or how long a lost node is waited for; None: not known
+
+
 class Member:
     """One node as its agent reported it last."""
 
@@ -67,6 +79,10 @@ class Member:
         self.present, self.ready = not state.leaving, state.waiting and current
         return before != (self.present, state.running, self.ready)
 
+    def disconnected(self, now: float) -> None:
+        if self.disconnected_at is None:
+            self.disconnected_at = now
+
     def lost_reason(self, now: float, lost_after: float) -> str | None:
         """Return why it is lost, empty where its connection broke off; None: it is not."""
         since = self.disconnected_at
@@ -89,6 +105,7 @@ class Members:
         self.by_node: dict[int, Member] = {}
         """All nodes that ever reported."""
         self._min_nodes = nodes if terms.min_nodes is None else terms.min_nodes
+        self._terms = terms
 
     @property
     def can_lose_one(self) -> bool:
@@ -102,6 +119,19 @@ class Members:
     def active(self) -> list[Member]:
         """Return the nodes that have ranks and ever reported."""
         return [member for node, member in self.by_node.items() if node in self.ranks]
+
+    def newly_lost(self, now: float) -> Iterator[tuple[int, str]]:
+        """Mark each node that is now lost, and yield it with its `Member.lost_reason`."""
+        for node in (*self.ranks, *self.spares):
+            member = self.by_node.get(node)
+            if member is None or not member.present:
+                continue
+            if member.exit_code is not None and not self._terms.restartable:
+                continue  # it has ended, and leaves
+            reason = member.lost_reason(now, self._terms.lost_after)
+            if reason is not None:
+                member.present = False
+                yield node, reason
 
     def never_came(self) -> list[int]:
         """Return the nodes that have ranks and never reported."""

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from typing import Any
 
 from clusterkit.agent import limits
-from clusterkit.agent.member import Member, Members, Terms, node_names, not_returned
+from clusterkit.agent.member import Ending, Member, Members, Terms, node_names, not_returned
 from clusterkit.agent.messages import AgentState, Directive
 from clusterkit.agent.protocol import AGAIN
 from clusterkit.agent.retries import Retries
-
-
-@dataclass
-class Ending:
-    """A round that is over; its launchers end until the next one begins."""
-
-    reason: str
-    since: float
-    failed: int | None  # the node whose launcher failed; None: a node was lost, or joins
-    restart_at: float  # when the next round may begin
-    until: float | None  # when it does, or how long a lost node is waited for; None: not known
 
 
 class Membership:
@@ -47,9 +36,7 @@ class Membership:
     again (``restarts`` 0 as well), a launcher that fails ends it at once; a node that ended leaves,
     and is not lost; when node 0 ends with 0, the others go on by themselves.
 
-    Both sides send their whole state, again and again, and never changes: a message that is lost,
-    late or doubled does no harm. Touches neither sockets nor clocks: ``now`` is a time of a
-    monotonic clock, in seconds.
+    Touches neither sockets nor clocks: ``now`` is a time of a monotonic clock, in seconds.
     """
 
     def __init__(self, terms: Terms) -> None:
@@ -103,22 +90,13 @@ class Membership:
         reason = "another agent has taken its place" if replaced else "the run goes on without it"
         return self._directive("stop", reason)
 
-    def _directive(
-        self, action: str, text: str, *, seconds: float = 0.0, rank: int = 0, nodes: int = 0,
-        failed: int | None = None, final: str | None = None,
-    ) -> Directive:  # fmt: skip
-        return Directive(
-            self.identity, self.sequence, self.round, self._retries.used, action, text, seconds,
-            rank, nodes, failed, final,
-        )  # fmt: skip
+    def _directive(self, action: str, text: str, **fields: Any) -> Directive:
+        used = self._retries.used
+        return Directive(self.identity, self.sequence, self.round, used, action, text, **fields)
 
     def receive(self, node: int, state: AgentState, now: float) -> bool:
-        """Take an agent's state.
-
-        Returns:
-            Whether it is this node's agent: no other has come in its place, and the run does not
-            continue without it.
-        """
+        """Take an agent's state. Return False if another agent has replaced this one, or the run
+        continues without its node."""
         member = self.members.by_node.get(node)
         if state.agent in self._replaced_agents:
             return False
@@ -185,21 +163,14 @@ class Membership:
 
     def disconnected(self, node: int, now: float) -> None:
         """Handle the end of a node's connection."""
-        member = self.members.by_node[node]
-        if member.disconnected_at is None:
-            member.disconnected_at = now
+        self.members.by_node[node].disconnected(now)
 
     def tick(self, now: float) -> None:
         """Look for silent nodes, then do all that has become due."""
-        for node in (*self.members.ranks, *self.members.spares):
-            member = self.members.by_node.get(node)
-            ended = member is not None and member.exit_code is not None
-            if self.decided or member is None or (ended and not self._terms.restartable):
-                continue
-            reason = member.lost_reason(now, self._terms.lost_after) if member.present else None
-            if reason is not None:
-                member.present = False
-                self._lose(node, now, reason and f"node {node} {reason}")
+        for node, reason in self.members.newly_lost(now) if not self.decided else ():
+            self._lose(node, now, reason and f"node {node} {reason}")
+            if self.decided:
+                break
         if self._first_tick is None:
             self._first_tick = now
         waited = now - self._first_tick > limits.PEER_MEET_SECONDS
@@ -281,11 +252,7 @@ class Membership:
         return None
 
     def _launcher_ended(self, node: int, code: int, now: float, known: bool) -> None:
-        """Handle a launcher that ended by itself in this round.
-
-        Args:
-            known: whether its node had met this coordinator by then.
-        """
+        """Handle a launcher that ended by itself; ``known``: its node had met this coordinator."""
         member = self.members.by_node[node]
         if member.exit_code is None:
             member.exit_code, self._last_exit, self.changed = code, now, True
@@ -300,11 +267,7 @@ class Membership:
             self._end_round(failed, f"node {node} failed", now, pause)
 
     def _lose(self, node: int, now: float, reason: str = "") -> None:
-        """Handle the loss of a node, or of its launcher.
-
-        Args:
-            reason: for the run's end, where lost nodes do not come back.
-        """
+        """Handle the loss of a node, or of its launcher; ``reason``: if that ends the run."""
         if self.decided or node not in self.members.ranks:
             return
         if self._terms.wait:

@@ -1,4 +1,8 @@
-"""What agents report to node 0, what node 0 directs, and orders for an agent's main loop."""
+"""What agents report to node 0, what node 0 directs, and orders for an agent's main loop.
+
+Both sides send their whole state, again and again, and never changes: a message that is lost,
+late or doubled does no harm.
+"""
 
 from __future__ import annotations
 

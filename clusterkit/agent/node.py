@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import enum
 import os
 import queue
 import selectors
@@ -13,37 +12,15 @@ import sys
 import time
 from pathlib import Path
 
+from clusterkit.agent import messages, protocol
 from clusterkit.agent.client import Client
 from clusterkit.agent.connections import is_free
 from clusterkit.agent.files import read_json
 from clusterkit.agent.fork import ForkLauncher
-from clusterkit.agent.launcher import start_failure
+from clusterkit.agent.launcher import Phase, start_failure
 from clusterkit.agent.member import Terms
-from clusterkit.agent.messages import (
-    CountRestarts,
-    EndHang,
-    EndLauncher,
-    Finish,
-    Log,
-    Note,
-    Order,
-    Pause,
-    Start,
-    Warn,
-)
 from clusterkit.agent.node_files import NodeFiles, brief_json, restarts_left
 from clusterkit.agent.processes import is_alive
-from clusterkit.agent.protocol import (
-    LATE,
-    LATE_EXIT,
-    LAUNCHER_WAITED,
-    LEFT,
-    PEER_TOKEN,
-    SPARE,
-    STOPPED,
-    STOPPED_BY_PEERS,
-    Document,
-)
 from clusterkit.agent.signals import STOPS, adopt_orphans, read_signals, sender, signal_handle
 from clusterkit.agent.spawn import SpawnLauncher
 from clusterkit.agent.stopped import AgentPause
@@ -60,26 +37,6 @@ def run_node(options: argparse.Namespace) -> int:
         return 75
     adopt_orphans()
     return Node(options, folder, returns=previous is not None).run()
-
-
-class _Phase(enum.Enum):
-    """What a node's launcher does. It runs in RUNNING and INTERRUPTED."""
-
-    NEW = enum.auto()
-    """It was not started yet."""
-    SPARE = enum.auto()
-    """It was not started yet, and will be if another node is lost."""
-    RUNNING = enum.auto()
-    INTERRUPTED = enum.auto()
-    """It was asked to stop by the coordinator's order."""
-    WAITING = enum.auto()
-    """It has ended after that order; the node waits for the next one."""
-    ENDED = enum.auto()
-    """It has ended by itself, or was stopped for a reason of this node."""
-
-
-_RUNS = (_Phase.RUNNING, _Phase.INTERRUPTED)
-_ORDERED_TO_END = (_Phase.SPARE, _Phase.INTERRUPTED, _Phase.WAITING)
 
 
 class Node:
@@ -101,17 +58,17 @@ class Node:
         )  # fmt: skip
         node = int(os.environ.get("NODE_RANK", "0"))
         spare = node >= options.nodes or (node > 0 and returns and self.terms.can_lose_nodes)
-        self.phase = _Phase.SPARE if spare else _Phase.NEW
+        self.phase = Phase.SPARE if spare else Phase.NEW
         self.over = False  # whether the run has ended for this node
         self.preempted = False  # whether it has because this node was asked to end (SIGTERM)
         self.final = False  # whether the run must not be started again after this failure
         self.reason: str | None = None  # why this attempt ends, beyond the launcher's exit code
-        self.restart_reason = SPARE if spare else None  # the same, where another attempt follows
+        self.restart_reason = protocol.SPARE if spare else None  # the same, before another attempt
         self.stopped_by: str | None = None  # the process that asked this node to end, or its reason
         self.causes: list[str] = []  # what else was done to this node that it may have failed of
-        self.token = os.environ.pop(PEER_TOKEN, "")  # not for the ranks
+        self.token = os.environ.pop(protocol.PEER_TOKEN, "")  # not for the ranks
         self.client: Client | None = None
-        self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self.orders: queue.SimpleQueue[messages.Order] = queue.SimpleQueue()
         self.pause = AgentPause()
         self.signals = signal_handle((*STOPS, signal.SIGCONT))  # before there are threads
         self.wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # readable: there are orders
@@ -142,7 +99,7 @@ class Node:
         if self.options.coordinator or self.terms.restarts:
             self._join()
         while True:
-            if self.phase in _RUNS and not self.launcher.running:
+            if self.phase.runs and not self.launcher.running:
                 self._launcher_ended()
             if self.over and not self.launcher.running:
                 break
@@ -150,8 +107,8 @@ class Node:
             while not self.preempted and not self.orders.empty():
                 self._handle_order(self.orders.get())
         code = self._exit_code()
-        if rejoin and (self.preempted or (self.phase is _Phase.WAITING and not code)):
-            code = LEFT
+        if rejoin and (self.preempted or (self.phase is Phase.WAITING and not code)):
+            code = protocol.LEFT
         self._finish(code)
         # From 128 on Kubernetes' operators take it for the end of a pod that is to be replaced.
         return code if code < 128 or self.preempted or not rejoin else 1
@@ -165,67 +122,67 @@ class Node:
         self.client = Client(
             (host, int(port)), node=int(os.environ["NODE_RANK"]), terms=self.terms,
             run={"run": os.environ["CLUSTERKIT_RUN_ID"], "attempt": str(self.first_attempt)},
-            token=token.encode(), spare=self.phase is _Phase.SPARE, on_order=self._order,
+            token=token.encode(), spare=self.phase is Phase.SPARE, on_order=self._order,
             on_message=self.watch.receive,
         )  # fmt: skip
         self.watch.send = self.client.send
         self.client.start()
 
-    def _order(self, order: Order) -> None:
+    def _order(self, order: messages.Order) -> None:
         """Take an order from another thread, for the main loop."""
         self.orders.put(order)
         with contextlib.suppress(OSError):
             os.eventfd_write(self.wake, 1)
 
-    def _handle_order(self, order: Order) -> None:
+    def _handle_order(self, order: messages.Order) -> None:
         match order:
-            case Log():
+            case messages.Log():
                 self.log.line(order.text)
-            case Warn():
+            case messages.Warn():
                 self.files.warn(order.text)
-            case CountRestarts():
+            case messages.CountRestarts():
                 self._next_attempt(self.first_attempt + order.restarts_used)
-            case Start():
+            case messages.Start():
                 self._next_attempt(self.first_attempt + order.restarts_used)
                 if order.rank is not None and order.nodes is not None:
                     os.environ["NODE_RANK"], self.options.nodes = str(order.rank), order.nodes
                 self._start()
-            case Pause():
+            case messages.Pause():
                 self.files.set_waiting(order.reason, order.seconds)
-            case EndLauncher():
-                running = self.phase in _RUNS
-                self.restart_reason = f"{STOPPED_BY_PEERS}{order.reason}" if running else None
-                self.phase = _Phase.INTERRUPTED if running else _Phase.WAITING
+            case messages.EndLauncher():
+                running = self.phase.runs
+                reason = f"{protocol.STOPPED_BY_PEERS}{order.reason}"
+                self.restart_reason = reason if running else None
+                self.phase = Phase.INTERRUPTED if running else Phase.WAITING
                 if running:
                     self.reason = None
                     self.launcher.stop()
-            case Note():
+            case messages.Note():
                 self.files.set_note(order.subject, order.text or None)
-            case EndHang():
-                if self.phase in _RUNS and self.reason is None:
+            case messages.EndHang():
+                if self.phase.runs and self.reason is None:
                     self.reason = f"{HANG}{order.reason}"
                     self.launcher.stop()
-            case Finish():
+            case messages.Finish():
                 self._run_over(order)
 
-    def _run_over(self, order: Finish) -> None:
+    def _run_over(self, order: messages.Finish) -> None:
         self.over = True
         if order.final is not None:
             self.final = True
             if order.final:
                 self.files.warn(order.final)
-        own_end = self.phase not in _ORDERED_TO_END and (
-            self.phase is not _Phase.RUNNING or self.reason is not None
-        )
-        if order.stop and not own_end and self.reason != LATE:
-            self.phase = _Phase.INTERRUPTED if self.phase in _RUNS else _Phase.WAITING
-            self.reason = f"{STOPPED_BY_PEERS}{order.reason}"
+        runs_on = self.phase is Phase.RUNNING and self.reason is None
+        ordered = runs_on or self.phase in (Phase.SPARE, Phase.INTERRUPTED, Phase.WAITING)
+        if order.stop and ordered and self.reason != protocol.LATE:
+            self.phase = Phase.INTERRUPTED if self.phase.runs else Phase.WAITING
+            self.reason = f"{protocol.STOPPED_BY_PEERS}{order.reason}"
             self.launcher.stop()
 
     # -- the launcher
 
     def _start(self) -> None:
-        self.phase = _Phase.RUNNING
+        self.phase = Phase.RUNNING
         self.watch.begin(int(os.environ.get("NODE_RANK", "0")), self.options.nodes)
         self.files.set_running()
         self.reason = self.launcher.start()
@@ -239,8 +196,8 @@ class Node:
             os.environ.update(CLUSTERKIT_ATTEMPT=str(number), CLUSTERKIT_NODE_DIR=folder)
 
     def _launcher_ended(self) -> None:
-        interrupted = self.phase is _Phase.INTERRUPTED
-        self.phase = _Phase.WAITING if interrupted else _Phase.ENDED
+        interrupted = self.phase is Phase.INTERRUPTED
+        self.phase = Phase.WAITING if interrupted else Phase.ENDED
         if self.launcher.end_leftovers():
             self.reason = "the launcher ended with 0 but left ranks running"
         self.reason = self.reason or self.launcher.failure
@@ -256,15 +213,12 @@ class Node:
             self.over = True
 
     def _exit_code(self) -> int:
-        if self.reason == LATE:
-            return LATE_EXIT
+        if self.reason == protocol.LATE:
+            return protocol.LATE_EXIT
         code = self.launcher.exit_code
-        if (
-            self.launcher.ranks_were_done
-            and not self.options.rejoin
-            and code == 128 + signal.SIGKILL
-        ):
-            code, self.reason = 0, LAUNCHER_WAITED
+        done = self.launcher.ranks_were_done and not self.options.rejoin
+        if done and code == 128 + signal.SIGKILL:
+            code, self.reason = 0, protocol.LAUNCHER_WAITED
         return code
 
     # -- events
@@ -283,7 +237,7 @@ class Node:
 
     def _time_limit_reached(self) -> None:
         """End this node now, and with it the others."""
-        self.deadline, self.reason = None, LATE
+        self.deadline, self.reason = None, protocol.LATE
         self.over = self.final = True
         if self.client is not None:
             self.client.time_limit_reached()
@@ -294,7 +248,7 @@ class Node:
             if signum == signal.SIGCONT:
                 if (seconds := self.pause.resumed()) is not None:
                     self.files.warn(f"this node's agent was stopped (SIGSTOP) for {seconds:.0f} s")
-            elif self.reason is None or self.phase not in _RUNS:
+            elif self.reason is None or not self.phase.runs:
                 self._asked_to_end(signum, pid, uid)
 
     def _asked_to_end(self, signum: int, pid: int, uid: int) -> None:
@@ -302,7 +256,7 @@ class Node:
         if not by_clusterkit and pid > 1:  # nor a container's own init, which passes it on
             self.causes.append(f"stopped by {self.stopped_by}")
             self.files.remarks.append(self.causes[-1])
-        self.reason, self.preempted = STOPPED, self.terms.restartable
+        self.reason, self.preempted = protocol.STOPPED, self.terms.restartable
         self.over |= self.preempted
         if self.preempted and self.client is not None:
             self.client.leave()
@@ -315,7 +269,7 @@ class Node:
         if self.client is not None:
             self.client.close()
         while not self.orders.empty():
-            if isinstance(order := self.orders.get(), Log | Warn):
+            if isinstance(order := self.orders.get(), messages.Log | messages.Warn):
                 self._handle_order(order)
         document = self.files.end(self._ending(code, self.files.attempt))
         if self.options.last_words:
@@ -324,7 +278,7 @@ class Node:
                 file.write(brief_json(document))
         return code
 
-    def _ending(self, code: int, last_attempt: int) -> Document:
+    def _ending(self, code: int, last_attempt: int) -> protocol.Document:
         """Return how this attempt has ended, for its ``exit.json``.
 
         Args:

@@ -220,6 +220,8 @@ LONG = {
 def test_modules_are_short():
     lines = {name: path.read_text().count("\n") for name, path in MODULES.items()}
     assert {name for name, count in lines.items() if count > 500} == LONG.keys()
+    agent = {name: count for name, count in lines.items() if name.startswith("clusterkit.agent.")}
+    assert {name for name, count in agent.items() if count > 300} == set()
     backends = {name: count for name, count in lines.items() if name.endswith(".backend")}
     assert len(backends) == 5
     assert {name for name, count in backends.items() if count > 250} == set()
