@@ -2,6 +2,7 @@
 
 import json
 import threading
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -233,14 +234,14 @@ def test_where_the_lines_of_a_rank_are(topology, nodes, expected):
     assert plan.node_of(5) == expected
 
 
-def test_the_coordinator_decides_once_for_many_words(monkeypatch):
-    now, turns, waits = [100.0], [], []
+def test_the_coordinator_decides_once_for_many_messages(monkeypatch):
+    now, ticks, waits = [100.0], [], []
     monkeypatch.setattr(clock, "awake", lambda: now[0])
 
     class Listener:
-        """Has a word of some node at once, each time, without an end."""
+        """Has a message of some node at once, each time, without an end."""
 
-        def receive(self, seconds, hear):
+        def receive(self, seconds, on_message):
             waits.append(seconds)
             now[0] += limits.TURN_SECONDS / 100
             return True
@@ -249,15 +250,16 @@ def test_the_coordinator_decides_once_for_many_words(monkeypatch):
             pass
 
     class Membership:
-        members, count, news, decided = (), 0, True, False
+        members = SimpleNamespace(by_node={}, ranks={})
+        sequence, changed, decided = 0, True, False
 
-        def turn(self, moment):
-            turns.append(moment)
-            self.decided = len(turns) == 10
+        def tick(self, moment):
+            ticks.append(moment)
+            self.decided = len(ticks) == 10
 
-        settle = turn
+        advance = tick
 
     coordinator.Server(Listener(), Membership(), lambda node, message: None).run()
-    assert len(turns) == 10
+    assert len(ticks) == 10
     assert 90 * 9 < len(waits) <= 101 * 10
-    assert waits.count(limits.PEER_AGAIN_SECONDS) == 10  # then there was no news yet
+    assert waits.count(limits.PEER_AGAIN_SECONDS) == 10  # nothing had changed then
