@@ -16,17 +16,11 @@ import pytest
 import yaml
 
 import clusterkit
-from clusterkit.backends.compose import containers
-from clusterkit.backends.compose import probe as compose
+from clusterkit.backends.compose import observe, probe
 from clusterkit.backends.compose.backend import ComposeBackend
 from clusterkit.backends.compose.compose_file import size_bytes
-from clusterkit.backends.compose.containers import (
-    STATES,
-    Container,
-    ContainerMonitor,
-    inspect,
-    judge,
-)
+from clusterkit.backends.compose.containers import Container, inspect
+from clusterkit.backends.compose.observe import STATES, ContainerMonitor, judge
 from clusterkit.backends.node_status import NodeFiles
 from clusterkit.cluster import ComposeCluster, Engine, Gpu
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
@@ -483,8 +477,8 @@ def test_routes_of_this_machine() -> None:
         "eth0\t00000000\t0100000A\t0003\t0\t0\t0\t00000000\t0\t0\t0\n"
         "docker0\t000011AC\t00000000\t0001\t0\t0\t0\t0000FFFF\t0\t0\t0\nbroken\n"
     )
-    assert compose._routes(table) == [("172.17.0.0/16", "interface docker0")]
-    assert compose._routes("") == []
+    assert probe._routes(table) == [("172.17.0.0/16", "interface docker0")]
+    assert probe._routes("") == []
 
 
 # ---------------------------------------------------------------- states
@@ -499,7 +493,7 @@ STOPPED = "stopped on request"
 
 
 @pytest.mark.parametrize(
-    ("begun", "exit_json", "live", "kept", "state", "reason"),
+    ("begun", "exit_json", "live", "saved", "state", "reason"),
     [
         # As it goes.
         (False, None, GONE, GONE, "PENDING", None),
@@ -523,7 +517,7 @@ STOPPED = "stopped on request"
          "FAILED", "over its container's memory limit of 512 MiB"),
         (True, None, Container(state="exited", exit_code=137, oom=True), GONE, "FAILED",
          "this machine was out of memory"),
-        (False, None, Container(state="exited", exit_code=73, said="mkdir: denied"), GONE,
+        (False, None, Container(state="exited", exit_code=73, last_line="mkdir: denied"), GONE,
          "FAILED", "exit code 73: mkdir: denied"),
         (False, None, Container(state="created", error="no such device"), GONE, "PENDING", None),
         (False, None, Container(state="exited", exit_code=127, error="not found"), GONE, "FAILED",
@@ -546,10 +540,10 @@ STOPPED = "stopped on request"
     ],
 )  # fmt: skip
 def test_states_of_a_node(
-    begun: bool, exit_json: bytes | None, live: Container | None, kept: Container | None,
+    begun: bool, exit_json: bytes | None, live: Container | None, saved: Container | None,
     state: str, reason: str | None,
 ) -> None:  # fmt: skip
-    found = judge(3, NodeFiles(begun=begun, exit=exit_json), live=live, kept=kept)
+    found = judge(3, NodeFiles(begun=begun, exit=exit_json), live=live, saved=saved)
     assert found.state is State[state], found
     assert (found.node, found.host) == (3, "node-3")
     assert (found.reason is None) if reason is None else reason in (found.reason or "")
@@ -557,19 +551,19 @@ def test_states_of_a_node(
 
 def test_every_word_of_the_table_means_a_state() -> None:
     for word, state in STATES.items():
-        found = judge(0, NodeFiles(begun=True), live=Container(state=word), kept=None)
+        found = judge(0, NodeFiles(begun=True), live=Container(state=word), saved=None)
         assert found.state is state
 
 
 def test_an_engine_that_does_not_answer_leaves_what_is_not_known() -> None:
-    silent = {"live": None, "kept": None, "silent": "it does not answer"}
-    assert judge(0, NodeFiles(begun=True), **silent).state is State.UNKNOWN
-    assert judge(0, NodeFiles(begun=True, exit=said(0)), **silent).state is State.SUCCEEDED
+    engine = {"live": None, "saved": None, "unreachable": "it does not answer"}
+    assert judge(0, NodeFiles(begun=True), **engine).state is State.UNKNOWN
+    assert judge(0, NodeFiles(begun=True, exit=said(0)), **engine).state is State.SUCCEEDED
 
 
 def test_what_lasts_too_long_has_failed() -> None:
     for live in (Container(state="paused"), Container(state="running", connected=False)):
-        found = judge(0, NodeFiles(begun=True), live=live, kept=None, patient=False)
+        found = judge(0, NodeFiles(begun=True), live=live, saved=None, lost=True)
         assert found.state is State.FAILED
 
 
@@ -668,8 +662,8 @@ def test_a_watcher_does_not_ask_the_engine_each_time(handle: RunHandle) -> None:
 def test_a_watcher_bears_with_a_silent_engine_for_a_while(
     handle: RunHandle, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(containers, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(containers, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(observe, "INSPECT_INTERVAL", 0.0)
+    monkeypatch.setattr(observe, "RETRY_SECONDS", 0.0)
     engine = Speaking()
     engine.containers(handle, node0={}, node1={})
     watcher = ContainerMonitor(handle, engine)
@@ -685,7 +679,7 @@ def test_a_watcher_bears_with_a_silent_engine_for_a_while(
 def test_a_watcher_gives_a_paused_node_up_after_a_while(
     handle: RunHandle, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(containers, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(observe, "INSPECT_INTERVAL", 0.0)
     engine = Speaking()
     engine.containers(handle, node0={}, node1={"state": "paused"})
     watcher = ContainerMonitor(handle, engine)

@@ -87,6 +87,7 @@ backends.ssh.hosts
 backends.*.probe backends.ssh.observe backends.slurm.observe
 backends.*.place backends.ssh.script
 backends.compose.containers backends.kubernetes.pods
+backends.compose.observe
 backends.kubernetes.flavors backends.kubernetes.pod_status
 backends.kubernetes.api_server
 backends.kubernetes.rbac backends.kubernetes.validation

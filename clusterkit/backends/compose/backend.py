@@ -1,8 +1,8 @@
-"""Containers of one docker engine as a cluster: one compose project a run, one container a node.
+"""Backend compose: one compose project for each run, with one container for each node.
 
-A run's folder is mounted into its containers at its own path, so that everything the node agents
-write is at once on this machine, where the supervisor reads it as it does for local runs. From the
-engine come the states of the containers alone: they say why an agent fell silent.
+The run folder is mounted into the containers at its own path, so the agents' files are read on this
+machine as for local runs. The engine adds the states of the containers: they show why an agent
+stopped writing.
 """
 
 from __future__ import annotations
@@ -16,15 +16,10 @@ import msgspec
 
 from clusterkit.backends.base import IMAGE_NOTE, Backend, Observation, SupportsCleanup, SupportsFile
 from clusterkit.backends.compose.compose_file import parse_volume, size_bytes
-from clusterkit.backends.compose.containers import (
-    ContainerMonitor,
-    inspect,
-    observation,
-    remove,
-)
-from clusterkit.backends.node_status import folder_exists
+from clusterkit.backends.compose.containers import remove
+from clusterkit.backends.compose.observe import ContainerMonitor, status
 from clusterkit.cluster import ComposeCluster, Facts
-from clusterkit.errors import BadInput, ClusterkitError
+from clusterkit.errors import BadInput
 from clusterkit.plan import Plan, unpacking
 from clusterkit.run.folder import RunHandle
 from clusterkit.spec import JobSpec
@@ -32,7 +27,7 @@ from clusterkit.transport import Transport
 from clusterkit.yaml_text import comment
 
 COMPOSE_FILE = "compose.yaml"
-_VOLUME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
+_VOLUME_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
 
 
 class ComposeBackend(Backend, SupportsCleanup, SupportsFile):
@@ -88,12 +83,7 @@ class ComposeBackend(Backend, SupportsCleanup, SupportsFile):
         return msgspec.structs.replace(plan, steps=(msgspec.structs.replace(up, argv=argv),))
 
     def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
-        if not folder_exists(handle):
-            return None
-        try:
-            return observation(handle, inspect(handle, transport))
-        except ClusterkitError as error:
-            return observation(handle, {}, silent=error.message)
+        return status(handle, transport)
 
     def watch(self, handle: RunHandle, transport: Transport) -> ContainerMonitor:
         return ContainerMonitor(handle, transport)
@@ -109,7 +99,7 @@ def _resolved_volume(text: str, folder: Path) -> str:
     source, target, readonly = parse_volume(text)
     if source.startswith(("/", ".", "~")):
         source = os.path.normpath(folder / Path(source).expanduser())
-    elif not _VOLUME.match(source):
+    elif not _VOLUME_NAME.match(source):
         raise BadInput(
             f"volumes: {source!r} is not a valid name of a volume",
             hint=f"a folder: ./{source}",

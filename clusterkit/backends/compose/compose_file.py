@@ -1,10 +1,11 @@
-"""The compose file of a run: one service a node, what all of them share written once. Pure."""
+"""The compose file of a run, with one service per node, and the mounts of its containers. Pure."""
 
 from __future__ import annotations
 
 import math
 import posixpath
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +19,17 @@ from clusterkit.spec import JobSpec
 from clusterkit.yaml_text import Shared, documents, merged
 
 LABEL = "clusterkit.run_dir"
-"""Marks what belongs to a run, whatever becomes of its files."""
+"""Label of a run's containers and network; finds them even if the run's files are gone."""
 ATTEMPT = "clusterkit.attempt"
-"""Marks the attempt that a container was made for; its agent may go on with later ones."""
-OURS = "/run/clusterkit"
-"""Folder in the containers that no image and no project has."""
+"""Label with the attempt that a container was created for; its agent may begin later ones."""
+CONTAINER_DIR = "/run/clusterkit"
+"""Folder in the containers for clusterkit's own files; no image and no project has it."""
 STOP_EXTRA = 5
-"""Seconds that a container has beyond its ranks' own to end."""
+"""Seconds that a container has to stop, beyond `stop_grace` of its ranks."""
 _SIZE = re.compile(r"([1-9]\d*)([bkmg])?b?\Z", re.IGNORECASE)
 
 
 def project_name(run_id: str) -> str:
-    """The compose project of a run; a run's id is fit to be part of it."""
     return f"clusterkit-{run_id}"
 
 
@@ -39,28 +39,26 @@ def container_name(run_id: str, node: int) -> str:
 
 @dataclass(frozen=True)
 class Containers:
-    """What a run's containers are made of, and what they see of this machine."""
+    """The engine that runs the containers, and the parts of this machine that they get."""
 
     engine: Engine
     gpus: tuple[Gpu, ...]
-    """All of the machine's that the run divides."""
+    """The machine's GPUs, which the nodes divide."""
     mounts: list[dict[str, Any]]
 
 
 def render(
     placement: Placement, cluster: ComposeCluster, containers: Containers, assembly: Assembly
 ) -> str:
-    """The compose file: what all nodes share stands in it once."""
-    engine, topology = containers.engine, placement.topology
+    """Return the text of the compose file; what all nodes share is written once."""
     run_id, run_dir = placement.endpoint.run_id, placement.places.run_dir
-    uid, _, gid = engine.user.partition(":")
-    # Without a value: taken from the environment of `docker compose up`, to the letter.
+    # Variables without a value: from the environment of `docker compose up`, taken literally.
     environment = _shared(
         "environment",
         {
             "CLUSTERKIT_ATTEMPT": None,
             **dict.fromkeys(assembly.secrets),
-            "HOME": f"{OURS}/home",
+            "HOME": f"{CONTAINER_DIR}/home",
             "USER": "clusterkit",
             "LOGNAME": "clusterkit",
         },
@@ -73,7 +71,49 @@ def render(
             ATTEMPT: _Interpolated("${CLUSTERKIT_ATTEMPT:-1}"),
         },
     )
-    common: dict[str, Any] = {
+    node = _shared("node", _service(cluster, containers, assembly))
+    services = {}
+    for number in range(len(placement.hosts)):
+        own: dict[str, Any] = {
+            "container_name": container_name(run_id, number),
+            "hostname": f"node-{number}",
+        }
+        if number and placement.starter == "mpirun":
+            own["entrypoint"] = ["/bin/sh", f"{run_dir}/files/mpi-node.sh"]
+        variables = {"NODE_RANK": str(number), **placement.node_env[number]}
+        own["environment"] = merged(environment, variables)
+        own["labels"] = merged(labels, {"clusterkit.node": str(number)})
+        if placement.device == "cuda":
+            nproc = placement.topology.nproc_per_node
+            own["deploy"] = _gpu_reservation(containers.gpus[number * nproc : (number + 1) * nproc])
+        services[f"node-{number}"] = merged(node, own)
+    network: dict[str, Any] = {"labels": merged(labels, {})}
+    if cluster.subnet != "auto":
+        network["ipam"] = {"config": [{"subnet": cluster.subnet}]}
+    document: dict[str, Any] = {
+        "name": project_name(run_id),
+        "x-environment": environment,
+        "x-labels": labels,
+        "x-node": node,
+        "services": services,
+        "networks": {"default": network},
+    }
+    volumes = {m["source"]: {"external": True} for m in containers.mounts if m["type"] == "volume"}
+    if volumes:
+        document["volumes"] = volumes
+    head = (
+        f"run {run_id}: {placement.topology}\n"
+        "by hand: docker compose --file compose.yaml up\n"
+        "variables without a value come from the environment of that command"
+    )
+    return documents([_escaped(document)], head)
+
+
+def _service(cluster: ComposeCluster, containers: Containers, assembly: Assembly) -> dict[str, Any]:
+    """Return the keys that the services of all nodes share."""
+    engine = containers.engine
+    uid, _, gid = engine.user.partition(":")
+    service: dict[str, Any] = {
         "image": engine.image,
         "pull_policy": "never",
         "init": True,
@@ -87,64 +127,30 @@ def render(
     }
     if cluster.memory is not None:
         size = size_bytes("memory", cluster.memory)
-        common |= {"mem_limit": size, "memswap_limit": size}
+        service |= {"mem_limit": size, "memswap_limit": size}
     if cluster.cpus is not None:
-        common["cpus"] = cluster.cpus
+        service["cpus"] = cluster.cpus
     if cluster.ulimits:
-        common["ulimits"] = dict(cluster.ulimits)
-    common |= {
-        "tmpfs": [f"{OURS}/home:exec,mode=0700,uid={uid},gid={gid}"],
-        "volumes": containers.mounts,
+        service["ulimits"] = dict(cluster.ulimits)
+    service["tmpfs"] = [f"{CONTAINER_DIR}/home:exec,mode=0700,uid={uid},gid={gid}"]
+    service["volumes"] = containers.mounts
+    return service
+
+
+def _gpu_reservation(gpus: Sequence[Gpu]) -> dict[str, Any]:
+    devices = {
+        "driver": "nvidia",
+        "device_ids": [gpu.index for gpu in gpus],
+        "capabilities": ["gpu"],
     }
-    node = _shared("node", common)
-    services = {}
-    for number in range(len(placement.hosts)):
-        own: dict[str, Any] = {
-            "container_name": container_name(run_id, number),
-            "hostname": f"node-{number}",
-        }
-        if number and placement.starter == "mpirun":
-            own["entrypoint"] = ["/bin/sh", f"{run_dir}/files/mpi-node.sh"]
-        its = {"NODE_RANK": str(number), **placement.node_env[number]}
-        own["environment"] = merged(environment, its)
-        own["labels"] = merged(labels, {"clusterkit.node": str(number)})
-        if placement.device == "cuda":
-            first = number * topology.nproc_per_node
-            share = containers.gpus[first : first + topology.nproc_per_node]
-            devices = {
-                "driver": "nvidia",
-                "device_ids": [gpu.index for gpu in share],
-                "capabilities": ["gpu"],
-            }
-            own["deploy"] = {"resources": {"reservations": {"devices": [devices]}}}
-        services[f"node-{number}"] = merged(node, own)
-    network: dict[str, Any] = {"labels": merged(labels, {})}
-    if cluster.subnet != "auto":
-        network["ipam"] = {"config": [{"subnet": cluster.subnet}]}
-    document: dict[str, Any] = {
-        "name": project_name(run_id),
-        "x-environment": environment,
-        "x-labels": labels,
-        "x-node": node,
-        "services": services,
-        "networks": {"default": network},
-    }
-    named = {m["source"]: {"external": True} for m in containers.mounts if m["type"] == "volume"}
-    if named:
-        document["volumes"] = named
-    head = (
-        f"run {run_id}: {topology}\n"
-        "by hand: docker compose --file compose.yaml up\n"
-        "variables without a value come from the environment of that command"
-    )
-    return documents([_literal(document)], head)
+    return {"resources": {"reservations": {"devices": [devices]}}}
 
 
 def size_bytes(key: str, size: str) -> int:
-    """``512m`` as bytes.
+    """Return the bytes of a size such as ``512m``.
 
     Raises:
-        BadInput: no such form; the message begins with ``key``.
+        BadInput: it is not a size; the message begins with ``key``.
     """
     match = _SIZE.match(size)
     if match is None:
@@ -154,35 +160,34 @@ def size_bytes(key: str, size: str) -> int:
 
 
 class _Interpolated(str):
-    """A value in which compose is to replace variables."""
+    """Text in which compose has to replace variables."""
 
 
 def _shared(anchor: str, content: dict[str, Any]) -> Shared:
-    return Shared(anchor, _literal(content))
+    return Shared(anchor, _escaped(content))
 
 
-def _literal(value: Any) -> Any:
-    """``value`` with each ``$`` kept from compose, which would replace variables; shared parts are
-    so already."""
-    if isinstance(value, Shared):
+def _escaped(value: Any) -> Any:
+    """Double each ``$``: compose would replace variables."""
+    if isinstance(value, Shared):  # escaped already
         return value
     if isinstance(value, dict):
-        return {key: _literal(inner) for key, inner in value.items()}
+        return {key: _escaped(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_literal(inner) for inner in value]
+        return [_escaped(inner) for inner in value]
     if isinstance(value, str) and not isinstance(value, _Interpolated):
         return value.replace("$", "$$")
     return value
 
 
-# ---------------------------------------------------------------- what they see
+# ---------------------------------------------------------------- mounts
 
 
 def parse_volume(text: str) -> tuple[str, str, bool]:
-    """Source, target, and whether it is read-only.
+    """Return the source and target of a volume, and whether it is read-only.
 
     Raises:
-        BadInput: not of that form.
+        BadInput: it is not ``SOURCE:TARGET`` or ``SOURCE:TARGET:ro``.
     """
     source, _, rest = text.partition(":")
     target, _, mode = rest.partition(":")
@@ -202,18 +207,18 @@ def is_below(path: str, folder: str) -> bool:
 def mounts_of(
     job: JobSpec, cluster: ComposeCluster, engine: Engine, run_dir: str
 ) -> list[dict[str, Any]]:
-    """What the containers see of this machine; a folder inside another one comes after it."""
+    """Return the mounts of each container; a folder inside another one comes after it."""
     mounts = [_bind(run_dir, run_dir)]
-    seen = [run_dir]
+    targets = [run_dir]
 
     def add(path: str, *, readonly: bool) -> None:
-        if path not in seen and not any(is_below(path, folder) for folder in seen):
-            seen.append(path)
+        if path not in targets and not any(is_below(path, folder) for folder in targets):
+            targets.append(path)
             mounts.append(_bind(path, path, readonly=readonly))
 
     for text in cluster.volumes:
         source, target, readonly = parse_volume(text)
-        seen.append(target)
+        targets.append(target)
         if source.startswith("/"):
             mounts.append(_bind(source, target, readonly=readonly))
         else:
@@ -228,13 +233,14 @@ def mounts_of(
     if cluster.code == "mounted":
         if job.workdir:
             mounts.append(_bind(job.workdir, job.workdir, readonly=True))
-            seen.append(job.workdir)
+            targets.append(job.workdir)
         if job.program and posixpath.isabs(job.program):
             add(posixpath.dirname(job.program), readonly=True)
-        mounts.append(_bind(engine.package, f"{OURS}/python/clusterkit", readonly=True))
+        mounts.append(_bind(engine.package, f"{CONTAINER_DIR}/python/clusterkit", readonly=True))
     if job.started_by == "mpirun":
         # Open MPI splits the agent's name at spaces and colons, which a home may have.
-        mounts.append(_bind(f"{run_dir}/files/mpi-agent.sh", f"{OURS}/mpi-agent", readonly=True))
+        agent = f"{run_dir}/files/mpi-agent.sh"
+        mounts.append(_bind(agent, f"{CONTAINER_DIR}/mpi-agent", readonly=True))
     unique = {mount["target"]: mount for mount in mounts}
     return sorted(unique.values(), key=lambda mount: (mount["target"].count("/"), mount["target"]))
 
@@ -243,13 +249,13 @@ def _bind(source: str, target: str, *, readonly: bool = False) -> dict[str, Any]
     return {
         "type": "bind", "source": source, "target": target,
         **({"read_only": True} if readonly else {}),
-        # A folder that is not there is a mistake, not to be made by the engine as root's.
+        # The engine would create a missing folder as root's.
         "bind": {"create_host_path": False},
     }  # fmt: skip
 
 
 def checkpoint_folders(job: JobSpec, run_dir: str) -> list[str]:
-    """Checkpoint folders that do not lie in the run's."""
+    """Return the folder for checkpoints, unless it is in the run's folder or remote storage."""
     if job.checkpoint is None or "://" in job.checkpoint.dir:
         return []
     folder = posixpath.normpath(posixpath.join(run_dir, job.checkpoint.dir))
@@ -262,15 +268,16 @@ def checkpoint_folders(job: JobSpec, run_dir: str) -> list[str]:
 def mpi_env(interface: str) -> dict[str, str]:
     return {
         **mpirun_interface(interface),
-        "OMPI_MCA_plm_rsh_agent": f"{OURS}/mpi-agent",
+        "OMPI_MCA_plm_rsh_agent": f"{CONTAINER_DIR}/mpi-agent",
         "OMPI_MCA_plm_rsh_no_tree_spawn": "1",
-        # Its daemons stay where they were started: their container lives as long as they.
+        # Its daemons stay in the foreground: a container ends with its first process.
         "OMPI_MCA_orte_leave_session_attached": "1",
     }
 
 
 def mpi_files(run_dir: str) -> list[PlanFile]:
-    """How mpirun reaches the other containers: not over SSH, through the folder they share."""
+    """Return the scripts by which mpirun starts its daemons in the other containers: not over SSH,
+    but through files in the run's folder, which all containers mount."""
     files = posixpath.join(run_dir, "files")
     agent = (
         "#!/bin/sh\n"

@@ -12,23 +12,23 @@ ENGINE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Docker:
-    """``docker`` for one engine; without a socket, for the one that it would choose itself."""
+    """The ``docker`` command for the engine at a socket; None: for docker's own default."""
 
     socket: str | None
     transport: Transport
 
     @property
-    def tool(self) -> tuple[str, ...]:
+    def command(self) -> tuple[str, ...]:
         return ("docker", "--host", self.socket) if self.socket else ("docker",)
 
-    def run(self, *words: str, seconds: float = ENGINE_SECONDS) -> Completed:
-        """As `Transport.run`."""
-        return self.transport.run(HOST, [*self.tool, *words], timeout=seconds)
+    def run(self, *arguments: str, seconds: float = ENGINE_SECONDS) -> Completed:
+        """Run ``docker`` with these arguments. Raises what `Transport.run` does."""
+        return self.transport.run(HOST, [*self.command, *arguments], timeout=seconds)
 
 
-def last_words(done: Completed) -> str:
-    """What a docker command said last, without its advice."""
+def error_line(done: Completed) -> str:
+    """Return the last line that a failed docker command printed, without its advice on --help."""
     lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
-    words = [line for line in lines if line.strip() and "--help'" not in line]
-    said = words[-1] if words else f"exit code {done.exit_code}"
-    return " ".join(said.removeprefix("docker: ").split())
+    lines = [line for line in lines if line.strip() and "--help'" not in line]
+    error = lines[-1] if lines else f"exit code {done.exit_code}"
+    return " ".join(error.removeprefix("docker: ").split())

@@ -1,4 +1,4 @@
-"""How a job's nodes become containers of one machine. Pure."""
+"""The plan of a job whose nodes are containers of one machine. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 from clusterkit.assemble import Assembly, Coordinator, Placement, Places, require_packages
 from clusterkit.backends.base import OWN_IMAGE
 from clusterkit.backends.compose.compose_file import (
-    OURS,
+    CONTAINER_DIR,
     Containers,
     checkpoint_folders,
     is_below,
@@ -25,12 +25,7 @@ from clusterkit.backends.compose.compose_file import (
     render,
 )
 from clusterkit.backends.compose.engine import HOST
-from clusterkit.backends.placing import (
-    device_of,
-    interface_env,
-    split_gpus,
-    threads_of,
-)
+from clusterkit.backends.placing import device_of, interface_env, split_gpus, threads_of
 from clusterkit.backends.ports import default_ports
 from clusterkit.cluster import ComposeCluster, Engine, Facts
 from clusterkit.errors import BadInput, counted
@@ -42,17 +37,17 @@ SYSTEM = frozenset({
     "/", "/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/opt", "/proc", "/run", "/sbin",
     "/sys", "/tmp", "/usr", "/var",
 })  # fmt: skip
-"""Folders of an image that a project's folder would hide."""
+"""Folders of the image that a mounted project must not hide."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComposePlacement(Placement):
-    """Nodes that one ``docker compose up`` starts."""
+    """A placement whose nodes are started by one ``docker compose up``."""
 
     cluster: ComposeCluster
     containers: Containers
     folders: tuple[str, ...]
-    """To be made on this machine."""
+    """Folders for checkpoints, to be made on this machine."""
 
     def files(self, assembly: Assembly) -> tuple[PlanFile, ...]:
         text = render(self, self.cluster, self.containers, assembly)
@@ -75,17 +70,17 @@ class ComposePlacement(Placement):
 
 
 def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> ComposePlacement:
-    """As `clusterkit.backends.base.Backend.place`."""
+    """Implement `clusterkit.backends.base.Backend.place`."""
     engine, host = facts.engine, facts.hosts[0]
     if engine is None:
         raise BadInput("facts: no docker engine is named", hint="use those of a compose run")
     least, most = job.node_range
-    containers = most + job.spares
+    nodes = most + job.spares
     device, device_origin = device_of(job, [host])
     nproc, nproc_origin = split_gpus(
-        job, host, containers, device, place="this machine", flag="--gpus {0}"
+        job, host, nodes, device, place="this machine", flag="--gpus {0}"
     )
-    _check_room(cluster, containers)
+    _check_subnet_size(cluster, nodes)
     cores = math.floor(cluster.cpus) if cluster.cpus else host.cpus // most
     threads, threads_origin = threads_of(job, max(1, cores), nproc)
     remedy = f"install it in the image ({OWN_IMAGE})"
@@ -93,7 +88,7 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
     run_dir = posixpath.join(facts.home, "runs", run_id)
     workdir, program = _workdir(job, cluster, engine, run_dir)
     topology = Topology(least, most, nproc)
-    names = tuple(f"node-{node}" for node in range(containers))
+    names = tuple(f"node-{node}" for node in range(nodes))
     mounted = cluster.code == "mounted"
     code = "this machine's, read-only" if mounted else "the image's own"
     image = "cluster: image" if cluster.image else "by what this machine has"
@@ -105,12 +100,12 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
         device=device,
         threads=threads,
         where=f"in containers of docker {engine.version}".rstrip(),
-        hosts=(HOST,) * containers,
+        hosts=(HOST,) * nodes,
         names=names,
         cluster=cluster,
         network_env={
             **interface_env(facts.interface),
-            **({"PYTHONPATH": f"{OURS}/python"} if mounted else {}),
+            **({"PYTHONPATH": f"{CONTAINER_DIR}/python"} if mounted else {}),
             **(mpi_env(facts.interface) if job.started_by == "mpirun" else {}),
         },
         node_env=tuple({NODE_ADDRESS.name: name} if topology.elastic else {} for name in names),
@@ -129,14 +124,14 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
         containers=Containers(
             engine=engine, gpus=host.gpus, mounts=mounts_of(job, cluster, engine, run_dir)
         ),
-        folders=_folders(job, cluster, run_dir),
+        folders=_folders_to_make(job, cluster, run_dir),
     )
 
 
-def _check_room(cluster: ComposeCluster, nodes: int) -> None:
+def _check_subnet_size(cluster: ComposeCluster, nodes: int) -> None:
     if cluster.subnet == "auto":
         return
-    # Three are the network's own: its first, its last, and the engine's.
+    # Three addresses are taken: network, broadcast, and the engine's gateway.
     room = max(0, IPv4Network(cluster.subnet).num_addresses - 3)
     if nodes > room:
         raise BadInput(
@@ -149,7 +144,7 @@ def _check_room(cluster: ComposeCluster, nodes: int) -> None:
 def _workdir(
     job: JobSpec, cluster: ComposeCluster, engine: Engine, run_dir: str
 ) -> tuple[str, JobSpec]:
-    """Where the ranks start, and the job with its program as it is called there."""
+    """Return the ranks' working folder, and the job with its program as seen from there."""
     workdir = job.workdir or run_dir
     if cluster.code == "mounted":
         if posixpath.normpath(workdir) in SYSTEM or re.match(r"/(proc|sys|dev)/", workdir):
@@ -164,11 +159,11 @@ def _workdir(
     return engine.workdir, job
 
 
-def _folders(job: JobSpec, cluster: ComposeCluster, run_dir: str) -> tuple[str, ...]:
-    """Folders for checkpoints that no volume of the cluster entry holds."""
-    covered = [parse_volume(text)[1] for text in cluster.volumes]
+def _folders_to_make(job: JobSpec, cluster: ComposeCluster, run_dir: str) -> tuple[str, ...]:
+    """Return the folders for checkpoints that are in no volume of the cluster entry."""
+    targets = [parse_volume(text)[1] for text in cluster.volumes]
     return tuple(
         folder
         for folder in checkpoint_folders(job, run_dir)
-        if folder not in covered and not any(is_below(folder, target) for target in covered)
+        if folder not in targets and not any(is_below(folder, target) for target in targets)
     )

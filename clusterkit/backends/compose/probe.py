@@ -1,4 +1,4 @@
-"""Looking at a docker engine, and into a container of the image, before a submit."""
+"""Probing a docker engine, and the ranks' Python in a container of the image."""
 
 from __future__ import annotations
 
@@ -19,12 +19,7 @@ import clusterkit
 from clusterkit import host_probe
 from clusterkit.backends.base import OWN_IMAGE
 from clusterkit.backends.compose.compose_file import parse_volume
-from clusterkit.backends.compose.engine import (
-    ENGINE_SECONDS,
-    HOST,
-    Docker,
-    last_words,
-)
+from clusterkit.backends.compose.engine import ENGINE_SECONDS, HOST, Docker, error_line
 from clusterkit.backends.placing import CPU_IMAGE, GPU_IMAGE
 from clusterkit.backends.ports import default_ports
 from clusterkit.backends.probing import (
@@ -51,7 +46,7 @@ OLDEST_COMPOSE = (2, 20)
 
 
 def probe(cluster: ComposeCluster, transport: Transport, job: JobSpec | None) -> Facts:
-    """As `clusterkit.backends.base.Backend.probe`."""
+    """Implement `clusterkit.backends.base.Backend.probe`."""
     if shutil.which("docker") is None:
         raise Unavailable(
             "backend compose needs docker, which is not installed",
@@ -64,14 +59,14 @@ def probe(cluster: ComposeCluster, transport: Transport, job: JobSpec | None) ->
     _check_volumes(cluster, docker)
     gpus = _gpus(cluster, job, info)
     image = _image(cluster, bool(gpus), docker)
-    remapped = _secured(info, "userns")
-    # In a rootless engine, root is the submitter, and every other id is nobody's.
-    user = "0:0" if _secured(info, "rootless") else f"{os.getuid()}:{os.getgid()}"
+    remapped = _has_security_option(info, "userns")
+    # A rootless engine maps root to the submitter, and other ids to no user of this machine.
+    user = "0:0" if _has_security_option(info, "rootless") else f"{os.getuid()}:{os.getgid()}"
     python, origin = interpreter(job, (cluster.python, "cluster: python"))
     options = ["--user", user, "--network", "none"]
     options += ["--userns", "host"] if remapped else []
     options += ["--gpus", "all"] if gpus else []
-    report = _inside(cluster, python, docker, info, image, options)
+    report = _probe_image(cluster, python, docker, info, image, options)
     host = report.facts(
         HOST, "node-0", cpus=int(info["NCPU"]), memory_mib=int(info["MemTotal"]) >> 20,
         gpus=gpus, python=python if "/" in python else report.python, python_origin=origin,
@@ -94,7 +89,7 @@ def _facts(cluster: ComposeCluster, host: HostFacts, engine: Engine) -> Facts:
 
 
 def assumed(cluster: ComposeCluster, job: JobSpec) -> Facts:
-    """Facts of an engine that nobody has looked at: what the entry and the job say."""
+    """Return facts of an engine that cannot be probed, from the cluster entry and the job."""
     gpus = assumed_gpus(cluster.gpus, job, job.node_range[1])
     python = interpreter(job, (cluster.python, "cluster: python"))
     image = cluster.image or (GPU_IMAGE if gpus else CPU_IMAGE)
@@ -107,16 +102,16 @@ def assumed(cluster: ComposeCluster, job: JobSpec) -> Facts:
 
 
 def _socket(cluster: ComposeCluster, transport: Transport) -> str:
-    """Where the engine listens; fixed for the run, whatever DOCKER_HOST is later."""
-    named = [cluster.context] if cluster.context else []
-    words = ["docker", "context", "inspect", *named, "--format", "{{.Endpoints.docker.Host}}"]
-    done = transport.run(HOST, words, timeout=ENGINE_SECONDS)
+    """Return the engine's socket: a later change of DOCKER_HOST must not affect the run."""
+    context = [cluster.context] if cluster.context else []
+    format_ = "{{.Endpoints.docker.Host}}"
+    done = Docker(None, transport).run("context", "inspect", *context, "--format", format_)
     socket = done.stdout.strip()
     if done.exit_code or not socket:
         raise BadInput(
             f"context: docker has no context {cluster.context!r}"
             if cluster.context
-            else f"context: docker says: {last_words(done)}",
+            else f"context: docker says: {error_line(done)}",
             hint="`docker context ls` lists them",
             cluster="context",
         )
@@ -130,36 +125,40 @@ def _socket(cluster: ComposeCluster, transport: Transport) -> str:
 
 
 def _info(docker: Docker) -> dict[str, Any]:
-    """What ``docker info`` says of the engine and the client, if they will do."""
+    """Return the document of ``docker info``.
+
+    Raises:
+        Unavailable: the engine does not answer, or engine or client cannot be used.
+    """
     done = docker.run("info", "--format", "{{json .}}")
     try:
         info: dict[str, Any] = json.loads(done.stdout)
-        said = "\n".join(info.get("ServerErrors") or ())
+        error = "\n".join(info.get("ServerErrors") or ())
     except (ValueError, AttributeError, TypeError):
-        info, said = {}, ""
+        info, error = {}, ""
     if not info.get("ServerVersion"):
-        said = said or done.stderr.strip()
-        if "permission denied" in said.lower():
+        error = error or done.stderr.strip()
+        if "permission denied" in error.lower():
             raise Unavailable(
                 f"you may not use the docker engine at {docker.socket}",
                 hint="sudo usermod --append --groups docker $USER, then log in again",
             )
-        if re.search(r"Cannot connect|connection refused|no such file", said, re.IGNORECASE):
+        if re.search(r"Cannot connect|connection refused|no such file", error, re.IGNORECASE):
             raise Unavailable(
                 f"no docker engine answers at {docker.socket}",
                 hint="sudo systemctl start docker, or `context:` in the cluster entry",
             )
         raise Unavailable(
-            f"the docker engine at {docker.socket} says: {' '.join(said.split()) or 'nothing'}",
-            hint="`docker info` tells more",
+            f"the docker engine at {docker.socket} says: {' '.join(error.split()) or 'nothing'}",
+            hint="`docker info` shows more",
         )
     plugins = (info.get("ClientInfo") or {}).get("Plugins") or ()
     version = next((str(p.get("Version", "")) for p in plugins if p.get("Name") == "compose"), None)
     numbers = tuple(map(int, re.findall(r"\d+", version or "")[:2]))
     if version is None or numbers < OLDEST_COMPOSE:
-        what = "has no compose plugin" if version is None else f"has compose {version}"
+        found = "no compose plugin" if version is None else f"compose {version}"
         raise Unavailable(
-            f"docker {what}; {'.'.join(map(str, OLDEST_COMPOSE))} or newer is needed",
+            f"docker has {found}; {'.'.join(map(str, OLDEST_COMPOSE))} or newer is needed",
             hint="apt-get install docker-compose-plugin (Docker's own packages), or "
             "docker-compose-v2 (Ubuntu's)",
         )
@@ -171,15 +170,16 @@ def _info(docker: Docker) -> dict[str, Any]:
     return info
 
 
-def _secured(info: Mapping[str, Any], how: str) -> bool:
-    return any(str(o).startswith(f"name={how}") for o in info.get("SecurityOptions") or ())
+def _has_security_option(info: Mapping[str, Any], name: str) -> bool:
+    options = info.get("SecurityOptions") or ()
+    return any(str(option).startswith(f"name={name}") for option in options)
 
 
 def _gpus(cluster: ComposeCluster, job: JobSpec | None, info: Mapping[str, Any]) -> tuple[Gpu, ...]:
     if cluster.gpus == 0 or (job is not None and job.device == "cpu"):
         return ()
-    there = parse_gpus(host_probe.gpus(GPU_QUERY), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    gpus = limit_gpus(there, cluster.gpus)
+    found = parse_gpus(host_probe.gpus(GPU_QUERY), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    gpus = limit_gpus(found, cluster.gpus)
     if gpus and "nvidia" not in (info.get("Runtimes") or {}):
         raise Unavailable(
             f"this machine has {counted(len(gpus), 'GPU')}, but the docker engine lacks NVIDIA's "
@@ -191,18 +191,18 @@ def _gpus(cluster: ComposeCluster, job: JobSpec | None, info: Mapping[str, Any])
 
 
 def _image(cluster: ComposeCluster, gpus: bool, docker: Docker) -> dict[str, Any]:
-    """What the engine says of the image, and the ``name`` it was found under."""
+    """Return the document of ``docker image inspect``, with the image's ``name`` added."""
     names = [cluster.image] if cluster.image else [GPU_IMAGE] if gpus else [CPU_IMAGE, GPU_IMAGE]
-    said = ""
+    error = ""
     for name in names:
         done = docker.run("image", "inspect", name)
         if not done.exit_code:
-            found: dict[str, Any] = json.loads(done.stdout)[0]
-            return found | {"name": name}
-        said = last_words(done)
-    missing = "no such image" in said.lower()
+            image: dict[str, Any] = json.loads(done.stdout)[0]
+            return image | {"name": name}
+        error = error_line(done)
+    missing = "no such image" in error.lower()
     raise Unavailable(
-        f"image: the docker engine has no {names[0]}" if missing else f"image: {said}",
+        f"image: the docker engine has no {names[0]}" if missing else f"image: {error}",
         hint=f"docker pull {names[0]}, or docker build --tag {names[0]} . ({OWN_IMAGE})"
         if cluster.image
         else f"`image: NAME` in the cluster entry ({OWN_IMAGE}), or in a checkout of clusterkit: "
@@ -210,7 +210,7 @@ def _image(cluster: ComposeCluster, gpus: bool, docker: Docker) -> dict[str, Any
     )
 
 
-def _inside(
+def _probe_image(
     cluster: ComposeCluster,
     python: str,
     docker: Docker,
@@ -218,26 +218,30 @@ def _inside(
     image: Mapping[str, Any],
     options: list[str],
 ) -> HostReport:
-    """What Python in a container of this image finds; asked once for each image and engine."""
-    place = home()
+    """Return the report of Python in a container; cached by image, engine, options and request.
+
+    Raises:
+        Unavailable: no such container can be run, or it cannot write into `home`.
+    """
+    folder = home()
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BadInput(f"CLUSTERKIT_HOME: {place}: {error.strerror}") from None
+        raise BadInput(f"CLUSTERKIT_HOME: {folder}: {error.strerror}") from None
     for name, value in cluster.ulimits.items():
         options += ["--ulimit", f"{name}={value}"]
-    quoted = str(place).replace('"', '""')
+    quoted = str(folder).replace('"', '""')
     options += ["--mount", f'type=bind,"source={quoted}","target={quoted}"']
     key = [image["Id"], info.get("ID"), info.get("ServerVersion"), python, *options]
-    asked = json.dumps([key, probe_request(str(place))])
-    digest = hashlib.sha256(asked.encode()).hexdigest()[:32]
-    saved = place / "cache" / "images" / f"{digest}.json"
+    request = json.dumps([key, probe_request(str(folder))])
+    digest = hashlib.sha256(request.encode()).hexdigest()[:32]
+    saved = folder / "cache" / "images" / f"{digest}.json"
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        known = msgspec.json.decode(saved.read_bytes(), type=HostReport)
-        if known.writable:
-            return known
+        report = msgspec.json.decode(saved.read_bytes(), type=HostReport)
+        if report.writable:
+            return report
     container = [
-        *docker.tool, "run", "--rm", "--interactive", "--pull", "never", *options,
+        *docker.command, "run", "--rm", "--interactive", "--pull", "never", *options,
         "--entrypoint", python, str(image["Id"]),
     ]  # fmt: skip
     report = probe_python(
@@ -246,26 +250,26 @@ def _inside(
         container,
         python=python,
         where=f"image {image['name']}",
-        workdir=str(place),
+        workdir=str(folder),
         seconds=2 * ENGINE_SECONDS,
-        refusal=lambda done: _unfit(cluster, python, str(image["name"]), place, done),
+        refusal=lambda done: _refusal(cluster, python, str(image["name"]), folder, done),
     )
     if not report.writable:
         user = options[options.index("--user") + 1]
         raise Unavailable(
-            f"containers cannot write into {place} as user {user}",
+            f"containers cannot write into {folder} as user {user}",
             hint="set CLUSTERKIT_HOME to a folder of your own, on a disk of this machine",
         )
     write_atomic(saved, msgspec.json.encode(report))
     return report
 
 
-def _unfit(
-    cluster: ComposeCluster, python: str, image: str, place: Path, done: Completed
+def _refusal(
+    cluster: ComposeCluster, python: str, image: str, folder: Path, done: Completed
 ) -> ClusterkitError:
-    """Why no container could be had, in words and with the remedy."""
-    last = last_words(done)
-    known = (
+    """Return the error for a container that could not be run, with its remedy."""
+    last = error_line(done)
+    errors = (
         (
             "rlimit",
             f"ulimits: the docker engine may not set {cluster.ulimits}: {last}",
@@ -285,7 +289,7 @@ def _unfit(
         ),
         (
             "bind source path does not exist",
-            f"the docker engine does not see this machine's {place}",
+            f"the docker engine does not see this machine's {folder}",
             "share that folder with the engine's own machine, or set CLUSTERKIT_HOME",
         ),
         (
@@ -301,23 +305,19 @@ def _unfit(
     )
     return next(
         Unavailable(message, hint)
-        for pattern, message, hint in known
+        for pattern, message, hint in errors
         if re.search(pattern, done.stderr)
     )
 
 
 def _check_subnet(cluster: ComposeCluster, docker: Docker) -> None:
-    """Refuse a network that is somebody's already.
-
-    Raises:
-        BadInput: names whose it is.
-    """
+    """Raise BadInput if the subnet overlaps one that this machine uses."""
     if cluster.subnet == "auto":
         return
     wanted = ipaddress.IPv4Network(cluster.subnet)
     ids = docker.run("network", "ls", "--format", "{{.ID}}").stdout.split()
-    shape = "{{.Name}}{{range .IPAM.Config}} {{.Subnet}}{{end}}"
-    listed = docker.run("network", "inspect", *ids, "--format", shape).stdout
+    format_ = "{{.Name}}{{range .IPAM.Config}} {{.Subnet}}{{end}}"
+    listed = docker.run("network", "inspect", *ids, "--format", format_).stdout
     taken = [
         (subnet, f"docker's network {name}")
         for name, *subnets in map(str.split, listed.splitlines())
@@ -325,27 +325,27 @@ def _check_subnet(cluster: ComposeCluster, docker: Docker) -> None:
     ]
     with contextlib.suppress(FileNotFoundError):
         taken += _routes(Path("/proc/net/route").read_text())
-    for subnet, whose in taken:
+    for subnet, owner in taken:
         network = ipaddress.ip_network(subnet, strict=False)
         if isinstance(network, ipaddress.IPv4Network) and network.overlaps(wanted):
             raise BadInput(
-                f"subnet: {wanted} is taken: {whose} has {subnet}",
+                f"subnet: {wanted} is taken: {owner} has {subnet}",
                 hint="subnet: auto, or one that is not in `ip route`",
                 cluster="subnet",
             )
 
 
 def _routes(table: str) -> list[tuple[str, str]]:
-    """Networks that this machine has routes to, from ``/proc/net/route``."""
-    found = []
+    """Return the networks in the text of ``/proc/net/route``, each with its interface."""
+    routes = []
     for line in table.splitlines()[1:]:
         fields = line.split()
         if len(fields) < 8 or fields[7] == "00000000":
             continue
         address, mask = (int.from_bytes(bytes.fromhex(fields[n]), "little") for n in (1, 7))
         network = ipaddress.IPv4Network((address, mask.bit_count()), strict=False)
-        found.append((str(network), f"interface {fields[0]}"))
-    return found
+        routes.append((str(network), f"interface {fields[0]}"))
+    return routes
 
 
 def _check_volumes(cluster: ComposeCluster, docker: Docker) -> None:
