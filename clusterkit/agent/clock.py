@@ -1,4 +1,4 @@
-"""A clock that stands still while its process does."""
+"""A clock that stops while its process is paused."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from clusterkit.agent import limits
 
 
 class Awake:
-    """Seconds that this process has been running: a pause of it (SIGSTOP, a suspended machine) does
-    not count, so that nobody seems to have been silent while it was this process that did not hear.
+    """A clock of the seconds that this process has been running, without pauses.
 
-    A step of GAP_SECONDS or more from one call to the next is such a pause.
+    After a pause (SIGSTOP, a suspended machine) the other nodes would seem to have been silent,
+    although this process was not receiving. GAP_SECONDS or more between two calls count as a pause.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -32,4 +32,4 @@ class Awake:
 
 
 awake = Awake()
-"""By it, the other nodes are silent."""
+"""The clock by which the silence of other nodes is measured."""

@@ -16,7 +16,7 @@ from clusterkit.agent.protocol import Document
 
 
 def is_free(port: int) -> bool:
-    """Whether nobody listens at a port of this host."""
+    """Return whether no process listens at a port of this host."""
     try:
         socket.create_server(("", port)).close()
     except OSError:
@@ -25,16 +25,16 @@ def is_free(port: int) -> bool:
 
 
 class Line:
-    """Lines of JSON over a socket that a selector watches, with this as its data.
+    """A connection that carries lines of JSON; the data of its socket in a selector.
 
-    What the socket does not take at once is kept and sent when it does (`receive`). The connection
+    What the socket does not accept at once is buffered, and sent by `receive` later. The connection
     is closed when the other side is gone, does not read, or sends too long a line.
     """
 
     def __init__(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
-        self.node: int | None = None  # which node is at the other end, once it has said so
-        self.trusted = False  # whether it has sent the run's token
-        self.since = time.monotonic()
+        self.node: int | None = None  # at the other end; None: not known yet
+        self.trusted = False  # whether the other end has sent the run's token
+        self.opened_at = time.monotonic()
         self.closed = False
         self._socket = connection
         self._selector = selector
@@ -43,7 +43,7 @@ class Line:
         selector.register(connection, selectors.EVENT_READ, self)
 
     def receive(self, events: int) -> list[bytes]:
-        """Send and receive what the selector's ``events`` allow; the lines that have come."""
+        """Send and receive what the selector's ``events`` allow; return the received lines."""
         if events & selectors.EVENT_WRITE:
             self._send(b"")
         if self.closed or not events & selectors.EVENT_READ:
@@ -61,7 +61,7 @@ class Line:
         return lines
 
     def messages(self, events: int) -> list[Document]:
-        """`receive`, from a side that is trusted; what cannot be read closes the connection."""
+        """Return the messages that `receive` returns; an invalid one closes the connection."""
         try:
             found = [json.loads(line) for line in self.receive(events)]
             if all(isinstance(message, dict) for message in found):
@@ -75,12 +75,12 @@ class Line:
         self._send(json.dumps(message).encode() + b"\n")
 
     def introduce(self, token: bytes, message: Document) -> None:
-        """Send what a `Listener` wants first."""
+        """Send what a `Listener` requires first; ``message`` identifies the run and the node."""
         self._send(token + b"\n")
         self.write(message)
 
     def flush(self, seconds: float) -> None:
-        """Send what is left to be sent, unless that takes longer."""
+        """Send what is buffered, in at most ``seconds``."""
         if self._unsent and not self.closed:
             self._socket.settimeout(max(0.001, seconds))
             with contextlib.suppress(OSError):
@@ -113,15 +113,15 @@ class Line:
 
 
 class Listener:
-    """Node 0's port, which anybody can reach: tells the run's nodes from everybody else.
+    """Node 0's port, which any host can reach: accepts only nodes of the run.
 
-    A node first sends the run's token on a line of its own; before that nothing is parsed. Then it
-    says which run, attempt and node it is. A connection that does anything else, or nothing for
-    HELLO_SECONDS, is closed and has no other effect.
+    A node first sends the run's token on a line of its own; before that nothing is parsed. Its
+    first message then names the run, the attempt and the node. A connection that sends anything
+    else, or nothing for HELLO_SECONDS, is closed and has no other effect.
 
     Args:
-        run: what a node's first message must hold.
-        nodes: how many there are.
+        run: fields that a node's first message must have.
+        nodes: how many nodes there are.
 
     Raises:
         OSError: the port is taken.
@@ -129,42 +129,42 @@ class Listener:
 
     def __init__(self, port: int, run: dict[str, str], token: bytes, nodes: int) -> None:
         allow_open_files(nodes)
-        host = "" if nodes > 1 else "127.0.0.1"  # a node alone speaks to itself
+        host = "" if nodes > 1 else "127.0.0.1"  # only node 0 itself connects
         self._server = socket.create_server((host, port), backlog=1024)
         self.port: int = self._server.getsockname()[1]
         self._server.setblocking(False)
         self._run = run
         self._token = token
         self._nodes = nodes
-        self._strangers: list[Line] = []
-        """Connections that have not said who they are, the oldest first."""
+        self._unidentified: list[Line] = []
+        """Connections whose node is not known yet, the oldest first."""
         self.selector = selectors.DefaultSelector()
         self.selector.register(self._server, selectors.EVENT_READ)
 
-    def receive(self, seconds: float, hear: Callable[[Line, Document], None]) -> bool:
-        """Wait for at most ``seconds``; hand over what nodes say, with ``node`` in the first.
+    def receive(self, seconds: float, on_message: Callable[[Line, Document], None]) -> bool:
+        """Wait for at most ``seconds`` and pass on the messages of nodes.
 
         Returns:
-            Whether anything has happened.
+            Whether there was any event.
         """
         ready = self.selector.select(seconds)
         for key, events in ready:
             if key.fileobj is self._server:
                 with contextlib.suppress(OSError):
-                    self._strangers.append(Line(self._server.accept()[0], self.selector))
+                    self._unidentified.append(Line(self._server.accept()[0], self.selector))
             elif not key.data.closed:
                 try:
-                    self._read(key.data, events, hear)
-                except Exception:  # whatever it was that came, the other nodes are watched
+                    self._read(key.data, events, on_message)
+                except Exception:  # an invalid message must not end the thread that serves all
                     key.data.close()
         latest = time.monotonic() - limits.HELLO_SECONDS
-        for number, line in enumerate(reversed(self._strangers)):
-            if number >= limits.STRANGERS or line.since < latest:
+        for number, line in enumerate(reversed(self._unidentified)):
+            if number >= limits.UNIDENTIFIED or line.opened_at < latest:
                 line.close()
-        self._strangers = [line for line in self._strangers if not line.closed]
+        self._unidentified = [line for line in self._unidentified if not line.closed]
         return bool(ready)
 
-    def _read(self, line: Line, events: int, hear: Callable[[Line, Document], None]) -> None:
+    def _read(self, line: Line, events: int, on_message: Callable[[Line, Document], None]) -> None:
         for text in line.receive(events):
             if not line.trusted:
                 if not hmac.compare_digest(text, self._token):
@@ -178,12 +178,12 @@ class Listener:
                 if not ours or type(node) is not int or node not in range(self._nodes):
                     return line.close()
                 line.node = node
-                self._strangers.remove(line)
-            hear(line, message)
+                self._unidentified.remove(line)
+            on_message(line, message)
         return None
 
     def close(self) -> None:
-        """Listen no more; what has been written is sent first."""
+        """Close the port and all connections, after sending what was written to them."""
         deadline = time.monotonic() + limits.PEER_SECONDS
         for key in list(self.selector.get_map().values()):
             if isinstance(key.data, Line):

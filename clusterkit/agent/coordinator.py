@@ -89,7 +89,7 @@ class Server(threading.Thread):
 
     def _receive(self, line: Line, message: Document) -> None:
         node, now = line.node or 0, clock.awake()
-        if "stands" in message:
+        if "records" in message:
             # `watch` knows a node by the place of its ranks in this round.
             self._on_message(self._membership.members.ranks.get(node, node), message)
         elif not self._membership.receive(node, AgentState.parse(message), now):

@@ -1,7 +1,7 @@
-"""What the ranks of a node say, while they run, of how far they came and what they fail of.
+"""Read the ranks' steps and errors from their output.
 
-Only enough to tell whether a failure is that of the last round: for people, see
-`clusterkit.output.diagnose`.
+Only what is needed to tell whether a failure repeats that of the last round; the diagnosis for
+users is `clusterkit.output.diagnose`.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ ECHOES = re.compile(
     r"|DistNetworkError|DistStoreError|SignalException|Watchdog caught collective operation timeout"
     r"|ChildFailedError"
 )
-"""What ranks say that fail because another one did."""
+"""Messages of ranks that failed because another one did."""
 _MARK = b"@clusterkit {"
-# torch 2.13, multiprocessing/api.py: it tells of a rank that failed, and exits with 1 itself
+# torch 2.13, multiprocessing/api.py: it logs the exit code of a failed rank, and exits with 1
 _TORCHRUN = re.compile(rb"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
-_WINDOW = 20  # lines of metrics that are remembered
-_LONGEST = 200  # characters of an error; a line between nodes has a bound
+_WINDOW = 20  # lines of metrics that are kept
+_LONGEST = 200  # characters of an error: messages between nodes have at most LINE_BYTES
 
 
-class Words:
-    """Of all ranks of a node, from one start of them to the next."""
+class RankOutput:
+    """The steps and errors in the output of a node's ranks since they were started."""
 
     def __init__(self) -> None:
         self.step: int | None = None  # the last that a rank reported
         self.metrics: deque[tuple[float, object]] = deque(maxlen=_WINDOW)
         """When the newest lines of metrics came, by `clock.awake`, and their ``step_seconds``;
-        none once the program has said that it comes to its end."""
-        self.codes: dict[int, int] = {}  # exit codes by process id, as torchrun tells them
+        empty once the program has reported that it is about to end."""
+        self.codes: dict[int, int] = {}  # exit codes by process id, as torchrun logs them
         self._errors: dict[str, str] = {}  # by rank
-        self._places: dict[str, str] = {}  # the last frame of the traceback that a rank writes
+        self._frames: dict[str, str] = {}  # by rank, the newest frame of an unfinished traceback
 
     def read(self, rank: str, text: bytes) -> None:
-        """A line that a rank has written, or its launcher (``-``)."""
-        if text.startswith(b"[rank"):  # torch puts that before each line of a traceback
+        """Take a line of output of a rank, or of the launcher (``-``)."""
+        if text.startswith(b"[rank"):  # torch's prefix of each line of a traceback
             text = text.partition(b"]: ")[2]
         if text.startswith(_MARK):
-            self._mark(text)
+            self._read_event(text)
         elif text.startswith(b"Traceback (most recent call last):"):
-            self._places[rank] = "?"
-        elif rank in self._places:
+            self._frames[rank] = "?"
+        elif rank in self._frames:
             if text.startswith(b'  File "'):
-                self._places[rank] = text.decode(errors="replace").strip()
+                self._frames[rank] = text.decode(errors="replace").strip()
             elif text and not text[:1].isspace():
                 error = text.decode(errors="replace")[:_LONGEST]
-                self._errors[rank] = f"{error} ({self._places.pop(rank)[:_LONGEST]})"
+                self._errors[rank] = f"{error} ({self._frames.pop(rank)[:_LONGEST]})"
         elif rank == "-" and (found := _TORCHRUN.search(text)):
             self.codes[int(found[2])] = int(found[1])
 
-    def _mark(self, text: bytes) -> None:
+    def _read_event(self, text: bytes) -> None:
         try:
             event = json.loads(text[len(_MARK) - 1 :])
         except ValueError:
@@ -70,15 +70,16 @@ class Words:
             self.metrics.clear()
 
     def failure(self, rank: int | None, code: int) -> Document:
-        """What the other nodes hear of a rank (None: the launcher) that failed so.
+        """Return the failure of a rank (None: the launcher), as it is sent to node 0.
 
-        ``code``: as a shell gives it. ``error``: the exception that ended it, and where; empty if
-        none did: Python exits with 1 then. ``echo``: whether it failed of another rank.
+        ``code``: as a shell reports it. ``error``: the exception that ended the rank and the line
+        that raised it; empty if none did (after one Python exits with 1). ``echo``: whether the
+        rank failed because another one did.
         """
         error = self._errors.get("-" if rank is None else str(rank), "") if code == 1 else ""
         return {"code": code, "error": error, "echo": bool(ECHOES.search(error))}
 
 
 def shell_code(code: int) -> int:
-    """An exit code as a shell gives it: 128 + N for a process that signal N ended."""
+    """Return an exit code as a shell reports it: 128 + N for a process that signal N ended."""
     return 128 - code if code < 0 else code

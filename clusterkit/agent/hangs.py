@@ -1,4 +1,4 @@
-"""Whether ranks hang, which ones, and what to do: records of ranks and a clock in, words out.
+"""Find ranks that hang, and decide what to do, from records of ranks and the time.
 
 A rank's record (`rank_state.record`) is a JSON object:
 
@@ -9,8 +9,8 @@ A rank's record (`rank_state.record`) is a JSON object:
 * ``waits``: those it has entered that are not complete: group, number, name, since how many
   seconds, and how often one like it comes (seconds; 0: it never came before)
 
-Only numbers of one group are compared. Of which ranks a group consists gloo does not tell: those
-that have ever entered something in it, and of the default group, whose name is ``WORLD``, all.
+Only numbers of one group are compared. Gloo does not report the ranks of a group: they are those
+that have ever entered a collective of it, and of the default group (``WORLD``) all.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from functools import partial
 from typing import NamedTuple
 
 from clusterkit.agent import limits
+from clusterkit.agent.messages import Decision, EndHang, Note, QueryRecords
 from clusterkit.agent.protocol import Document
 
 WORLD = "world"
@@ -36,13 +37,13 @@ class Finding(NamedTuple):
     """The same as long as it is the same standstill."""
     seconds: float
     pace: float
-    """Seconds that a step takes; 0: not known."""
+    """Seconds that a step takes; 0: unknown."""
     node: int
     """The node of the first rank that did not come."""
     busy: bool
     """Whether a missing rank writes a checkpoint or evaluates."""
     hang: bool
-    """Whether a rank waits for another one; else nobody does, but no step is made."""
+    """Whether a rank waits for another one; False: none does, but no step is made."""
     text: str
     doing: tuple[object, ...] = ()
     """The functions that the missing ranks are in; while they change, these ranks work."""
@@ -53,7 +54,7 @@ class Steps(NamedTuple):
 
     last: float = 0.0  # when the newest came
     quiet: float = 0.0  # seconds since the newest
-    every: float = 0.0  # seconds from one to the next; 0: that is not known
+    every: float = 0.0  # seconds from one to the next; 0: unknown
     pace: float = 0.0  # seconds that a step takes
 
 
@@ -74,8 +75,8 @@ def compare(
 
     Args:
         ranks: their records.
-        nodes: on which there should be ``nproc`` each, by the numbers that people know.
-        pace: seconds that a step takes; 0: that is not known.
+        nodes: with ``nproc`` ranks each, by the numbers that messages use.
+        pace: seconds that a step takes; 0: unknown.
     """
     named = partial(names_of, nproc=nproc, nodes=nodes)
     waiting: dict[tuple[str, int], dict[int, tuple[str, float, float]]] = defaultdict(dict)
@@ -91,7 +92,7 @@ def compare(
             rank for rank in members
             if rank not in ranks or ranks[rank].get("last", {}).get(group, 0) < number
         ]  # fmt: skip
-        # Whoever waits for another one itself is seldom the cause.
+        # A rank that waits for another one is seldom the cause.
         cause = [rank for rank in missing if not ranks.get(rank, {}).get("waits")]
         seconds = max(seconds for _, seconds, _ in waits.values())
         like = min(median([every for _, _, every in waits.values() if every]), limits.LONGEST_PACE)
@@ -179,7 +180,7 @@ def names_of(ranks: Iterable[int], nproc: int, nodes: Sequence[int]) -> str:
 
 
 class Hangs:
-    """Decides on node 0 when all nodes are asked, what is reported, and that a round ends.
+    """Decides on node 0 when all nodes are queried, what is reported, and that a round ends.
 
     Touches neither sockets nor clocks: ``now`` is a moment of a monotonic clock, in seconds.
 
@@ -190,7 +191,7 @@ class Hangs:
 
     def __init__(self, nproc: int, timeout: float | None) -> None:
         self._nproc, self._timeout = nproc, timeout
-        self.number = 0  # of the newest question
+        self.number = 0  # of the newest query
         self.begin((0,))
 
     def begin(self, nodes: Sequence[int]) -> None:
@@ -198,14 +199,14 @@ class Hangs:
         self._nodes = nodes
         self._waiting: dict[int, float] = {}  # nodes where ranks wait for others; since how long
         self._ranks: dict[int, Document] = {}  # records, of the answers
-        self._asked: float | None = None  # when all were asked who have not all answered yet
-        self._next = -math.inf  # when they may be asked again
+        self._asked: float | None = None  # when the pending query was sent; None: none is
+        self._next = -math.inf  # when the next query may be sent
         self._found: Finding | None = None
         self._since = 0.0  # when that was found first
         self._announced = self._decided = self._progresses = False
 
     def receive(self, node: int, ranks: Sequence[Document], number: int = 0) -> None:
-        """Take records of a node's ranks: one stands still, or they answer question ``number``."""
+        """Take records of a node's ranks: one waits, or they answer query ``number``."""
         if number == 0:
             self._waiting[node] = longest(ranks)
         elif number == self.number:
@@ -215,12 +216,8 @@ class Hangs:
         """Note that no rank of that node waits for another one any more."""
         self._waiting.pop(node, None)
 
-    def tick(self, now: float, steps: Steps) -> list[tuple[str, int, str]]:
-        """Return what is to be done, with the node and a text.
-
-        ``ask`` all nodes; show that ranks hang (``note``), or do no more (``over``); end that
-        node's ranks (``hang``).
-        """
+    def tick(self, now: float, steps: Steps) -> list[Decision]:
+        """Return what has become due."""
         world = len(self._nodes) * self._nproc
         slow = steps.every > 0 and steps.quiet >= warn_after(steps.every)
         if self._asked is None:
@@ -232,7 +229,7 @@ class Hangs:
             if now < self._next:
                 return []
             self.number, self._asked, self._ranks = self.number + 1, now, {}
-            return [("ask", 0, str(self.number))]
+            return [QueryRecords(self.number)]
         answer = limits.STILL_AGAIN_SECONDS + limits.ANSWER_SECONDS
         if len(self._ranks) < world and now - self._asked < answer:
             return []
@@ -242,41 +239,41 @@ class Hangs:
             found = stall(self._ranks, steps, self._nodes, self._nproc)
         self._next = now + max(limits.STILL_AGAIN_SECONDS, found.seconds / 10 if found else 0.0)
         if found is None:
-            self._waiting.clear()  # whoever still waits says it again
+            self._waiting.clear()  # nodes of ranks that still wait report again
             return self._end_note()
         return self._judge(found, now)
 
-    def _judge(self, found: Finding, now: float) -> list[tuple[str, int, str]]:
-        orders = []
+    def _judge(self, found: Finding, now: float) -> list[Decision]:
+        decisions: list[Decision] = []
         if self._found is None or found.about != self._found.about:
-            orders, self._since, self._progresses = self._end_note(), now, False
+            decisions, self._since, self._progresses = self._end_note(), now, False
         elif found.doing != self._found.doing:
             self._progresses = True
         self._found = found
         wait = warn_after(found.pace, found.busy or not found.pace)
         if not self._announced and found.seconds >= wait:
             self._announced = True
-            orders = [("note", found.node, found.text)]
+            decisions = [Note("hang", found.text)]
         limit = self._limit(found)
         # Seconds by a clock that leaps are not all of it.
         if found.seconds >= limit and now - self._since >= limit - 2 * wait:
             self._decided = True
             text = f"no progress for {found.seconds:.0f} s: {found.text}"
-            orders.append(("hang", found.node, text))
+            decisions.append(EndHang(found.node, text))
         elif limit > found.seconds:
             self._next = min(self._next, now + limit - found.seconds)
-        return orders
+        return decisions
 
-    def _end_note(self) -> list[tuple[str, int, str]]:
+    def _end_note(self) -> list[Decision]:
         announced, self._announced, self._found = self._announced, False, None
-        return [("over", 0, "")] if announced else []
+        return [Note("hang")] if announced else []
 
     def _limit(self, found: Finding) -> float:
         if self._timeout is not None:
             return self._timeout or math.inf
         if not found.hang:
-            return math.inf  # slow is not hung, unless somebody said how slow that is
-        factor = limits.HANG_PATIENCE if found.busy or self._progresses or not found.pace else 1
+            return math.inf  # slow is not hung, unless the job sets hang_timeout
+        factor = limits.HANG_FACTOR if found.busy or self._progresses or not found.pace else 1
         return factor * max(limits.HANG_SECONDS, limits.HANG_STEPS * found.pace)
 
 

@@ -1,4 +1,4 @@
-"""What a host knows of why its ranks may be slow: what has changed between two looks at it."""
+"""Find out why the ranks of a host may be slow, from two samples of it."""
 
 from __future__ import annotations
 
@@ -17,72 +17,65 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _GPU = ("index", "clocks.sm", "clocks.max.sm", "clocks_throttle_reasons.active")
 _GPU_REASONS = {0x4: "its power cap", 0x8: "the hardware", 0x20: "heat", 0x40: "heat",
                 0x80: "the power supply"}  # fmt: skip
-"""Bits of clocks_throttle_reasons.active (nvml.h) by which a GPU is slower than it could be."""
+"""Bits of clocks_throttle_reasons.active (nvml.h) for which a GPU is slower than it could be."""
 
 
 @dataclass(frozen=True)
-class Look:
-    """A host at one moment; numbers that only grow, but for those of ``now``."""
+class Sample:
+    """Counters of a host at one moment; they only grow, except ``now``."""
 
     at: float  # seconds
     waited: Mapping[int, float] = field(default_factory=dict)
-    """By rank, how long its threads have waited for a CPU."""
+    """Seconds that each rank's main thread has waited for a CPU."""
     others: Mapping[tuple[int, str], float] = field(default_factory=dict)
-    """Seconds of processor time of processes that are not the run's, by process id and name."""
-    quota: float = 0.0  # seconds for which the cgroup's quota has held its processes back
+    """CPU seconds of the processes outside the run, by process id and name."""
+    throttled: float = 0.0  # seconds for which the cgroup's CPU quota has throttled its processes
     swapped: int = 0  # pages read from swap
-    heat: int = 0  # how often CPUs were made slower because they were hot
+    overheated: int = 0  # how often CPUs were throttled because they were hot
     now: tuple[str, ...] = ()
-    """What can be said without another look: CPU and GPU clocks, pressure."""
+    """Descriptions that need no second sample: CPU and GPU clocks, pressure."""
 
 
-def words(before: Look, after: Look) -> str:
-    """What has gone on between them that makes ranks slow; it may be nothing."""
+def describe(before: Sample, after: Sample) -> str:
+    """Describe what has slowed ranks between two samples; empty: nothing did."""
     seconds = max(after.at - before.at, 1e-3)
-    said = []
-    if (held := (after.quota - before.quota) / seconds) >= 0.05:
-        said.append(f"its CPU quota held its processes back {held:.0%} of the time")
-    waits = {
-        rank: (waited - before.waited[rank]) / seconds
-        for rank, waited in after.waited.items() if rank in before.waited
-    }  # fmt: skip
-    said += [
-        f"rank {rank} waited for a CPU {min(share, 1.0):.0%} of the time"
-        for rank, share in sorted(waits.items()) if share >= 0.1
-    ]  # fmt: skip
-    taken = sorted(
-        ((used - before.others.get(who, 0.0)) / seconds, who) for who, used in after.others.items()
+    found = []
+    if (share := (after.throttled - before.throttled) / seconds) >= 0.05:
+        found.append(f"its CPU quota held its processes back {share:.0%} of the time")
+    for rank, waited in sorted(after.waited.items()):
+        if (share := (waited - before.waited.get(rank, waited)) / seconds) >= 0.1:
+            found.append(f"rank {rank} waited for a CPU {min(share, 1.0):.0%} of the time")
+    busiest = sorted(
+        ((used - before.others.get(process, 0.0)) / seconds, process)
+        for process, used in after.others.items()
     )
-    said += [
+    found += [
         f"process {pid} ({name}), which is not the run's, takes {cpus:.1f} CPUs"
-        for cpus, (pid, name) in taken[-2:][::-1] if cpus >= 0.2
+        for cpus, (pid, name) in busiest[-2:][::-1] if cpus >= 0.2
     ]  # fmt: skip
     if (pages := (after.swapped - before.swapped) / seconds) >= 10:
-        said.append(f"it swaps ({pages:.0f} pages read a second)")
-    if after.heat > before.heat:
-        said.append("its CPUs are throttled because they are hot")
-    return "; ".join([*said, *after.now])
+        found.append(f"it swaps ({pages:.0f} pages read a second)")
+    if after.overheated > before.overheated:
+        found.append("its CPUs are throttled because they are hot")
+    return "; ".join([*found, *after.now])
 
 
-def look(ranks: Mapping[int, int], folder: str, gpus: bool) -> Look:
-    """The host now.
+def sample(ranks: Mapping[int, int], folder: str, gpus: bool) -> Sample:
+    """Return a sample of this host.
 
     Args:
-        ranks: their process ids.
+        ranks: the process id of each rank.
         folder: the run's.
-        gpus: whether to ask nvidia-smi as well.
+        gpus: whether to query nvidia-smi as well.
     """
-    return Look(
+    return Sample(
         at=time.monotonic(),
         waited={rank: _waited(pid) for rank, pid in ranks.items()},
         others=_others(processes_of(folder)),
-        quota=_quota(),
+        throttled=_throttled_seconds(),
         swapped=_number(_text("/proc/vmstat"), r"^pswpin (\d+)"),
-        heat=sum(
-            _number(_text(path), r"(\d+)")
-            for path in Path("/sys/devices/system/cpu").glob("cpu*/thermal_throttle/core_*count")
-        ),
-        now=(*_pressure(), *_clocks(), *(throttled(nvidia_smi(_GPU, 5.0)) if gpus else ())),
+        overheated=sum(_cpu_numbers("thermal_throttle/core_*count")),
+        now=(*_pressure(), *_cpu_clocks(), *(gpu_clocks(nvidia_smi(_GPU, 5.0)) if gpus else ())),
     )
 
 
@@ -97,6 +90,12 @@ def _number(text: str, pattern: str) -> int:
     return int(found[1]) if found else 0
 
 
+def _cpu_numbers(files: str) -> list[int]:
+    """Return the number in each of these files of each CPU."""
+    paths = Path("/sys/devices/system/cpu").glob(f"cpu*/{files}")
+    return [_number(_text(path), r"(\d+)") for path in paths]
+
+
 def _waited(pid: int) -> float:
     """The main thread's time on a run queue (proc(5), schedstat)."""
     fields = _text(f"/proc/{pid}/schedstat").split()
@@ -104,18 +103,19 @@ def _waited(pid: int) -> float:
 
 
 def _others(ours: Collection[int]) -> dict[tuple[int, str], float]:
+    """Return ``others`` of a `Sample`: without this process and ``ours``."""
     found = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         head, _, rest = _text(f"/proc/{name}/stat").rpartition(")")
         fields = rest.split()
         if len(fields) > 12 and int(name) not in ours and int(name) != os.getpid():
-            called = head.partition("(")[2][:15]
-            found[int(name), called] = (int(fields[11]) + int(fields[12])) / _TICKS
+            command = head.partition("(")[2][:15]
+            found[int(name), command] = (int(fields[11]) + int(fields[12])) / _TICKS
     return found
 
 
-def _quota() -> float:
-    """Of this process's cgroup, version 2 or 1."""
+def _throttled_seconds() -> float:
+    """Return for how long this process's cgroup, version 2 or 1, has been throttled."""
     for line in _text("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "cpu", "cpu,cpuacct", "cpuacct,cpu"):
@@ -130,39 +130,37 @@ def _quota() -> float:
 
 def _pressure() -> list[str]:
     found = []
-    for what, name in (("memory", "memory"), ("io", "the disk")):
-        tenths = re.search(r"^some avg10=([\d.]+)", _text(f"/proc/pressure/{what}"))
-        if tenths and float(tenths[1]) >= 10:
-            found.append(
-                f"its processes waited for {name} {float(tenths[1]):.0f}% of the last 10 s"
-            )
+    for resource, name in (("memory", "memory"), ("io", "the disk")):
+        average = re.search(r"^some avg10=([\d.]+)", _text(f"/proc/pressure/{resource}"))
+        percent = float(average[1]) if average else 0.0
+        if percent >= 10:
+            found.append(f"its processes waited for {name} {percent:.0f}% of the last 10 s")
     return found
 
 
-def _clocks() -> list[str]:
-    """Only of CPUs that say both; one that idles is slow as well, so the fastest counts."""
-    place = Path("/sys/devices/system/cpu")
-    now = [_number(_text(path), r"(\d+)") for path in place.glob("cpu*/cpufreq/scaling_cur_freq")]
-    most = [_number(_text(path), r"(\d+)") for path in place.glob("cpu*/cpufreq/cpuinfo_max_freq")]
-    if now and most and 0 < max(now) < 0.6 * max(most):
-        return [f"its CPUs run at {max(now) / 1e6:.1f} of {max(most) / 1e6:.1f} GHz"]
+def _cpu_clocks() -> list[str]:
+    # An idle CPU is slow as well, so the fastest counts.
+    now = max(_cpu_numbers("cpufreq/scaling_cur_freq"), default=0)
+    most = max(_cpu_numbers("cpufreq/cpuinfo_max_freq"), default=0)
+    if 0 < now < 0.6 * most:
+        return [f"its CPUs run at {now / 1e6:.1f} of {most / 1e6:.1f} GHz"]
     return []
 
 
 def nvidia_smi(columns: Sequence[str], seconds: float) -> str:
-    """A line of these columns for each GPU; nothing where it cannot say so within these seconds."""
-    words = ["nvidia-smi", f"--query-gpu={','.join(columns)}", "--format=csv,noheader,nounits"]
+    """Return a line of these columns for each GPU; empty if nvidia-smi fails or takes longer."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(columns)}", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(words, capture_output=True, text=True, timeout=seconds).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=seconds).stdout
     return ""
 
 
-def throttled(table: str) -> list[str]:
-    """Of what nvidia-smi says, the GPUs that are slower than they could be, and why."""
+def gpu_clocks(table: str) -> list[str]:
+    """Describe the GPUs in nvidia-smi's table that are throttled, and why."""
     found = []
     for line in table.splitlines():
         with contextlib.suppress(ValueError):
-            index, clock, most, reasons = (word.strip() for word in line.split(","))
+            index, clock, most, reasons = (cell.strip() for cell in line.split(","))
             bits = int(reasons, 16)
             why = dict.fromkeys(name for bit, name in _GPU_REASONS.items() if bits & bit)
             if why:

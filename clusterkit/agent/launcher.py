@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from clusterkit.agent import limits
-from clusterkit.agent.failure import Words, shell_code
+from clusterkit.agent.failure import RankOutput, shell_code
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.processes import all_below, is_alive, kill_all_below, send, wait_gone
 from clusterkit.agent.protocol import Document
@@ -114,7 +114,8 @@ class Launcher:
         """Start all processes; return why that failed, None if it did not."""
         self.ends, self._kill_at, self._stop_at = [], None, None
         self.failure, self._first_failure, self.ranks_were_done = None, None, False
-        self._log.words = Words()  # also where it is the same attempt: a lost node has come back
+        # Also in the same attempt: a lost node has come back.
+        self._log.output = RankOutput()
         try:
             self._start_processes()
         except OSError as error:
@@ -157,16 +158,16 @@ class Launcher:
         return shell_code(next((end["exit_code"] for end in self.ends if end["exit_code"]), 0))
 
     def rank_failure(self) -> Document | None:
-        """Return how the first rank failed before any was asked to stop, as `Words.failure`."""
+        """Return `RankOutput.failure` of the first that failed before any was asked to stop."""
         if self._first_failure is None:
             return None
         log, pid, code = self._log, self._first_failure["pid"], self._first_failure["exit_code"]
         if log.rank_ends:  # ranks of deepspeed and mpirun report their own end
             first = log.rank_ends[0]
-            return log.words.failure(first["rank"], shell_code(first["exit_code"]))
-        pid, code = next(iter(log.words.codes.items()), (pid, code))
+            return log.output.failure(first["rank"], shell_code(first["exit_code"]))
+        pid, code = next(iter(log.output.codes.items()), (pid, code))
         ranks = {rank["pid"]: rank["rank"] for rank in log.ranks}
-        return log.words.failure(ranks.get(pid), shell_code(code))
+        return log.output.failure(ranks.get(pid), shell_code(code))
 
     # -- stopping
 

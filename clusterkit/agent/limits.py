@@ -35,7 +35,7 @@ LONGEST_PAUSE = 30.0  # of these pauses; the first restart has none, the second 
 FIRST_SECONDS = 1.0  # that a lost node's successor waits for node 0's word before it starts
 GAP_SECONDS = 5.0  # longer than a step of any loop that uses a `clock.Awake`
 HELLO_SECONDS = 5.0  # that a connection has to say which node it is
-STRANGERS = 64  # connections that may be open and have not said it yet
+UNIDENTIFIED = 64  # connections that may be open and have not said it yet
 LINE_BYTES = 4096  # the longest line between nodes
 UNSENT_BYTES = 1 << 16  # that may wait for a node that does not read, before it is closed
 
@@ -46,7 +46,7 @@ STILL_FIRST_SECONDS = 30.0  # the same before the first step, in a checkpoint, i
 STILL_AGAIN_SECONDS = 2.0  # between two looks at ranks that stand still; for them to answer
 STILL_ALONE_SECONDS = 30.0  # the same where no rank waits for another one
 HANG_SECONDS, HANG_STEPS = 120.0, 20  # after the longer of these a hang ends the round
-HANG_PATIENCE = 10  # times as long before the first step, and where a rank does other work
+HANG_FACTOR = 10  # times as long before the first step, and where a rank does other work
 LONGEST_PACE = 60.0  # that a step is taken to last where no program says how long one does
 ANSWER_SECONDS = 1.0  # that a rank has to say where it is
 RANKS_A_LINE = 6  # ranks' records in one message between nodes

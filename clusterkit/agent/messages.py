@@ -28,7 +28,7 @@ class AgentState:
     leaving: bool = False  # whether it was asked to end, by nobody of the run
     timed_out: bool = False  # whether it found the run over its time limit
     cannot_restart: bool = False  # whether no launcher can be started on this node any more
-    failure: Document | None = None  # how its ranks failed by themselves (`Words.failure`)
+    failure: Document | None = None  # how its ranks failed by themselves (`RankOutput.failure`)
     step: int | None = None  # the last that its ranks reported
 
     @classmethod
@@ -136,9 +136,40 @@ class Note:
 
 @dataclass(frozen=True)
 class EndHang:
-    """End the launcher: its ranks hang."""
+    """End the launcher of a node: ranks hang, and the first of the cause is there."""
 
+    node: int
+    """Its rank in this round."""
     reason: str
 
 
 Order = Log | Warn | CountRestarts | Start | EndLauncher | Pause | Finish | Note | EndHang
+
+
+# -- decisions of `hangs` and `stragglers` on node 0, for `watch`
+
+
+@dataclass(frozen=True)
+class QueryRecords:
+    """Have all nodes send the records of their ranks (`rank_state.record`)."""
+
+    number: int
+    """Of this query; the answers have it too."""
+
+
+@dataclass(frozen=True)
+class QueryArrivals:
+    """Have all nodes send when their ranks entered collectives (`rank_state.arrivals`)."""
+
+    number: int
+    """As of `QueryRecords`, counted separately."""
+
+
+@dataclass(frozen=True)
+class ExamineHosts:
+    """Have the hosts of these ranks report, with the next arrivals, what has slowed them since."""
+
+    ranks: tuple[int, ...]
+
+
+Decision = QueryRecords | QueryArrivals | ExamineHosts | Note | EndHang

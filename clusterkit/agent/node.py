@@ -207,7 +207,7 @@ class Node:
             # With rank 0's port taken, or a full disk, the next round would fail as well.
             port_free = os.environ["NODE_RANK"] != "0" or is_free(port)
             last = bool(self.terms.restarts and code) and not (port_free and self.files.has_room())
-            failure, step = self.launcher.rank_failure(), self.log.words.step
+            failure, step = self.launcher.rank_failure(), self.log.output.step
             self.client.launcher_ended(code, cannot_restart=last, failure=failure, step=step)
         if self.client is None or not self.terms.restartable:
             self.over = True

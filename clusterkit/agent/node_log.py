@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from clusterkit.agent import limits
-from clusterkit.agent.failure import Words
+from clusterkit.agent.failure import RankOutput
 from clusterkit.agent.processes import identity
 from clusterkit.agent.protocol import NODE_FILE, Document
 
@@ -39,7 +39,7 @@ class NodeLog:
         self.ranks: list[Document] = []  # identities of the ranks that have started
         self.rank_ends: list[Document] = []
         """How ranks failed that are no children of this agent, as they reported it."""
-        self.words = Words()
+        self.output = RankOutput()
         self.lost = 0  # lines that the disk had no room for
         self._size = os.fstat(self._handle).st_size
         self._unreported = 0  # lost lines at the end of the log, which does not say so yet

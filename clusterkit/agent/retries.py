@@ -1,4 +1,4 @@
-"""Whether and when all ranks start again after one failed."""
+"""Decide whether and when all ranks start again after one failed."""
 
 from __future__ import annotations
 
@@ -9,47 +9,55 @@ from clusterkit.agent.protocol import Document
 
 
 class Retries:
-    """Of a run: how many there are, how many were used, and what they are not used for.
+    """The restarts of a run: how many are left, and which failures they are not used for.
 
     Args:
-        restarts: how many there are.
-        retry_on: only after a rank's exit with one of these codes; empty: with any.
+        restarts: how many the run has.
+        retry_on: exit codes of ranks to restart after; empty: after any.
     """
 
     def __init__(self, restarts: int, retry_on: Collection[int] = ()) -> None:
         self.restarts, self.used = restarts, 0
         self._retry_on = frozenset(retry_on)
-        self._errors: set[str] = set()  # of the round before
-        self._in_a_row = 0  # rounds that failed soon
+        self._errors: set[str] = set()  # of the last round
+        self._early_failures = 0  # consecutive rounds that failed within SOON_SECONDS
 
     @property
     def left(self) -> bool:
         return self.used < self.restarts
 
     def pause(self, lasted: float) -> float:
-        """Seconds from the failure of a round that lasted so long to the next one."""
+        """Return the seconds until the next round, after one that failed after ``lasted``."""
         if lasted > limits.SOON_SECONDS:
-            self._in_a_row = 0
-        return min(2.0 ** (self._in_a_row - 1), limits.LONGEST_PAUSE) if self._in_a_row else 0.0
+            self._early_failures = 0
+        return (
+            min(2.0 ** (self._early_failures - 1), limits.LONGEST_PAUSE)
+            if self._early_failures
+            else 0.0
+        )
 
     @property
     def next(self) -> str:
-        """The next one, by name."""
+        """The name of the next restart, for messages."""
         return f"restart {self.used + 1} of {self.restarts}"
 
     def use(self) -> str:
-        """Use one; its name."""
+        """Use a restart; return its name."""
         name = self.next
         self.used += 1
-        self._in_a_row += 1
+        self._early_failures += 1
         return name
 
     def refusal(self, failures: Iterable[Document], step: int | None) -> str | None:
-        """Why none is used after a round in which ranks failed so (`failure.Words.failure`) when
-        they had come to that step; None: one may be."""
+        """Return why no restart may be used after this round; None: one may.
+
+        Args:
+            failures: of its ranks, as of `RankOutput.failure`.
+            step: the last that they reported; None: none.
+        """
         own = [failure for failure in failures if not failure["echo"]]
         at = "" if step is None else f" at step {step}"
-        # What ended without an exception was ended by something that may not come again.
+        # A rank that ended without an exception may not fail in the same way again.
         errors = {f"{one['error']}{at}" for one in own if all(each["error"] for each in own)}
         same, self._errors = errors & self._errors, errors
         if same:

@@ -1,8 +1,8 @@
-"""Which ranks are slower than the others: when each came to collectives in, words out.
+"""Find the ranks that are slower than the others, from when each entered collectives.
 
 All ranks of synchronous training take the same time for a step, because all wait for the slowest.
 The slowest rank is the last to enter each collective. Torch records in every rank when it does
-(`rank_state.arrivals`). Node 0 asks the agents every ARRIVALS_SECONDS; ranks send nothing.
+(`rank_state.arrivals`). Node 0 queries the agents every ARRIVALS_SECONDS; ranks send nothing.
 """
 
 from __future__ import annotations
@@ -14,37 +14,36 @@ from typing import NamedTuple
 
 from clusterkit.agent import limits
 from clusterkit.agent.hangs import names_of
+from clusterkit.agent.messages import Decision, ExamineHosts, Note, QueryArrivals
 from clusterkit.agent.protocol import Document
 
 
 class Clock:
-    """How far a node's clock is ahead of node 0's: by at least ``least`` and at most ``most``.
+    """Bounds of the seconds by which a node's clock is ahead of node 0's: ``least``, ``most``.
 
-    A question that came at once to ``most``, or an answer to ``least``, holds for the later ones
-    too, but for what the clocks drift.
+    Each query bounds the offset from above, and its answer from below, the closer the faster it was
+    delivered. The closest bounds stay valid, except for the drift of the clocks.
     """
 
     def __init__(self) -> None:
         self.least, self.most, self._at = -math.inf, math.inf, 0.0
 
-    def update(self, asked: float, heard: float, said: float, came: float) -> None:
-        """Take the times of a question and its answer.
+    def update(self, asked: float, query_received: float, answered: float, received: float) -> None:
+        """Take the times of a query and its answer.
 
         Args:
-            asked, came: when the question was sent and its answer came, by node 0's clock.
-            heard, said: when the question came and its answer was sent, by the node's.
+            asked, received: when the query was sent and its answer received, by node 0's clock.
+            query_received, answered: when the query was received and answered, by the node's.
         """
-        drift, self._at = abs(came - self._at) * limits.DRIFT, came
-        self.least, self.most = (
-            max(self.least - drift, said - came),
-            min(self.most + drift, heard - asked),
-        )
-        if self.least > self.most:  # one of them was set
-            self.least, self.most = said - came, heard - asked
+        least, most = answered - received, query_received - asked
+        drift, self._at = abs(received - self._at) * limits.DRIFT, received
+        self.least, self.most = max(self.least - drift, least), min(self.most + drift, most)
+        if self.least > self.most:  # one of the clocks was set
+            self.least, self.most = least, most
 
 
 class Arrivals(NamedTuple):
-    """When a rank came to collectives of a group that follow each other, in seconds."""
+    """When a rank entered consecutive collectives of a group, in seconds."""
 
     group: str
     first: int
@@ -55,7 +54,7 @@ class Arrivals(NamedTuple):
 
 
 def arrivals_of(record: Document, offset: float, error: float) -> Arrivals:
-    """Return what a rank's record holds; its node's clock is ahead of node 0's by ``offset``."""
+    """Parse a rank's record; its node's clock is ahead of node 0's by ``offset``."""
     times, moment = [], float(record["since"]) - offset
     for tenth_ms in record["steps"]:
         moment += int(tenth_ms) / 1e4
@@ -67,8 +66,8 @@ def shares(ranks: Mapping[int, Arrivals], judged: Mapping[str, int]) -> dict[int
     """Return, by rank, the share of the time in which most others of its group waited for it.
 
     Only collectives count that were not ``judged`` before (the newest number, by group), and a
-    group only if all of its ranks have come to enough of them. The longest quarter of the waits for
-    a rank does not count: they may have been for a checkpoint, or for whatever else came once.
+    group only if all of its ranks have entered enough of them. The longest quarter of the waits for
+    a rank does not count: a checkpoint, or anything else that happened once, may have caused them.
     """
     groups: dict[str, dict[int, Arrivals]] = defaultdict(dict)
     for rank, each in ranks.items():
@@ -93,18 +92,18 @@ def shares(ranks: Mapping[int, Arrivals], judged: Mapping[str, int]) -> dict[int
 
 
 def newest(members: Iterable[Arrivals]) -> int:
-    """Return the last collective that all of them have come to."""
+    """Return the number of the last collective that all of them have entered."""
     return min(each.first + len(each.at) - 1 for each in members)
 
 
 def _wait(column: Mapping[int, float], rank: int, slack: float) -> tuple[float, float]:
-    """Return from when to when most others surely waited for this rank."""
+    """Return the start and end of the time in which most others certainly waited for this rank."""
     others = sorted(at for other, at in column.items() if other != rank)
     return others[(len(others) - 1) // 2] + slack, column[rank]
 
 
 def _merged(spans: Sequence[tuple[float, float]]) -> list[float]:
-    """How long each is of those that do not overlap any more; those that end first are none."""
+    """Return the length of each span after merging those that overlap; empty ones are dropped."""
     lengths: list[float] = []
     end = 0.0
     for begin, until in sorted(span for span in spans if span[1] > span[0]):
@@ -117,10 +116,10 @@ def _merged(spans: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def slow(found: Mapping[int, float]) -> tuple[int, ...]:
-    """The ranks that hold the others up; none where that is not clear.
+    """Return the ranks that delay the others, by their `shares`; none where that is not clear.
 
-    More than half of the ranks are not slow, the others are fast; and whoever is in between shows
-    that times vary.
+    If more than half are that slow, the others are fast; a rank just below SLOW_SHARE shows that
+    times vary.
     """
     ranks = tuple(sorted(rank for rank, share in found.items() if share >= limits.SLOW_SHARE))
     between = any(limits.SLOW_SHARE / 2 <= share < limits.SLOW_SHARE for share in found.values())
@@ -128,7 +127,7 @@ def slow(found: Mapping[int, float]) -> tuple[int, ...]:
 
 
 class Stragglers:
-    """Decides on node 0 when all nodes are asked, and what is reported.
+    """Decides on node 0 when all nodes are queried, and what is reported.
 
     Touches neither sockets nor clocks: ``now`` is a moment of a monotonic clock, in seconds.
     """
@@ -136,9 +135,7 @@ class Stragglers:
     def __init__(self, nproc: int) -> None:
         self._nproc = nproc
         self._clocks: dict[int, Clock] = defaultdict(Clock)
-        self.number = 0  # of the newest question
-        self.suspects: tuple[int, ...] = ()
-        """Those of the newest judgement. What their nodes know is what has changed since."""
+        self._number = 0  # of the newest query
         self.begin((0,), 0.0)
 
     def begin(self, nodes: Sequence[int], now: float) -> None:
@@ -146,36 +143,33 @@ class Stragglers:
         self._nodes, self._world = nodes, len(nodes) * self._nproc
         self._clocks.clear()  # a node may have another number
         self._next = now + limits.ARRIVALS_SECONDS
-        self._asked: float | None = None  # when all were asked who have not all answered yet
+        self._asked: float | None = None  # when the pending query was sent; None: none is
         self._ranks: dict[int, Arrivals] = {}
-        self._knows: dict[int, str] = {}  # what nodes of suspects say of themselves, by node
+        self._causes: dict[int, str] = {}  # why hosts of suspects may be slow, by node
         self._judged: dict[str, int] = {}
-        self._announced: tuple[int, ...] = ()
-        self._alike = 0  # judgements in a row that say the same
-        self.suspects = ()
+        self._suspects: tuple[int, ...] = ()  # slow ranks of the newest judgement
+        self._announced: tuple[int, ...] = ()  # slow ranks that were reported to the user
+        self._alike = 0  # judgements in a row with the same suspects
 
     def receive(self, node: int, answer: Document) -> None:
-        """Take a node's answer: its ranks' records; of other nodes also the times that
-        `Clock.update` takes."""
+        """Take a node's answer: its ranks' records; from other nodes also the arguments of
+        `Clock.update`."""
         offset = error = 0.0
         if node:
             clock = self._clocks[node]
-            clock.update(*(float(answer[key]) for key in ("asked", "heard", "said", "came")))
+            names = ("asked", "query_received", "answered", "received")
+            clock.update(*(float(answer[name]) for name in names))
             offset, error = (clock.most + clock.least) / 2, (clock.most - clock.least) / 2
-        if answer["report"] != self.number:
+        if answer["number"] != self._number:
             return
-        for record in answer["stands"]:
+        for record in answer["records"]:
             if "steps" in record:
                 self._ranks[int(record["rank"])] = arrivals_of(record, offset, max(0.0, error))
-        if answer.get("knows"):
-            self._knows[node] = str(answer["knows"])
+        if answer["causes"]:
+            self._causes[node] = str(answer["causes"])
 
-    def tick(self, now: float) -> list[tuple[str, str]]:
-        """Return what is to be done, with a text.
-
-        ``report``: ask all nodes; ``look``: have the hosts of suspects look at themselves;
-        ``slow``: show the text, or without one that no rank is slow any more.
-        """
+    def tick(self, now: float) -> list[Decision]:
+        """Return what has become due."""
         if self._asked is not None:
             if len(self._ranks) < self._world and now - self._asked < limits.PEER_SECONDS:
                 return []
@@ -184,34 +178,34 @@ class Stragglers:
         if now < self._next or self._world == 1:
             return []
         self._asked, self._next = now, now + limits.ARRIVALS_SECONDS
-        self.number += 1
-        self._ranks, self._knows = {}, {}
-        return [("report", "")]
+        self._number += 1
+        self._ranks, self._causes = {}, {}
+        return [QueryArrivals(self._number)]
 
-    def _judge(self, now: float) -> list[tuple[str, str]]:
+    def _judge(self, now: float) -> list[Decision]:
         found = shares(self._ranks, self._judged)
         if not found:
-            return []  # too little has come since
+            return []  # too few new collectives
         for rank in found:
             group = self._ranks[rank].group
             members = [each for each in self._ranks.values() if each.group == group]
             self._judged[group] = newest(members)
         ranks = slow(found)
-        same = set(self.suspects) == set(ranks) or bool({*self._announced} & {*ranks})
+        same = set(self._suspects) == set(ranks) or bool({*self._announced} & {*ranks})
         self._alike = self._alike + 1 if same else 1
-        self.suspects = ranks
+        self._suspects = ranks
         if self._announced:
             if {*self._announced} & {*ranks} or self._alike < 2:
                 return []
             self._announced = ()
-            return [("slow", "")]
+            return [Note("slow")]
         if not ranks:
             return []
         if self._alike < limits.SLOW_REPORTS:
             self._next = now + limits.ARRIVALS_SECONDS / 3
-            return [("look", "")] if self._alike == 1 else []
+            return [ExamineHosts(ranks)] if self._alike == 1 else []
         self._announced = ranks
-        return [("slow", self._describe(ranks, min(found[rank] for rank in ranks)))]
+        return [Note("slow", self._describe(ranks, min(found[rank] for rank in ranks)))]
 
     def _describe(self, ranks: Sequence[int], share: float) -> str:
         is_, it = ("is", "it") if len(ranks) == 1 else ("are", "them")
@@ -219,6 +213,6 @@ class Stragglers:
             f"{names_of(ranks, self._nproc, self._nodes)} {is_} slower than the others, which wait "
             f"for {it} at least {share:.0%} of the time"
         )
-        places = sorted({rank // self._nproc for rank in ranks} & self._knows.keys())
-        known = [f"node {self._nodes[place]}: {self._knows[place]}" for place in places]
+        places = sorted({rank // self._nproc for rank in ranks} & self._causes.keys())
+        known = [f"node {self._nodes[place]}: {self._causes[place]}" for place in places]
         return "; ".join([text, *known])

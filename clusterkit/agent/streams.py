@@ -104,7 +104,7 @@ class Stream:
             texts = [text for _, text in group]
             self._log.lines(rank, texts)
             for text in texts:
-                self._log.words.read(rank, text)
+                self._log.output.read(rank, text)
 
     def _with_ranks(self, lines: list[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
         """Yield lines with their ranks, without those by which ranks report start and end."""

@@ -1,4 +1,4 @@
-"""What a node's ranks use of CPUs, memory and GPUs: ``usage.json``, for `clusterkit top`."""
+"""The CPUs, memory and GPUs that a node's ranks use: ``usage.json``, for ``clusterkit top``."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _NVIDIA_SMI_SECONDS = 10.0
 
 
 class Usage(threading.Thread):
-    """Writes it every USAGE_SECONDS, in larger runs more rarely.
+    """Writes ``usage.json`` every USAGE_SECONDS, in larger runs less often.
 
-    A thread of its own, since a GPU that is ill keeps nvidia-smi waiting.
+    A thread of its own, because nvidia-smi may block on a broken GPU.
 
     Args:
-        log: the node's, which knows the folder of the attempt that runs now.
-        ranks: gives the newest line of ``ranks.jsonl`` of each rank.
+        log: the node's, which has the folder of the current attempt.
+        ranks: returns the newest line of ``ranks.jsonl`` of each rank.
         nodes: how many the run has.
     """
 
@@ -35,27 +35,28 @@ class Usage(threading.Thread):
         self._log, self._ranks = log, ranks
         self._pause = max(limits.USAGE_SECONDS, nodes / limits.USAGE_NODES)
         self._before: dict[int, tuple[float, float]] = {}
+        """By process, when it was measured last, and its CPU seconds by then."""
 
     def run(self) -> None:
         while True:
-            found = self.look()
+            found = self.measure()
             with contextlib.suppress(OSError):  # a full disk
                 if found:
                     write_json(self._log.folder / "usage.json", found)
             time.sleep(self._pause if found else 1.0)
 
-    def look(self) -> Document:
-        """By rank: CPUs that were kept busy since the look before (None: there was none), bytes of
-        memory, and of its GPU, where it has one, the percentage of the time and bytes."""
+    def measure(self) -> Document:
+        """Return a list for each rank: CPUs in use since the last call (None: it is the first),
+        bytes of memory; if the rank has a GPU, also its utilization in percent and bytes in use."""
         ranks = sorted(self._ranks(), key=lambda each: int(each["rank"]))
         has_gpus = ranks and os.path.exists("/dev/nvidiactl")
         gpus = own_gpus(nvidia_smi(_COLUMNS, _NVIDIA_SMI_SECONDS)) if has_gpus else []
         before, self._before = self._before, {}
         found: Document = {}
         for place, each in enumerate(ranks):
-            if (seen := load(each)) is None:
+            if (measured := load(each)) is None:
                 continue
-            now, (seconds, memory) = time.monotonic(), seen
+            now, (seconds, memory) = time.monotonic(), measured
             last = before.get(each["pid"])
             self._before[each["pid"]] = now, seconds
             cpus = None if last is None else round((seconds - last[1]) / (now - last[0]), 2)
@@ -64,17 +65,17 @@ class Usage(threading.Thread):
 
 
 def own_gpus(table: str) -> list[tuple[int, ...]]:
-    """Of what nvidia-smi lists, use and bytes of this node's GPUs, in the order of its ranks."""
+    """Return utilization and bytes of this node's GPUs in nvidia-smi's table, in rank order."""
     every: dict[str, tuple[int, ...]] = {}
     for line in table.splitlines():
         index, *cells = (cell.strip() for cell in line.split(","))
-        if len(cells) < 3:  # nvidia-smi says here, too, that it cannot reach the driver or a GPU
+        if len(cells) < 3:  # an error: nvidia-smi cannot reach the driver or a GPU
             continue
         uuid, *cells = cells
         every[index] = every[uuid] = ()
-        with contextlib.suppress(ValueError):  # [N/A], as of one that is divided by MIG
+        with contextlib.suppress(ValueError):  # [N/A], for example of a GPU that MIG divides
             use, memory = map(int, cells)
             every[index] = every[uuid] = use, memory << 20
-    share = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name for name in every if name.isdigit()] if share is None else share.split(",")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name for name in every if name.isdigit()] if visible is None else visible.split(",")
     return [every.get(name, ()) for name in names]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from clusterkit.agent.failure import Words
+from clusterkit.agent.failure import RankOutput
 
 TRACEBACK = [b"Traceback (most recent call last):", b'  File "train.py", line 7, in main',
              b"    step()", b"ValueError: bad"]  # fmt: skip
@@ -21,7 +21,7 @@ BAD = 'ValueError: bad (File "train.py", line 7, in main)'
     ],
 )  # fmt: skip
 def test_the_last_exception_and_its_place(lines, error):
-    words = Words()
+    words = RankOutput()
     for line in lines:
         words.read("0", line)
     assert words.failure(0, 1) == {"code": 1, "error": error, "echo": False}
@@ -30,7 +30,7 @@ def test_the_last_exception_and_its_place(lines, error):
 
 
 def test_steps_and_what_torchrun_tells_are_read():
-    words = Words()
+    words = RankOutput()
     for rank, line in [
         ("0", b'@clusterkit {"event": "metrics", "step": 3}'),
         ("0", b'@clusterkit {"event": "metrics", "st'),
@@ -42,7 +42,7 @@ def test_steps_and_what_torchrun_tells_are_read():
 
 
 def test_an_echo_is_known():
-    words = Words()
+    words = RankOutput()
     for line in (*TRACEBACK[:2], b"RuntimeError: Connection closed by peer [127.0.0.1]:1"):
         words.read("2", line)
     assert words.failure(2, 1)["echo"]

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from clusterkit.agent import clock
-from clusterkit.agent.failure import Words
+from clusterkit.agent.failure import RankOutput
 from clusterkit.agent.hangs import WORLD, Hangs, Steps, compare, steps_of
+from clusterkit.agent.messages import EndHang, Note, QueryRecords
 from clusterkit.agent.node_files import NodeFiles
 from clusterkit.agent.rank_state import from_flight_recorder, from_traceback
 from clusterkit.backends.node_status import judge_running
@@ -101,14 +102,19 @@ class Run:
             self._turn(told, steps)
 
     def _turn(self, told: list[dict[str, Any]], steps: Steps) -> None:
-        for what, _, words in self.hangs.tick(self.now, steps):
-            if what == "ask":
-                self.asked += 1
-                for each in told[: 1 if self.silent else 2]:
-                    self.hangs.receive(each["rank"], [each], int(words))
-                self._turn(told, steps)
-            else:
-                self.orders.append((self.now - 100, what, words))
+        for decision in self.hangs.tick(self.now, steps):
+            match decision:
+                case QueryRecords(number):
+                    self.asked += 1
+                    for each in told[: 1 if self.silent else 2]:
+                        self.hangs.receive(each["rank"], [each], number)
+                    self._turn(told, steps)
+                case Note("hang", text):
+                    self.orders.append((self.now - 100, "note" if text else "over", text))
+                case EndHang(_, reason):
+                    self.orders.append((self.now - 100, "hang", reason))
+                case _:
+                    raise AssertionError(decision)
 
     def told(self) -> list[tuple[float, str]]:
         return [(at, what) for at, what, _ in self.orders]
@@ -278,7 +284,7 @@ def test_steps_are_as_long_as_the_program_says_or_as_its_lines_are_apart(
 ) -> None:
     moments = iter((101.0, 103.0, 105.0))
     monkeypatch.setattr(clock, "awake", lambda: next(moments))
-    words = Words()
+    words = RankOutput()
     for more in (b', "step_seconds": 0.5', b', "step_seconds": "?"', b""):
         words.read("0", b'@clusterkit {"event": "metrics", "step": 1%s}' % more)
     assert steps_of(list(words.metrics), 109.0) == Steps(105.0, 4.0, 2.0, 0.5)

@@ -750,7 +750,7 @@ def test_what_a_node_tells_of_its_ranks_is_taken_by_their_place_in_the_round():
     without(table, 1)
     server = Server(None, table.membership, lambda node, message: heard.append(node))
     for node in (2, 3):
-        server._receive(SimpleNamespace(node=node), {"stands": []})
+        server._receive(SimpleNamespace(node=node), {"records": []})
     assert heard == [2, 1]
 
 

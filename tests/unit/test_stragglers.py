@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
+import os
+import queue
+import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clusterkit.agent import host, limits
+from clusterkit.agent import host, identity, limits, rank_state
 from clusterkit.agent.hangs import WORLD
-from clusterkit.agent.host import Look, throttled
+from clusterkit.agent.host import Sample, gpu_clocks
+from clusterkit.agent.messages import EndHang, ExamineHosts, Note, Order, QueryArrivals
 from clusterkit.agent.node_files import NodeFiles
+from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.rank_state import arrival_times
 from clusterkit.agent.stragglers import Clock, Stragglers
+from clusterkit.agent.watch import Watch
 from clusterkit.backends.node_status import judge_running
 from clusterkit.run.status import RunStatus, State
 from clusterkit.ui.formatting import remark_lines
@@ -38,18 +48,23 @@ class Run:
         """What people are told after the next report; all clocks but node 0's are ``ahead``."""
         while not (orders := self.slow.tick(self.now)):
             self.now += 1.0
-        assert orders == [("report", "")]
+        (query,) = orders
+        assert isinstance(query, QueryArrivals)
         for node in range(self.nodes):
             mine = [each for each in ranks if each["rank"] // self.nproc == node]
             if node:
                 mine = [{**each, "since": each["since"] + ahead} for each in mine]
-            answer = {"stands": mine, "report": self.slow.number, "knows": knows if node else ""}
-            times = {"asked": self.now, "heard": self.now + error + ahead,
-                     "said": self.now + error + ahead, "came": self.now + 2 * error}  # fmt: skip
+            causes = knows if node else ""
+            answer = {"records": mine, "number": query.number, "causes": causes}
+            times = {"asked": self.now, "query_received": self.now + error + ahead,
+                     "answered": self.now + error + ahead,
+                     "received": self.now + 2 * error}  # fmt: skip
             self.slow.receive(node, {**answer, **times})
         told = self.slow.tick(self.now)
-        self.looked += [self.slow.suspects for what, _ in told if what == "look"]
-        return [words for what, words in told if what == "slow"]
+        self.looked += [each.ranks for each in told if isinstance(each, ExamineHosts)]
+        notes = [each for each in told if isinstance(each, Note)]
+        assert {each.subject for each in notes} <= {"slow"}
+        return [each.text for each in notes]
 
 
 def steps(*works: float, number: int = 1, count: int = 20) -> list[dict[str, Any]]:
@@ -178,13 +193,13 @@ def test_all_ranks_tell_of_the_same_collectives() -> None:
 
 
 def test_a_host_says_what_has_changed() -> None:
-    before = Look(10.0, {1: 5.0}, {(7, "cc1plus"): 3.0, (8, "sh"): 9.0}, 1.0, 100, 3)
-    assert host.words(before, Look(20.0, {1: 5.5}, {(8, "sh"): 9.5}, 1.2, 150, 3)) == ""
-    after = Look(
+    before = Sample(10.0, {1: 5.0}, {(7, "cc1plus"): 3.0, (8, "sh"): 9.0}, 1.0, 100, 3)
+    assert host.describe(before, Sample(20.0, {1: 5.5}, {(8, "sh"): 9.5}, 1.2, 150, 3)) == ""
+    after = Sample(
         20.0, {1: 9.0}, {(7, "cc1plus"): 11.0, (8, "sh"): 9.5, (9, "new"): 4.0}, 5.5, 1100, 4,
         ("its CPUs run at 1.2 of 3.6 GHz",),
     )  # fmt: skip
-    assert host.words(before, after).split("; ") == [
+    assert host.describe(before, after).split("; ") == [
         "its CPU quota held its processes back 45% of the time",
         "rank 1 waited for a CPU 40% of the time",
         "process 7 (cc1plus), which is not the run's, takes 0.8 CPUs",
@@ -201,14 +216,14 @@ def test_what_nvidia_smi_says_of_clocks() -> None:
         "2, 705, 1980, 0x0000000000000068\n3, [N/A], [N/A], 0x0000000000000004\n"
     )
     said = "GPU 2 is held at 705 of 1980 MHz by the hardware and heat"
-    assert throttled(table) == [said]
-    assert throttled("Failed to initialize NVML\n") == []
+    assert gpu_clocks(table) == [said]
+    assert gpu_clocks("Failed to initialize NVML\n") == []
 
 
 def test_this_host_can_be_looked_at(tmp_path: Path) -> None:
-    found = host.look({0: 1}, str(tmp_path), gpus=False)
+    found = host.sample({0: 1}, str(tmp_path), gpus=False)
     assert found.others
-    assert host.words(found, found) == "; ".join(found.now)
+    assert host.describe(found, found) == "; ".join(found.now)
 
 
 def test_status_and_the_log_show_it_until_it_is_taken_back(tmp_path: Path) -> None:
@@ -221,3 +236,89 @@ def test_status_and_the_log_show_it_until_it_is_taken_back(tmp_path: Path) -> No
     assert judge_running(0, "h", (tmp_path / "started.json").read_bytes()).slow is None
     lines = [line.partition(" - ")[2] for line in (tmp_path / "log").read_text().splitlines()]
     assert lines == ["slow: rank 1 is slower", "no rank is slower than the others any more"]
+
+
+class Link:
+    """The threads that watch two nodes of one rank, with messages as JSON between them."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.orders: dict[int, queue.SimpleQueue[Order]] = {}
+        self.watches: dict[int, Watch] = {}
+        self.logs: list[NodeLog] = []
+        options = argparse.Namespace(nproc=1, hang_timeout=0.2, tagged=False, nodes=2)
+        monkeypatch.setenv("CLUSTERKIT_RUN_DIR", str(tmp_path))
+        for node in range(2):
+            monkeypatch.setenv("NODE_RANK", str(node))
+            folder = tmp_path / str(node)
+            folder.mkdir()
+            log = NodeLog(folder)
+            log.ranks.append({"rank": node, **identity(os.getpid())})
+            self.logs.append(log)
+            orders = self.orders[node] = queue.SimpleQueue()
+            self.watches[node] = Watch(options, folder, log, orders.put)
+            self.watches[node].send = partial(self.send, node)
+
+    def send(self, sender: int, message: dict[str, Any]) -> None:
+        message = json.loads(json.dumps({**message, "sent": time.time()}))
+        self.watches[1 - sender].receive(sender, message)
+
+    def begin(self) -> None:
+        for node, watch in self.watches.items():
+            watch.begin(node, 2)
+
+    def order(self, node: int) -> Order:
+        return self.orders[node].get(timeout=60)
+
+    def close(self) -> None:
+        """Leave the threads, which never end, without ranks."""
+        for log in self.logs:
+            log.ranks.clear()
+
+
+@pytest.fixture
+def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
+    found = Link(tmp_path, monkeypatch)
+    yield found
+    found.close()
+
+
+def test_nodes_answer_node_0_which_reports_slow_ranks(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "ARRIVALS_SECONDS", 0.1)
+    monkeypatch.setattr(limits, "LATE_SECONDS", 0.01)
+    number = itertools.count(1, 20)
+    monkeypatch.setattr(host, "describe", lambda before, after: "it swaps")
+
+    def arrivals(rank: dict[str, Any], folder: Path, until: dict[str, int]) -> dict[str, Any]:
+        first = until.setdefault(WORLD, next(number))
+        return {**steps(0.1, 0.15, number=first)[rank["rank"]], "rank": rank["rank"]}
+
+    monkeypatch.setattr(rank_state, "arrivals", arrivals)
+    link.begin()
+    assert [link.order(0) for _ in range(2)] == [Note("hang"), Note("slow")]
+    note = link.order(0)
+    assert isinstance(note, Note)
+    assert note.text.startswith("rank 1 on node 1 is slower than the others")
+    assert note.text.endswith("; node 1: it swaps")
+
+
+def test_nodes_answer_node_0_which_ends_a_hang(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("STILL_SECONDS", "STILL_LOOK_SECONDS", "STILL_AGAIN_SECONDS"):
+        monkeypatch.setattr(limits, name, 0.05)
+    monkeypatch.setattr(rank_state, "context_switches", lambda pid: b"")
+    began = time.monotonic()
+
+    def record(rank: dict[str, Any], folder: Path, *, place: bool = True) -> dict[str, Any]:
+        if rank["rank"]:
+            return {"rank": 1, "at": "train.py:44 in load()", "last": {WORLD: 56}, "waits": []}
+        wait = (WORLD, 57, "all_reduce", time.monotonic() - began, 0.001)
+        return {"rank": 0, "at": "train.py:51", "last": {WORLD: 57}, "waits": [wait]}
+
+    monkeypatch.setattr(rank_state, "record", record)
+    link.begin()
+    assert [link.order(1) for _ in range(2)] == [Note("hang"), Note("slow")]
+    end = link.order(1)  # the rank that does not come is on node 1
+    assert isinstance(end, EndHang)
+    assert "rank 1 on node 1 has not come to all_reduce #57" in end.reason
+    assert [type(link.order(0)) for _ in range(3)] == [Note, Note, Note]

@@ -22,12 +22,12 @@ def test_ranks_that_run_are_looked_at(tmp_path, monkeypatch):
     monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0,1")
     watched = Usage(types.SimpleNamespace(folder=tmp_path), lambda: ranks, nodes=1)
-    found = watched.look()
+    found = watched.measure()
     assert [*found] == ["2", "3"]
     assert found["2"][0] is None
     assert found["2"][1] > 1 << 20
     assert (found["2"][2:], found["3"][2:]) == ([100, 81000 << 20], [93, 61234 << 20])
-    assert watched.look()["2"][0] >= 0.0
+    assert watched.measure()["2"][0] >= 0.0
     json.dumps(found)
 
 

@@ -163,8 +163,8 @@ def test_connections_that_say_nothing_are_closed(monkeypatch):
                     break
 
 
-def test_no_more_than_so_many_strangers_are_kept_and_a_node_still_comes_in(monkeypatch):
-    monkeypatch.setattr(limits, "STRANGERS", 3)
+def test_no_more_than_so_many_unidentified_are_kept_and_a_node_still_comes_in(monkeypatch):
+    monkeypatch.setattr(limits, "UNIDENTIFIED", 3)
     heard = []
     with (
         contextlib.closing(Listener(0, RUN, TOKEN, 2)) as listener,
@@ -177,7 +177,7 @@ def test_no_more_than_so_many_strangers_are_kept_and_a_node_still_comes_in(monke
         say(one, TOKEN, HELLO)
         while not heard:
             listener.receive(1.0, lambda line, message: heard.append((line.node, message)))
-            assert len(listener._strangers) <= 3
+            assert len(listener._unidentified) <= 3
         assert heard == [(1, HELLO)]
         assert len(listener.selector.get_map()) <= 1 + 3 + 1
 
