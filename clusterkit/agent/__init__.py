@@ -16,7 +16,7 @@ This module exports what the rest of clusterkit uses of it.
 """
 
 from clusterkit.agent.clock import Awake
-from clusterkit.agent.files import goes_on, write_json
+from clusterkit.agent.files import next_attempt, write_json
 from clusterkit.agent.processes import (
     descendants,
     identity,
@@ -46,6 +46,6 @@ from clusterkit.agent.protocol import (
 __all__ = [
     "AGAIN", "EVEN", "GOES_ON", "LATE", "LATE_EXIT", "LEFT", "NODE_FILE", "PEER_TOKEN",
     "RANK_ENDED", "RANK_HEADER", "SLOW", "STILL", "STOPPED", "STOPPED_BY_PEERS", "Awake",
-    "descendants", "goes_on", "identity", "is_alive", "processes_of", "send", "start_ticks",
+    "descendants", "identity", "is_alive", "next_attempt", "processes_of", "send", "start_ticks",
     "wait_gone", "write_json",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""JSON files of a node; how many files a process may have open."""
+"""Read and write JSON files; raise the limit of open files."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _USUAL_FILES = 256
 
 
 def write_json(path: Path, document: Document) -> None:
-    """Write it whole or not at all.
+    """Write a JSON file atomically.
 
     Raises:
-        OSError: there is no space, or no such folder; what was there before is there still.
+        OSError: there is no space, or no such folder; an older file is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -33,7 +33,7 @@ def write_json(path: Path, document: Document) -> None:
 
 
 def read_json(path: Path) -> Document | None:
-    """The object in a file; None if it is not there, or not whole."""
+    """Return the object in a file; None if the file is missing or incomplete."""
     try:
         document = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -41,8 +41,8 @@ def read_json(path: Path) -> Document | None:
     return document if isinstance(document, dict) else None
 
 
-def goes_on(exit_json: bytes | None) -> int | None:
-    """The attempt that the agent which wrote this ``exit.json`` has begun after that one."""
+def next_attempt(exit_json: bytes | None) -> int | None:
+    """Return the attempt that a node's agent began after this ``exit.json``; None: it ended."""
     with contextlib.suppress(ValueError, AttributeError):
         number = json.loads(exit_json or b"").get("next")
         return number if isinstance(number, int) else None
@@ -50,8 +50,8 @@ def goes_on(exit_json: bytes | None) -> int | None:
 
 
 def allow_open_files(number: int) -> None:
-    """Let this process have so many files open besides the usual ones, if it may. What it starts
-    from now on inherits that."""
+    """Raise this process's limit of open files by ``number`` beyond the usual ones, as far as it
+    may. Processes that it starts inherit the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _USUAL_FILES + number
     if soft != resource.RLIM_INFINITY and soft < wanted:

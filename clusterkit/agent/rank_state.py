@@ -58,12 +58,12 @@ def record(rank: Document, folder: Path, *, place: bool = True) -> Document:
         return {**found, "state": "stopped"}
     path = folder / WORKER_SOCKET.format(RANK=rank["rank"])
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        found.update(from_flight_recorder(json.loads(_ask(path, "fr_trace_json")), time.time()))
+        found.update(from_flight_recorder(json.loads(_query(path, "fr_trace_json")), time.time()))
     if not place:
         return found
     trace = b""
     with contextlib.suppress(OSError):
-        trace = _ask(path, "dump_traceback")
+        trace = _query(path, "dump_traceback")
     if b"File" not in trace:
         with contextlib.suppress(OSError):
             trace = _by_signal(int(rank["pid"]))
@@ -75,7 +75,7 @@ def arrivals(rank: Document, folder: Path, until: dict[str, int]) -> Document:
     found: Document = {"rank": rank["rank"]}
     path = folder / WORKER_SOCKET.format(RANK=rank["rank"])
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        found.update(arrival_times(json.loads(_ask(path, "fr_trace_json")), time.time(), until))
+        found.update(arrival_times(json.loads(_query(path, "fr_trace_json")), time.time(), until))
     return found
 
 
@@ -170,7 +170,7 @@ def from_traceback(trace: str, folder: str) -> Document:
     return {"at": f"{file[-80:]}:{line}{inside[:60]}", "busy": busy, "doing": doing}
 
 
-def _ask(path: Path, what: str) -> bytes:
+def _query(path: Path, handler: str) -> bytes:
     """Return the answer of a rank's worker server.
 
     Raises:
@@ -182,7 +182,7 @@ def _ask(path: Path, what: str) -> bytes:
             connection.settimeout(limits.ANSWER_SECONDS)
             # The path of a Unix socket has at most 107 bytes.
             connection.connect(f"/proc/self/fd/{folder}/{path.name}")
-            request = f"POST /handler/{what} HTTP/1.0\r\nHost: rank\r\nContent-Length: 0\r\n\r\n"
+            request = f"POST /handler/{handler} HTTP/1.0\r\nHost: rank\r\nContent-Length: 0\r\n\r\n"
             connection.sendall(request.encode())
             answer = bytearray()
             while data := connection.recv(1 << 18):
@@ -193,10 +193,9 @@ def _ask(path: Path, what: str) -> bytes:
 
 
 def _by_signal(pid: int) -> bytes:
-    """The tracebacks that faulthandler writes into the file that `rank` opens for them.
+    """Return the tracebacks that faulthandler writes into the file that `rank` opens for them.
 
-    Returns nothing for a process without that file: it became another program, and the signal would
-    end it.
+    Empty for a process without that file: it became another program, and the signal would end it.
 
     Raises:
         OSError: the process has ended.

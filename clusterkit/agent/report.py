@@ -1,4 +1,4 @@
-"""What a node's folder holds, for a reader on another machine (`clusterkit.output.mirror`)."""
+"""Send the files of a node's folder to another machine (`clusterkit.output.mirror` reads them)."""
 
 from __future__ import annotations
 
@@ -8,53 +8,53 @@ from pathlib import Path
 from typing import BinaryIO
 
 from clusterkit.agent import limits
-from clusterkit.agent.files import goes_on, read_json
+from clusterkit.agent.files import next_attempt, read_json
 from clusterkit.agent.processes import is_alive, start_ticks
 from clusterkit.agent.protocol import Document
 
 
 def report(folder: Path, out: BinaryIO, *, log: int, ranks: int, follow: bool) -> None:
-    """Write what a node's folder holds, once or from here on, as frames.
+    """Write the files of a node's folder as frames, once or until the node has ended.
 
-    A frame is one line of JSON, and as many bytes after it as its ``bytes`` says.
-    ``{"file": NAME, "bytes": N}`` brings a file's new bytes (``log``, ``ranks.jsonl``) or all of
-    it; ``{"begun": .., "alive": .., "ended": ..}`` closes every round and says how the node is.
+    A frame is one line of JSON, followed by as many bytes as its ``bytes``.
+    ``{"file": NAME, "bytes": N}`` has a file's new bytes (``log``, ``ranks.jsonl``) or all of it;
+    ``{"begun": .., "alive": .., "ended": ..}``, the node's state, follows the files.
 
     Args:
-        log, ranks: bytes of ``log`` and ``ranks.jsonl`` that the reader has already; -1: it
-            wants none.
-        follow: go on until the node has ended; a round at least every HEARTBEAT_SECONDS.
+        log, ranks: bytes of ``log`` and ``ranks.jsonl`` that the reader has already; -1: do not
+            send that file.
+        follow: continue until the node has ended; the state is sent every HEARTBEAT_SECONDS.
     """
     sent: dict[str, bytes] = {}
     offsets = {"log": log, "ranks.jsonl": ranks}
     last: Document = {}
     due = 0.0
 
-    def whole(name: str, data: bytes | None) -> None:
+    def send_whole(name: str, data: bytes | None) -> None:
         if data is not None and sent.get(name) != data:
             sent[name] = data
             _frame(out, {"file": name}, data)
 
-    def grown(name: str) -> bool:
+    def send_new(name: str) -> bool:
         found = False
         while offsets[name] >= 0 and (data := read_from(folder / name, offsets[name])):
             if "started.json" not in sent:
-                # It began after we looked: whoever has its lines knows its process.
-                whole("started.json", read_from(folder / "started.json"))
+                # It began after `node_state`; the reader must know its process before its lines.
+                send_whole("started.json", read_from(folder / "started.json"))
             offsets[name] += len(data)
             _frame(out, {"file": name}, data)
             found = True
         return found
 
     while True:
-        # In this order: when the node has ended, its log is whole.
+        # In this order: if the node has ended in ``state``, its log is complete.
         state, exit_json = node_state(folder)
-        whole("started.json", read_from(folder / "started.json"))
-        whole("usage.json", read_from(folder / "usage.json"))
-        news = [grown("log"), grown("ranks.jsonl")]
+        send_whole("started.json", read_from(folder / "started.json"))
+        send_whole("usage.json", read_from(folder / "usage.json"))
+        news = [send_new("log"), send_new("ranks.jsonl")]
         if not state["alive"]:
-            whole("agent.log", read_from(folder / "agent.log"))
-        whole("exit.json", exit_json)
+            send_whole("agent.log", read_from(folder / "agent.log"))
+        send_whole("exit.json", exit_json)
         if any(news) or state != last or time.monotonic() >= due:
             _frame(out, state)
             last, due = state, time.monotonic() + limits.HEARTBEAT_SECONDS
@@ -65,23 +65,26 @@ def report(folder: Path, out: BinaryIO, *, log: int, ranks: int, follow: bool) -
 
 
 def node_state(folder: Path) -> tuple[Document, bytes | None]:
-    """Whether a node has begun, lives, has ended; and its ``exit.json``, read before its log."""
+    """Return whether a node has begun, is alive, has ended; and its ``exit.json``.
+
+    ``exit.json`` is read here, before the log: when there is one, the log is complete.
+    """
     started = read_json(folder / "started.json")
     exit_json = read_from(folder / "exit.json")
     if started is not None:
-        alive = is_alive(started) and not goes_on(exit_json)
+        alive = is_alive(started) and not next_attempt(exit_json)
     else:
         # node.sh has recorded its process; the agent in it is about to start.
         text = (read_from(folder / "pid") or b"").strip()
         alive = text.isdigit() and start_ticks(int(text)) is not None
     begun = started is not None or exit_json is not None or (folder / "pid").exists()
     if not alive and begun and exit_json is None:
-        exit_json = read_from(folder / "exit.json")  # it ended while we looked
+        exit_json = read_from(folder / "exit.json")  # it ended meanwhile
     return {"begun": begun, "alive": alive, "ended": begun and not alive}, exit_json
 
 
 def read_from(path: Path, offset: int = 0) -> bytes | None:
-    """At most REPORT_BYTES of a file; None if it cannot be read."""
+    """Return at most REPORT_BYTES of a file from ``offset``; None if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(offset)

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from clusterkit.agent import STOPPED, STOPPED_BY_PEERS, archive, goes_on
+from clusterkit.agent import STOPPED, STOPPED_BY_PEERS, archive, next_attempt
 from clusterkit.agent.report import node_state, read_from
 from clusterkit.backends.base import Observation
 from clusterkit.plan import Plan
@@ -61,7 +61,7 @@ class NodeFiles(Struct, frozen=True, kw_only=True):
 
 def judge_node(node: int, host: str, files: NodeFiles) -> NodeStatus:
     """Return a node's status from its agent's files."""
-    if files.alive and goes_on(files.exit) is None:
+    if files.alive and next_attempt(files.exit) is None:
         return judge_running(node, host, files.started)
     if files.exit is not None:
         return judge_exit(node, host, files.exit)
@@ -173,7 +173,7 @@ def observed(nodes: Sequence[NodeStatus], exit_json: Mapping[int, bytes]) -> Obs
         oom_kills=max((number for number in kills if isinstance(number, int)), default=0),
         causes=tuple(cause for node, ended in documents.items() for cause in _causes(node, ended)),
         final=any(document.get("final") is True for document in documents.values()),
-        next_attempt=next(filter(None, map(goes_on, exit_json.values())), None),
+        next_attempt=next(filter(None, map(next_attempt, exit_json.values())), None),
         restarts_left=min((left for left in lefts if isinstance(left, int)), default=None),
     )
 

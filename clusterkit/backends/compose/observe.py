@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
-from clusterkit.agent import STOPPED, goes_on
+from clusterkit.agent import STOPPED, next_attempt
 from clusterkit.backends.base import Observation
 from clusterkit.backends.compose.compose_file import LABEL
 from clusterkit.backends.compose.containers import Container, docker_of, inspect, saved_containers
@@ -78,7 +78,7 @@ def judge(
         )  # fmt: skip
 
     if files.exit is not None:
-        continues = goes_on(files.exit) is not None  # with the next attempt, in this container
+        continues = next_attempt(files.exit) is not None  # with the next attempt, in this container
         if live is not None and live.state == "running" and saved is None and not continues:
             return status(State.RUNNING)  # its agent has ended, its container is about to
         return _judge_exit(node, files.exit, saved or live)

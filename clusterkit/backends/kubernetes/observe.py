@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from clusterkit.agent import goes_on
+from clusterkit.agent import next_attempt
 from clusterkit.agent.report import read_from
 from clusterkit.backends.base import Observation
 from clusterkit.backends.kubernetes.api_server import RunObjects
@@ -137,7 +137,7 @@ def _with_lost(pod: Pod, removed: Removed, lost_after: float) -> Pod:
 def _next_attempt(handle: RunHandle, node: int) -> bytes | None:
     """Return a node's ``exit.json`` of the attempt if its agent has begun another one since."""
     ended = _agent_file(handle, node, "exit.json")
-    return ended if goes_on(ended) is not None else None
+    return ended if next_attempt(ended) is not None else None
 
 
 def _agent_file(handle: RunHandle, node: int, name: str) -> bytes | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import quote
 
-from clusterkit.agent import NODE_FILE, goes_on
+from clusterkit.agent import NODE_FILE, next_attempt
 from clusterkit.backends.kubernetes.api_server import PARALLEL_REQUESTS, RawStream, RunObjects
 from clusterkit.backends.kubernetes.pod_status import Pod, read_pod
 from clusterkit.errors import ClusterkitError
@@ -121,7 +121,7 @@ class LogWriter:
     def _write_file(self, name: str, document: bytes) -> None:
         folder = self._folder.node_dir(self._attempt, self._node)
         if name == "exit":
-            number = goes_on(document) or 0
+            number = next_attempt(document) or 0
             if number <= self._attempt:
                 return  # it was received before, maybe from another pod
             self._attempt = number
