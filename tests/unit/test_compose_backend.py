@@ -88,12 +88,12 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "1.5g", "8 g", "-1", "8t", "much"])
-def test_what_is_no_size(text: str) -> None:
+def test_text_that_is_not_a_size(text: str) -> None:
     with pytest.raises(BadInput, match="memory: "):
         size_bytes("memory", text)
 
 
-def test_a_spare_is_a_container_more_with_gpus_of_its_own(planned: Callable[..., Any]) -> None:
+def test_a_spare_is_another_container_with_gpus_of_its_own(planned: Callable[..., Any]) -> None:
     plan, file = planned(gpus=6, nodes=2, spares=1)
     assert list(file["services"]) == ["node-0", "node-1", "node-2"]
     (devices,) = file["services"]["node-2"]["deploy"]["resources"]["reservations"]["devices"]
@@ -157,7 +157,7 @@ def binds(file: dict[str, Any]) -> dict[str, tuple[str, bool]]:
     }
 
 
-def test_what_the_containers_see(planned: Callable[..., Any]) -> None:
+def test_mounts_of_the_containers(planned: Callable[..., Any]) -> None:
     plan, file = planned(
         {"volumes": ("./sets:/data:ro", "cache:/cache", "/srv/out:/out")},
         program="/home/u/other/train.py",
@@ -175,7 +175,7 @@ def test_what_the_containers_see(planned: Callable[..., Any]) -> None:
         "/old/step-1": ("/old/step-1", True),
     }
     assert file["volumes"] == {"cache": {"external": True}}
-    # Made beforehand, for the engine would make it root's.
+    # Made before: the engine would create it as root's.
     assert plan.steps[0].argv == ("mkdir", "-p", "--", "/ckpt/a")
     # A folder inside another one is mounted after it.
     depths = [mount["target"].count("/") for mount in file["services"]["node-0"]["volumes"]]
@@ -234,7 +234,7 @@ def test_a_secret_is_a_name_and_nothing_else(planned: Callable[..., Any], monkey
     ],
     ids=str,
 )
-def test_an_entry_that_cannot_be(fields: dict[str, Any], message: str) -> None:
+def test_invalid_entries(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=re.escape(message)) as error:
         BACKEND.resolved(ComposeCluster(**fields), Path("/x"), None, None)
     assert error.value.hint
@@ -255,7 +255,7 @@ INFO: dict[str, Any] = {
     "ClientInfo": {"Plugins": [{"Name": "buildx", "Version": "v0.13.1"},
                                {"Name": "compose", "Version": "2.26.1-4"}]},
 }  # fmt: skip
-TOLD = {
+REPORT = {
     "workdir": "/x", "writable": True, "python": "/opt/venv/bin/python3",
     "python_version": [3, 11, 2], "hostname": "x", "cpus": 2, "memory_mib": 1,
     "interfaces": [], "reached_at": "", "versions": {"torch": "2.13.0+cpu"},
@@ -265,25 +265,25 @@ IMAGE = {"Id": "sha256:c1a4", "Config": {"WorkingDir": "/opt/clusterkit"}}
 
 
 class Docker(LocalTransport):
-    """A docker client whose answers were recorded; counts what it was asked."""
+    """A docker client whose answers were recorded; records its commands."""
 
     def __init__(self, **answers: Any) -> None:
         self.answers: dict[str, tuple[int, str, str]] = {
             "context": (0, "unix:///var/run/docker.sock\n", ""),
             "info": (0, json.dumps(INFO), ""),
             "image": (0, json.dumps([IMAGE]), ""),
-            "run": (0, json.dumps(TOLD), ""),
+            "run": (0, json.dumps(REPORT), ""),
             "network": (0, "", ""),
             "volume": (0, "[]", ""),
             **answers,
         }
-        self.asked: list[tuple[str, ...]] = []
+        self.commands: list[tuple[str, ...]] = []
 
     def run(self, host: str, argv: Any, **options: Any) -> Completed:
         if argv[0] != "docker":
             return super().run(host, argv, **options)
         words = argv[3:] if argv[1] == "--host" else argv[1:]
-        self.asked.append(tuple(argv))
+        self.commands.append(tuple(argv))
         return Completed(tuple(argv), *self.answers[words[0]])
 
 
@@ -307,20 +307,20 @@ def test_facts_of_an_engine_and_an_image(tools: Path, clusterkit_home: Path) -> 
     assert (facts.port, facts.interface, facts.home) == (29500, "eth0", str(clusterkit_home))
     assert facts.hosts[0].python == "/opt/venv/bin/python3"
     assert facts.hosts[0].cpus == 2
-    # What an image holds is asked once.
-    asked = [words for words in docker.asked if "run" in words]
+    # An image is probed once.
+    asked = [words for words in docker.commands if "run" in words]
     assert len(asked) == 1
     assert BACKEND.probe(ComposeCluster(), docker, job()) == facts
-    assert [words for words in docker.asked if "run" in words] == asked
-    # Another limit may be refused: that is asked anew.
+    assert [words for words in docker.commands if "run" in words] == asked
+    # Another limit may be refused: it is probed again.
     BACKEND.probe(ComposeCluster(ulimits={"core": 0}), docker, job())
-    assert len([words for words in docker.asked if "run" in words]) == 2
+    assert len([words for words in docker.commands if "run" in words]) == 2
 
 
 def test_the_job_s_own_python_is_asked_in_the_image(tools: Path) -> None:
     docker = Docker()
     facts = BACKEND.probe(ComposeCluster(), docker, job(python="/p/python3.12"))
-    (asked,) = [words for words in docker.asked if "run" in words]
+    (asked,) = [words for words in docker.commands if "run" in words]
     assert asked[asked.index("--entrypoint") + 1] == "/p/python3.12"
     host = facts.hosts[0]
     assert (host.python, host.python_origin) == ("/p/python3.12", "job: python")
@@ -336,12 +336,12 @@ def test_a_rootless_engine_calls_the_submitter_root(tools: Path) -> None:
     assert facts.engine.user == "0:0"
 
 
-def test_an_engine_that_renames_users_is_told_not_to(tools: Path, planned: Any) -> None:
+def test_an_engine_that_remaps_users_is_asked_for_the_host_s(tools: Path, planned: Any) -> None:
     docker = Docker(info=(0, json.dumps(INFO | {"SecurityOptions": ["name=userns"]}), ""))
     facts = BACKEND.probe(ComposeCluster(), docker, job())
     assert facts.engine is not None
     assert facts.engine.remapped
-    assert ("--userns", "host") in zip(docker.asked[-1], docker.asked[-1][1:], strict=False)
+    assert ("--userns", "host") in zip(docker.commands[-1], docker.commands[-1][1:], strict=False)
     text = BACKEND.plan(job(command=("true",), program=None), ComposeCluster(),
                         facts, "demo-1").to_text()  # fmt: skip
     assert "userns_mode: host" in text
@@ -399,9 +399,9 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, Any], type[ClusterkitError], str]
                            "[[gpu]].\n")}, Unavailable, "cannot give GPUs to containers"),
     ({}, {"run": (1, "Traceback", "ugly\nlast words\n")}, Unavailable,
      "no container of clusterkit:cpu could be run: last words"),
-    ({}, {"run": (0, json.dumps(TOLD | {"python_version": [3, 9, 2]}), "")}, Unavailable,
+    ({}, {"run": (0, json.dumps(REPORT | {"python_version": [3, 9, 2]}), "")}, Unavailable,
      "is Python 3.9.2"),
-    ({}, {"run": (0, json.dumps(TOLD | {"writable": False}), "")}, Unavailable,
+    ({}, {"run": (0, json.dumps(REPORT | {"writable": False}), "")}, Unavailable,
      "containers cannot write into"),
     ({"volumes": ("cache:/c",)}, {"volume": (1, "[]", "Error: No such volume: cache")}, BadInput,
      "volumes: docker has no volume cache"),
@@ -437,7 +437,7 @@ def test_each_refusal_is_one_sentence_with_a_remedy(
     ],
     ids=["none is named", "one is named"],
 )
-def test_who_has_no_image_and_no_checkout_is_told_how_to_make_one(
+def test_the_hint_for_a_missing_image_shows_how_to_get_one(
     entry: dict[str, Any], remedy: str, tools: Path
 ) -> None:
     docker = Docker(image=(1, "[]\n", "Error: No such image"))
@@ -460,7 +460,7 @@ def test_gpus_without_nvidia_s_runtime(tools: Path) -> None:
     (tools / "nvidia-smi").chmod(0o755)
     with pytest.raises(Unavailable, match="1 GPU, but the docker engine lacks NVIDIA's runtime"):
         BACKEND.probe(ComposeCluster(), Docker(), job())
-    # A job for the CPU does not mind.
+    # A job for the CPU needs no runtime.
     assert BACKEND.probe(ComposeCluster(), Docker(), job(device="cpu")).hosts[0].gpus == ()
     info = INFO | {"Runtimes": {"nvidia": {}, "runc": {}}}
     docker = Docker(info=(0, json.dumps(info), ""))
@@ -468,7 +468,7 @@ def test_gpus_without_nvidia_s_runtime(tools: Path) -> None:
     assert facts.hosts[0].gpus == (Gpu("0", "NVIDIA H100", 81559),)
     assert facts.engine is not None
     assert facts.engine.image == "clusterkit:gpu"
-    assert "--gpus" in docker.asked[-1]
+    assert "--gpus" in docker.commands[-1]
 
 
 def test_routes_of_this_machine() -> None:
@@ -484,7 +484,7 @@ def test_routes_of_this_machine() -> None:
 # ---------------------------------------------------------------- states
 
 
-def said(code: int, reason: str | None = None) -> bytes:
+def exited(code: int, reason: str | None = None) -> bytes:
     return json.dumps({"exit_code": code, "at": 1.0, "reason": reason}).encode()
 
 
@@ -495,22 +495,22 @@ STOPPED = "stopped on request"
 @pytest.mark.parametrize(
     ("begun", "exit_json", "live", "saved", "state", "reason"),
     [
-        # As it goes.
+        # Without faults.
         (False, None, GONE, GONE, "PENDING", None),
         (False, None, Container(state="created"), GONE, "PENDING", None),
         (False, None, UP, GONE, "PENDING", None),
         (True, None, UP, GONE, "RUNNING", None),
-        (True, said(0), UP, GONE, "RUNNING", None),
-        (True, said(0), Container(state="exited"), GONE, "SUCCEEDED", None),
-        (True, said(0), GONE, Container(state="exited"), "SUCCEEDED", None),
-        (True, said(0), GONE, GONE, "SUCCEEDED", None),
-        (True, said(7), Container(state="exited", exit_code=7), GONE, "FAILED", None),
+        (True, exited(0), UP, GONE, "RUNNING", None),
+        (True, exited(0), Container(state="exited"), GONE, "SUCCEEDED", None),
+        (True, exited(0), GONE, Container(state="exited"), "SUCCEEDED", None),
+        (True, exited(0), GONE, GONE, "SUCCEEDED", None),
+        (True, exited(7), Container(state="exited", exit_code=7), GONE, "FAILED", None),
         (True, b"{", Container(state="exited"), GONE, "UNKNOWN", "damaged"),
         # Ended by clusterkit itself.
-        (True, said(143, STOPPED), GONE, UP, "CANCELLED", STOPPED),
+        (True, exited(143, STOPPED), GONE, UP, "CANCELLED", STOPPED),
         (True, None, GONE, UP, "CANCELLED", "did not stop"),
         (True, None, Container(state="exited", exit_code=137), UP, "CANCELLED", "did not stop"),
-        # Ended, or kept from working, by others.
+        # Ended or interrupted from outside.
         (True, None, Container(state="exited", exit_code=137), GONE, "FAILED", "killed from out"),
         (True, None, GONE, Container(state="exited", exit_code=137), "FAILED", "killed from out"),
         (True, None, Container(state="exited", exit_code=137, oom=True, memory=512 << 20), GONE,
@@ -523,18 +523,18 @@ STOPPED = "stopped on request"
         (False, None, Container(state="exited", exit_code=127, error="not found"), GONE, "FAILED",
          "could not be started: not found"),
         (True, None, GONE, GONE, "FAILED", "removed from outside"),
-        (True, said(143, STOPPED), Container(state="exited", exit_code=143), GONE, "FAILED",
+        (True, exited(143, STOPPED), Container(state="exited", exit_code=143), GONE, "FAILED",
          "stopped from outside (docker stop)"),
         (True, None, Container(state="paused"), GONE, "RUNNING", "paused"),
         (True, None, Container(state="running", connected=False), GONE, "RUNNING", "cut off"),
-        (True, said(143, STOPPED), GONE, Container(state="paused"), "FAILED", "paused"),
+        (True, exited(143, STOPPED), GONE, Container(state="paused"), "FAILED", "paused"),
         (True, None, GONE, Container(state="paused"), "FAILED", "paused"),
-        (True, said(143, "stopped: node 0 does not answer for 4 s"), GONE,
+        (True, exited(143, "stopped: node 0 does not answer for 4 s"), GONE,
          Container(state="exited", connected=False), "FAILED", "cut off"),
-        # It was stopped by the others, for a reason of theirs.
-        (True, said(143, "stopped: node 1 failed"), Container(state="exited", exit_code=143), GONE,
-         "CANCELLED", "node 1 failed"),
-        # Words of an engine to come.
+        # Stopped by the other nodes.
+        (True, exited(143, "stopped: node 1 failed"), Container(state="exited", exit_code=143),
+         GONE, "CANCELLED", "node 1 failed"),
+        # States that only a newer engine has.
         (True, None, Container(state="hibernating"), GONE, "UNKNOWN", "'hibernating'"),
         (True, None, Container(state=""), GONE, "UNKNOWN", "''"),
     ],
@@ -549,19 +549,19 @@ def test_states_of_a_node(
     assert (found.reason is None) if reason is None else reason in (found.reason or "")
 
 
-def test_every_word_of_the_table_means_a_state() -> None:
+def test_every_container_state_in_the_table() -> None:
     for word, state in STATES.items():
         found = judge(0, NodeFiles(begun=True), live=Container(state=word), saved=None)
         assert found.state is state
 
 
-def test_an_engine_that_does_not_answer_leaves_what_is_not_known() -> None:
+def test_without_an_engine_only_an_exit_file_gives_a_state() -> None:
     engine = {"live": None, "saved": None, "unreachable": "it does not answer"}
     assert judge(0, NodeFiles(begun=True), **engine).state is State.UNKNOWN
-    assert judge(0, NodeFiles(begun=True, exit=said(0)), **engine).state is State.SUCCEEDED
+    assert judge(0, NodeFiles(begun=True, exit=exited(0)), **engine).state is State.SUCCEEDED
 
 
-def test_what_lasts_too_long_has_failed() -> None:
+def test_a_node_that_is_interrupted_for_too_long_has_failed() -> None:
     for live in (Container(state="paused"), Container(state="running", connected=False)):
         found = judge(0, NodeFiles(begun=True), live=live, saved=None, lost=True)
         assert found.state is State.FAILED
@@ -570,16 +570,16 @@ def test_what_lasts_too_long_has_failed() -> None:
 # ---------------------------------------------------------------- the engine's answers
 
 
-class Speaking(LocalTransport):
+class FakeEngine(LocalTransport):
     """An engine whose inspect answers are set by the test, and whose events never come."""
 
     def __init__(self) -> None:
         self.answer: Completed | Exception = Completed((), 0, "", "")
-        self.looks = 0
+        self.queries = 0
 
     def run(self, host: str, argv: Any, **options: Any) -> Completed:
         assert "inspect" in argv
-        self.looks += 1
+        self.queries += 1
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
@@ -601,7 +601,7 @@ class Speaking(LocalTransport):
 
 @pytest.fixture
 def handle(planned: Callable[..., Any], tmp_path: Path) -> RunHandle:
-    """A run of two nodes that has begun."""
+    """A run of two nodes whose agents have begun."""
     plan, _ = planned({"lost_after": 0.2}, nodes=2)
     plan = msgspec.structs.replace(plan, run_dir=str(tmp_path / "run"))
     for node in (0, 1):
@@ -612,8 +612,8 @@ def handle(planned: Callable[..., Any], tmp_path: Path) -> RunHandle:
     return RunHandle(RunFolder(Path(plan.run_dir)), plan)
 
 
-def test_containers_of_a_later_attempt_are_not_ours(handle: RunHandle) -> None:
-    engine = Speaking()
+def test_containers_of_a_later_attempt_are_ignored(handle: RunHandle) -> None:
+    engine = FakeEngine()
     engine.containers(replace(handle, attempt=2), node0={}, node1={})
     assert inspect(handle, engine) == {}
     for attempt in (2, 3):  # which their agents may have begun
@@ -624,14 +624,14 @@ def test_containers_of_a_later_attempt_are_not_ours(handle: RunHandle) -> None:
     "text",
     ["", "not json", "[]", "null", "{}", '{"state": "running", "node": ""}', '{"state": 3}'],
 )
-def test_an_answer_that_cannot_be_read_tells_of_no_container(handle: RunHandle, text: str) -> None:
-    engine = Speaking()
+def test_a_malformed_answer_contains_no_container(handle: RunHandle, text: str) -> None:
+    engine = FakeEngine()
     engine.answer = Completed((), 0, text, "")
     assert inspect(handle, engine) == {}
 
 
 def test_containers_that_are_gone_are_no_error_and_a_dead_engine_is(handle: RunHandle) -> None:
-    engine = Speaking()
+    engine = FakeEngine()
     for words in ("Error: No such object: x", "Error response from daemon: No such container: x"):
         engine.answer = Completed((), 1, "", words)
         assert inspect(handle, engine) == {}
@@ -640,69 +640,67 @@ def test_containers_that_are_gone_are_no_error_and_a_dead_engine_is(handle: RunH
         inspect(handle, engine)
 
 
-def until(watcher: ContainerMonitor, state: State) -> Any:
+def until(monitor: ContainerMonitor, state: State) -> Any:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        seen = watcher.status()
+        seen = monitor.status()
         if seen.state is state:
             return seen
     pytest.fail(f"never {state}: {seen}")
 
 
-def test_a_watcher_does_not_ask_the_engine_each_time(handle: RunHandle) -> None:
-    engine = Speaking()
+def test_the_monitor_does_not_query_the_engine_each_time(handle: RunHandle) -> None:
+    engine = FakeEngine()
     engine.containers(handle, node0={}, node1={})
-    watcher = ContainerMonitor(handle, engine)
+    monitor = ContainerMonitor(handle, engine)
     for _ in range(50):
-        assert watcher.status().state is State.RUNNING
-    assert engine.looks <= 3
-    watcher.close()
+        assert monitor.status().state is State.RUNNING
+    assert engine.queries <= 3
+    monitor.close()
 
 
-def test_a_watcher_bears_with_a_silent_engine_for_a_while(
+def test_the_monitor_tolerates_an_unreachable_engine_for_a_while(
     handle: RunHandle, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(observe, "INSPECT_INTERVAL", 0.0)
     monkeypatch.setattr(observe, "RETRY_SECONDS", 0.0)
-    engine = Speaking()
+    engine = FakeEngine()
     engine.containers(handle, node0={}, node1={})
-    watcher = ContainerMonitor(handle, engine)
-    assert watcher.status().state is State.RUNNING
+    monitor = ContainerMonitor(handle, engine)
+    assert monitor.status().state is State.RUNNING
     engine.answer = SubmitFailed("docker on localhost did not end within 10 s")
-    assert watcher.status().state is State.RUNNING
-    seen = until(watcher, State.UNKNOWN)
+    assert monitor.status().state is State.RUNNING
+    seen = until(monitor, State.UNKNOWN)
     assert "did not end within 10 s" in seen.nodes[0].reason
     engine.containers(handle, node0={}, node1={})
-    assert until(watcher, State.RUNNING)
+    assert until(monitor, State.RUNNING)
 
 
-def test_a_watcher_gives_a_paused_node_up_after_a_while(
-    handle: RunHandle, monkeypatch: Any
-) -> None:
+def test_a_node_that_stays_paused_has_failed(handle: RunHandle, monkeypatch: Any) -> None:
     monkeypatch.setattr(observe, "INSPECT_INTERVAL", 0.0)
-    engine = Speaking()
+    engine = FakeEngine()
     engine.containers(handle, node0={}, node1={"state": "paused"})
-    watcher = ContainerMonitor(handle, engine)
-    first = watcher.status()
+    monitor = ContainerMonitor(handle, engine)
+    first = monitor.status()
     assert (first.state, first.nodes[1].reason) == (
         State.RUNNING, "its container was paused (docker pause)",
     )  # fmt: skip
     deadline = time.monotonic() + 30
-    while (seen := watcher.status()).nodes[1].state is State.RUNNING:
+    while (seen := monitor.status()).nodes[1].state is State.RUNNING:
         assert time.monotonic() < deadline
     assert seen.nodes[1].state is State.FAILED
     assert [cause.node for cause in seen.causes] == [1]
 
 
-def test_nothing_is_known_of_a_run_whose_folder_is_gone(handle: RunHandle) -> None:
-    engine = Speaking()
+def test_a_run_without_a_folder_has_no_status(handle: RunHandle) -> None:
+    engine = FakeEngine()
     Path(handle.plan.run_dir, "run.json").unlink()
     assert BACKEND.status(handle, engine) is None
     assert ContainerMonitor(handle, engine).status() is None
-    assert engine.looks == 0
+    assert engine.queries == 0
 
 
-# ---------------------------------------------------------------- blame
+# ---------------------------------------------------------------- diagnosis
 
 
 CAUSE = NodeCause(node=1, words="killed by the kernel: over the limit", hint="more memory")
@@ -739,7 +737,7 @@ def test_a_failure_of_the_program_s_own_goes_before_what_was_done_to_containers(
     lines = [line(0, "Traceback (most recent call last):", 0), line(0, "ValueError: boom", 0)]
     failure = diagnose(nodes("FAILED", "FAILED"), lines, causes=[CAUSE])
     assert (failure.node, failure.cause) == (0, "ValueError: boom")
-    # And a rank that somebody killed on a node of which nothing is known stays that.
+    # A rank killed on a node without a known cause keeps its signal as the cause.
     failure = diagnose(
         nodes("FAILED", "FAILED"), [], rank_exits=[RankExit(0, 0, -9, 1.0)], causes=[CAUSE]
     )

@@ -76,8 +76,8 @@ doctor
 backends.base
 backends backends.node_status backends.ports backends.placing backends.probing
 backends.local backends.ssh backends.compose backends.kubernetes backends.slurm
-backends.ssh.config backends.ssh.variables backends.compose.compose_file
-backends.compose.engine backends.slurm.queue backends.slurm.tail
+backends.ssh.config backends.ssh.variables backends.compose.engine
+backends.compose.compose_file backends.slurm.queue backends.slurm.tail
 backends.kubernetes.objects backends.kubernetes.lost_pods
 backends.kubernetes.nodes backends.slurm.login
 backends.ssh.inventory backends.ssh.known_hosts

@@ -1,4 +1,4 @@
-"""The compose file of a run, with one service per node, and the mounts of its containers. Pure."""
+"""The compose file of a run, with one service for each node. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterkit.assemble import Assembly, Placement
+from clusterkit.backends.compose.engine import HOST
 from clusterkit.cluster import ComposeCluster, Engine, Gpu
 from clusterkit.errors import BadInput
-from clusterkit.plan import PlanFile
+from clusterkit.plan import PlanFile, Step
 from clusterkit.rendezvous import mpirun_interface
 from clusterkit.shell import quote
-from clusterkit.spec import JobSpec
 from clusterkit.yaml_text import Shared, documents, merged
 
 LABEL = "clusterkit.run_dir"
@@ -37,19 +37,43 @@ def container_name(run_id: str, node: int) -> str:
     return f"{project_name(run_id)}-node-{node}"
 
 
-@dataclass(frozen=True)
-class Containers:
-    """The engine that runs the containers, and the parts of this machine that they get."""
+@dataclass(frozen=True, kw_only=True)
+class ComposePlacement(Placement):
+    """A placement whose nodes are started by one ``docker compose up``."""
 
+    cluster: ComposeCluster
     engine: Engine
     gpus: tuple[Gpu, ...]
     """The machine's GPUs, which the nodes divide."""
     mounts: list[dict[str, Any]]
+    """Mounts of each container, as the compose file has them."""
+    checkpoint_folder: str | None
+    """Folder to be made on this machine before the start; None: none."""
+
+    def files(self, assembly: Assembly) -> tuple[PlanFile, ...]:
+        file = PlanFile(self.places.file("compose.yaml"), _render(self, assembly))
+        mpi = _mpi_files(self.places.run_dir) if self.starter == "mpirun" else ()
+        return (*assembly.files, file, *mpi)
+
+    def steps(self, assembly: Assembly) -> tuple[Step, ...]:
+        up = Step(
+            kind="run",
+            host=HOST,
+            argv=(
+                "docker", "--host", self.engine.socket, "compose", "--progress", "quiet",
+                "--project-name", project_name(self.endpoint.run_id),
+                "--file", self.places.file("compose.yaml"),
+                "up", "--detach", "--no-build", "--force-recreate",
+            ),
+            secrets=assembly.secrets,
+        )  # fmt: skip
+        if self.checkpoint_folder is None:
+            return (up,)
+        argv = ("mkdir", "-p", "--", self.checkpoint_folder)
+        return (Step(kind="run", host=HOST, argv=argv), up)
 
 
-def render(
-    placement: Placement, cluster: ComposeCluster, containers: Containers, assembly: Assembly
-) -> str:
+def _render(placement: ComposePlacement, assembly: Assembly) -> str:
     """Return the text of the compose file; what all nodes share is written once."""
     run_id, run_dir = placement.endpoint.run_id, placement.places.run_dir
     # Variables without a value: from the environment of `docker compose up`, taken literally.
@@ -71,7 +95,7 @@ def render(
             ATTEMPT: _Interpolated("${CLUSTERKIT_ATTEMPT:-1}"),
         },
     )
-    node = _shared("node", _service(cluster, containers, assembly))
+    node = _shared("node", _service(placement, assembly))
     services = {}
     for number in range(len(placement.hosts)):
         own: dict[str, Any] = {
@@ -85,11 +109,11 @@ def render(
         own["labels"] = merged(labels, {"clusterkit.node": str(number)})
         if placement.device == "cuda":
             nproc = placement.topology.nproc_per_node
-            own["deploy"] = _gpu_reservation(containers.gpus[number * nproc : (number + 1) * nproc])
+            own["deploy"] = _gpu_reservation(placement.gpus[number * nproc : (number + 1) * nproc])
         services[f"node-{number}"] = merged(node, own)
     network: dict[str, Any] = {"labels": merged(labels, {})}
-    if cluster.subnet != "auto":
-        network["ipam"] = {"config": [{"subnet": cluster.subnet}]}
+    if placement.cluster.subnet != "auto":
+        network["ipam"] = {"config": [{"subnet": placement.cluster.subnet}]}
     document: dict[str, Any] = {
         "name": project_name(run_id),
         "x-environment": environment,
@@ -98,7 +122,7 @@ def render(
         "services": services,
         "networks": {"default": network},
     }
-    volumes = {m["source"]: {"external": True} for m in containers.mounts if m["type"] == "volume"}
+    volumes = {m["source"]: {"external": True} for m in placement.mounts if m["type"] == "volume"}
     if volumes:
         document["volumes"] = volumes
     head = (
@@ -109,9 +133,9 @@ def render(
     return documents([_escaped(document)], head)
 
 
-def _service(cluster: ComposeCluster, containers: Containers, assembly: Assembly) -> dict[str, Any]:
+def _service(placement: ComposePlacement, assembly: Assembly) -> dict[str, Any]:
     """Return the keys that the services of all nodes share."""
-    engine = containers.engine
+    cluster, engine = placement.cluster, placement.engine
     uid, _, gid = engine.user.partition(":")
     service: dict[str, Any] = {
         "image": engine.image,
@@ -133,7 +157,7 @@ def _service(cluster: ComposeCluster, containers: Containers, assembly: Assembly
     if cluster.ulimits:
         service["ulimits"] = dict(cluster.ulimits)
     service["tmpfs"] = [f"{CONTAINER_DIR}/home:exec,mode=0700,uid={uid},gid={gid}"]
-    service["volumes"] = containers.mounts
+    service["volumes"] = placement.mounts
     return service
 
 
@@ -180,9 +204,6 @@ def _escaped(value: Any) -> Any:
     return value
 
 
-# ---------------------------------------------------------------- mounts
-
-
 def parse_volume(text: str) -> tuple[str, str, bool]:
     """Return the source and target of a volume, and whether it is read-only.
 
@@ -200,68 +221,6 @@ def parse_volume(text: str) -> tuple[str, str, bool]:
     return source, posixpath.normpath(target), mode == "ro"
 
 
-def is_below(path: str, folder: str) -> bool:
-    return posixpath.normpath(path).startswith(posixpath.normpath(folder).rstrip("/") + "/")
-
-
-def mounts_of(
-    job: JobSpec, cluster: ComposeCluster, engine: Engine, run_dir: str
-) -> list[dict[str, Any]]:
-    """Return the mounts of each container; a folder inside another one comes after it."""
-    mounts = [_bind(run_dir, run_dir)]
-    targets = [run_dir]
-
-    def add(path: str, *, readonly: bool) -> None:
-        if path not in targets and not any(is_below(path, folder) for folder in targets):
-            targets.append(path)
-            mounts.append(_bind(path, path, readonly=readonly))
-
-    for text in cluster.volumes:
-        source, target, readonly = parse_volume(text)
-        targets.append(target)
-        if source.startswith("/"):
-            mounts.append(_bind(source, target, readonly=readonly))
-        else:
-            mounts.append({
-                "type": "volume", "source": source, "target": target,
-                **({"read_only": True} if readonly else {}),
-            })  # fmt: skip
-    for folder in checkpoint_folders(job, run_dir):
-        add(folder, readonly=False)
-    if job.checkpoint is not None and job.checkpoint.resume.startswith("/"):
-        add(job.checkpoint.resume, readonly=True)
-    if cluster.code == "mounted":
-        if job.workdir:
-            mounts.append(_bind(job.workdir, job.workdir, readonly=True))
-            targets.append(job.workdir)
-        if job.program and posixpath.isabs(job.program):
-            add(posixpath.dirname(job.program), readonly=True)
-        mounts.append(_bind(engine.package, f"{CONTAINER_DIR}/python/clusterkit", readonly=True))
-    if job.started_by == "mpirun":
-        # Open MPI splits the agent's name at spaces and colons, which a home may have.
-        agent = f"{run_dir}/files/mpi-agent.sh"
-        mounts.append(_bind(agent, f"{CONTAINER_DIR}/mpi-agent", readonly=True))
-    unique = {mount["target"]: mount for mount in mounts}
-    return sorted(unique.values(), key=lambda mount: (mount["target"].count("/"), mount["target"]))
-
-
-def _bind(source: str, target: str, *, readonly: bool = False) -> dict[str, Any]:
-    return {
-        "type": "bind", "source": source, "target": target,
-        **({"read_only": True} if readonly else {}),
-        # The engine would create a missing folder as root's.
-        "bind": {"create_host_path": False},
-    }  # fmt: skip
-
-
-def checkpoint_folders(job: JobSpec, run_dir: str) -> list[str]:
-    """Return the folder for checkpoints, unless it is in the run's folder or remote storage."""
-    if job.checkpoint is None or "://" in job.checkpoint.dir:
-        return []
-    folder = posixpath.normpath(posixpath.join(run_dir, job.checkpoint.dir))
-    return [] if is_below(folder, run_dir) else [folder]
-
-
 # ---------------------------------------------------------------- mpirun
 
 
@@ -275,7 +234,7 @@ def mpi_env(interface: str) -> dict[str, str]:
     }
 
 
-def mpi_files(run_dir: str) -> list[PlanFile]:
+def _mpi_files(run_dir: str) -> list[PlanFile]:
     """Return the scripts by which mpirun starts its daemons in the other containers: not over SSH,
     but through files in the run's folder, which all containers mount."""
     files = posixpath.join(run_dir, "files")

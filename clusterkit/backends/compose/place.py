@@ -5,31 +5,26 @@ from __future__ import annotations
 import math
 import posixpath
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
 from ipaddress import IPv4Network
+from typing import Any
 
 import msgspec
 
-from clusterkit.assemble import Assembly, Coordinator, Placement, Places, require_packages
+from clusterkit.assemble import Coordinator, Places, require_packages
 from clusterkit.backends.base import OWN_IMAGE
 from clusterkit.backends.compose.compose_file import (
     CONTAINER_DIR,
-    Containers,
-    checkpoint_folders,
-    is_below,
-    mounts_of,
+    ComposePlacement,
     mpi_env,
-    mpi_files,
     parse_volume,
-    project_name,
-    render,
 )
 from clusterkit.backends.compose.engine import HOST
 from clusterkit.backends.placing import device_of, interface_env, split_gpus, threads_of
 from clusterkit.backends.ports import default_ports
 from clusterkit.cluster import ComposeCluster, Engine, Facts
 from clusterkit.errors import BadInput, counted
-from clusterkit.plan import ComposeNative, Note, PlanFile, Step
+from clusterkit.plan import ComposeNative, Note
 from clusterkit.rendezvous import NODE_ADDRESS, Endpoint, Topology
 from clusterkit.spec import JobSpec
 
@@ -38,35 +33,6 @@ SYSTEM = frozenset({
     "/sys", "/tmp", "/usr", "/var",
 })  # fmt: skip
 """Folders of the image that a mounted project must not hide."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComposePlacement(Placement):
-    """A placement whose nodes are started by one ``docker compose up``."""
-
-    cluster: ComposeCluster
-    containers: Containers
-    folders: tuple[str, ...]
-    """Folders for checkpoints, to be made on this machine."""
-
-    def files(self, assembly: Assembly) -> tuple[PlanFile, ...]:
-        text = render(self, self.cluster, self.containers, assembly)
-        file = PlanFile(self.places.file("compose.yaml"), text)
-        mpi = mpi_files(self.places.run_dir) if self.starter == "mpirun" else ()
-        return (*assembly.files, file, *mpi)
-
-    def steps(self, assembly: Assembly) -> tuple[Step, ...]:
-        up = (
-            "docker", "--host", self.containers.engine.socket, "compose", "--progress", "quiet",
-            "--project-name", project_name(self.endpoint.run_id),
-            "--file", self.places.file("compose.yaml"),
-            "up", "--detach", "--no-build", "--force-recreate",
-        )  # fmt: skip
-        make = [("mkdir", "-p", "--", folder) for folder in self.folders]
-        return (
-            *(Step(kind="run", host=HOST, argv=argv) for argv in make),
-            Step(kind="run", host=HOST, argv=up, secrets=assembly.secrets),
-        )
 
 
 def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> ComposePlacement:
@@ -87,6 +53,7 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
     require_packages(job, host, where=engine.image, hint=remedy)
     run_dir = posixpath.join(facts.home, "runs", run_id)
     workdir, program = _workdir(job, cluster, engine, run_dir)
+    checkpoint_folder = _checkpoint_folder(job, cluster, run_dir)
     topology = Topology(least, most, nproc)
     names = tuple(f"node-{node}" for node in range(nodes))
     mounted = cluster.code == "mounted"
@@ -121,10 +88,10 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
             Note("threads_per_rank", str(threads), threads_origin),
         ),
         native=ComposeNative(engine.socket),
-        containers=Containers(
-            engine=engine, gpus=host.gpus, mounts=mounts_of(job, cluster, engine, run_dir)
-        ),
-        folders=_folders_to_make(job, cluster, run_dir),
+        engine=engine,
+        gpus=host.gpus,
+        mounts=_mounts(job, cluster, engine, run_dir, checkpoint_folder),
+        checkpoint_folder=checkpoint_folder,
     )
 
 
@@ -154,16 +121,77 @@ def _workdir(
                 job="workdir",
             )
         return workdir, job
-    if job.program is not None and is_below(job.program, workdir):
+    if job.program is not None and _is_below(job.program, workdir):
         job = msgspec.structs.replace(job, program=posixpath.relpath(job.program, workdir))
     return engine.workdir, job
 
 
-def _folders_to_make(job: JobSpec, cluster: ComposeCluster, run_dir: str) -> tuple[str, ...]:
-    """Return the folders for checkpoints that are in no volume of the cluster entry."""
+def _checkpoint_folder(job: JobSpec, cluster: ComposeCluster, run_dir: str) -> str | None:
+    """Return the folder for checkpoints; None: in the run's folder, a volume or remote storage."""
+    if job.checkpoint is None or "://" in job.checkpoint.dir:
+        return None
+    folder = posixpath.normpath(posixpath.join(run_dir, job.checkpoint.dir))
     targets = [parse_volume(text)[1] for text in cluster.volumes]
-    return tuple(
-        folder
-        for folder in checkpoint_folders(job, run_dir)
-        if folder not in targets and not any(is_below(folder, target) for target in targets)
-    )
+    return None if _is_below(folder, run_dir) or _is_in(folder, targets) else folder
+
+
+def _mounts(
+    job: JobSpec,
+    cluster: ComposeCluster,
+    engine: Engine,
+    run_dir: str,
+    checkpoint_folder: str | None,
+) -> list[dict[str, Any]]:
+    """Return the mounts of each container; a folder inside another one comes after it."""
+    mounts = [_bind(run_dir, run_dir)]
+    targets = [run_dir]
+
+    def add(path: str, *, readonly: bool) -> None:
+        if not _is_in(path, targets):
+            targets.append(path)
+            mounts.append(_bind(path, path, readonly=readonly))
+
+    for text in cluster.volumes:
+        source, target, readonly = parse_volume(text)
+        targets.append(target)
+        if source.startswith("/"):
+            mounts.append(_bind(source, target, readonly=readonly))
+        else:
+            mounts.append({
+                "type": "volume", "source": source, "target": target,
+                **({"read_only": True} if readonly else {}),
+            })  # fmt: skip
+    if checkpoint_folder is not None:
+        add(checkpoint_folder, readonly=False)
+    if job.checkpoint is not None and job.checkpoint.resume.startswith("/"):
+        add(job.checkpoint.resume, readonly=True)
+    if cluster.code == "mounted":
+        if job.workdir:
+            mounts.append(_bind(job.workdir, job.workdir, readonly=True))
+            targets.append(job.workdir)
+        if job.program and posixpath.isabs(job.program):
+            add(posixpath.dirname(job.program), readonly=True)
+        mounts.append(_bind(engine.package, f"{CONTAINER_DIR}/python/clusterkit", readonly=True))
+    if job.started_by == "mpirun":
+        # Open MPI splits the agent's name at spaces and colons, which a home may have.
+        agent = f"{run_dir}/files/mpi-agent.sh"
+        mounts.append(_bind(agent, f"{CONTAINER_DIR}/mpi-agent", readonly=True))
+    unique = {mount["target"]: mount for mount in mounts}
+    return sorted(unique.values(), key=lambda mount: (mount["target"].count("/"), mount["target"]))
+
+
+def _bind(source: str, target: str, *, readonly: bool = False) -> dict[str, Any]:
+    return {
+        "type": "bind", "source": source, "target": target,
+        **({"read_only": True} if readonly else {}),
+        # The engine would create a missing folder as root's.
+        "bind": {"create_host_path": False},
+    }  # fmt: skip
+
+
+def _is_in(path: str, folders: Iterable[str]) -> bool:
+    return any(path == folder or _is_below(path, folder) for folder in folders)
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return posixpath.normpath(path).startswith(posixpath.normpath(folder).rstrip("/") + "/")
