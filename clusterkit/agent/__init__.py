@@ -27,25 +27,25 @@ from clusterkit.agent.processes import (
     wait_gone,
 )
 from clusterkit.agent.protocol import (
-    AGAIN,
-    EVEN,
-    GOES_ON,
-    LATE,
-    LATE_EXIT,
-    LEFT,
+    HANG_NOTE,
+    HANG_OVER,
     NODE_FILE,
+    OVER_TIME_LIMIT,
     PEER_TOKEN,
+    PREEMPTED_EXIT,
     RANK_ENDED,
     RANK_HEADER,
-    SLOW,
-    STILL,
+    SLOW_NOTE,
+    SLOW_OVER,
+    STARTING_AGAIN,
     STOPPED,
     STOPPED_BY_PEERS,
+    TIME_LIMIT_EXIT,
 )
 
 __all__ = [
-    "AGAIN", "EVEN", "GOES_ON", "LATE", "LATE_EXIT", "LEFT", "NODE_FILE", "PEER_TOKEN",
-    "RANK_ENDED", "RANK_HEADER", "SLOW", "STILL", "STOPPED", "STOPPED_BY_PEERS", "Awake",
-    "descendants", "identity", "is_alive", "next_attempt", "processes_of", "send", "start_ticks",
-    "wait_gone", "write_json",
+    "HANG_NOTE", "HANG_OVER", "NODE_FILE", "OVER_TIME_LIMIT", "PEER_TOKEN", "PREEMPTED_EXIT",
+    "RANK_ENDED", "RANK_HEADER", "SLOW_NOTE", "SLOW_OVER", "STARTING_AGAIN", "STOPPED",
+    "STOPPED_BY_PEERS", "TIME_LIMIT_EXIT", "Awake", "descendants", "identity", "is_alive",
+    "next_attempt", "processes_of", "send", "start_ticks", "wait_gone", "write_json",
 ]  # fmt: skip

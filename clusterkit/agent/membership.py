@@ -8,7 +8,7 @@ from typing import Any
 from clusterkit.agent import limits
 from clusterkit.agent.member import Ending, Member, Members, Terms, node_names, not_returned
 from clusterkit.agent.messages import AgentState, Directive
-from clusterkit.agent.protocol import AGAIN
+from clusterkit.agent.protocol import STARTING_AGAIN
 from clusterkit.agent.retries import Retries
 
 
@@ -78,9 +78,9 @@ class Membership:
         text, member = self._text, self.members.by_node.get(node)
         if not text and self._replaced_at is not None:
             if node == 0:
-                text = f"this node takes the place of one that was lost; {AGAIN}"
+                text = f"this node takes the place of one that was lost; {STARTING_AGAIN}"
             elif member is not None and member.rejoined:
-                text = f"node 0 is back; {AGAIN}"
+                text = f"node 0 is back; {STARTING_AGAIN}"
         ranks = self.members.ranks
         return self._directive("start", text, rank=ranks[node], nodes=len(ranks))
 
@@ -284,7 +284,7 @@ class Membership:
 
     def _begin_round(self, ending: Ending, now: float) -> None:
         nodes = self.members.admit()
-        self._text, self._dropped = f"{self._dropped or nodes}; {AGAIN}", ""
+        self._text, self._dropped = f"{self._dropped or nodes}; {STARTING_AGAIN}", ""
         if ending.failed is not None:
             self._text = self._retries.use()
         self.round, self.sequence, self._began = self.round + 1, self.sequence + 1, now

@@ -63,7 +63,9 @@ class Node:
         self.preempted = False  # whether it has because this node was asked to end (SIGTERM)
         self.final = False  # whether the run must not be started again after this failure
         self.reason: str | None = None  # why this attempt ends, beyond the launcher's exit code
-        self.restart_reason = protocol.SPARE if spare else None  # the same, before another attempt
+        self.restart_reason = (
+            protocol.SPARE_NOT_NEEDED if spare else None
+        )  # the same, before another attempt
         self.stopped_by: str | None = None  # the process that asked this node to end, or its reason
         self.causes: list[str] = []  # what else was done to this node that it may have failed of
         self.token = os.environ.pop(protocol.PEER_TOKEN, "")  # not for the ranks
@@ -108,7 +110,7 @@ class Node:
                 self._handle_order(self.orders.get())
         code = self._exit_code()
         if rejoin and (self.preempted or (self.phase is Phase.WAITING and not code)):
-            code = protocol.LEFT
+            code = protocol.PREEMPTED_EXIT
         self._finish(code)
         # From 128 on Kubernetes' operators take it for the end of a pod that is to be replaced.
         return code if code < 128 or self.preempted or not rejoin else 1
@@ -174,7 +176,7 @@ class Node:
                 self.files.warn(order.final)
         runs_on = self.phase is Phase.RUNNING and self.reason is None
         ordered = runs_on or self.phase in (Phase.SPARE, Phase.INTERRUPTED, Phase.WAITING)
-        if order.stop and ordered and self.reason != protocol.LATE:
+        if order.stop and ordered and self.reason != protocol.OVER_TIME_LIMIT:
             self.phase = Phase.INTERRUPTED if self.phase.runs else Phase.WAITING
             self.reason = f"{protocol.STOPPED_BY_PEERS}{order.reason}"
             self.launcher.stop()
@@ -213,8 +215,8 @@ class Node:
             self.over = True
 
     def _exit_code(self) -> int:
-        if self.reason == protocol.LATE:
-            return protocol.LATE_EXIT
+        if self.reason == protocol.OVER_TIME_LIMIT:
+            return protocol.TIME_LIMIT_EXIT
         code = self.launcher.exit_code
         done = self.launcher.ranks_were_done and not self.options.rejoin
         if done and code == 128 + signal.SIGKILL:
@@ -237,7 +239,7 @@ class Node:
 
     def _time_limit_reached(self) -> None:
         """End this node now, and with it the others."""
-        self.deadline, self.reason = None, protocol.LATE
+        self.deadline, self.reason = None, protocol.OVER_TIME_LIMIT
         self.over = self.final = True
         if self.client is not None:
             self.client.time_limit_reached()

@@ -13,7 +13,7 @@ from clusterkit.agent import limits
 from clusterkit.agent.files import read_json, write_json
 from clusterkit.agent.node_log import NodeLog, lines_lost
 from clusterkit.agent.processes import identity
-from clusterkit.agent.protocol import EVEN, GOES_ON, SLOW, STILL, Document
+from clusterkit.agent.protocol import HANG_NOTE, HANG_OVER, SLOW_NOTE, SLOW_OVER, Document
 
 _RESERVE = ".reserve"  # room for exit.json on a disk full of logs
 
@@ -83,7 +83,7 @@ class NodeFiles:
         if text != self._started.get(key):
             self._started[key] = text
             self._write_started()
-            begins, over = (STILL, GOES_ON) if key == "hang" else (SLOW, EVEN)
+            begins, over = (HANG_NOTE, HANG_OVER) if key == "hang" else (SLOW_NOTE, SLOW_OVER)
             self.log.line(over if text is None else f"{begins}{text}")
 
     def set_waiting(self, reason: str, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""What agents, scripts of a plan and the readers of a node's files agree on."""
+"""Names and texts that agents, generated scripts and readers of a node's files share."""
 
 from __future__ import annotations
 
@@ -9,35 +9,38 @@ Document = dict[str, Any]  # A JSON object: a message between nodes, or a file o
 
 GROWING_FILES = ("log", "ranks.jsonl")
 WHOLE_FILES = ("started.json", "agent.log", "usage.json", "exit.json")
-"""Of a node's folder, what readers on other machines get; the last one last."""
+"""The files of a node's folder that are sent to other machines; exit.json is sent last."""
 RANK_HEADER = b"@clusterkit-rank"
-"""Begins a pipe's line that names the rank and process id of whoever writes from there on."""
+"""Begins a line in a pipe with the rank and process id of the writer of the lines after it."""
 RANK_ENDED = b"@clusterkit-rank-ended"
-"""Begins a rank's last line where the agent is not its parent: rank and exit code follow."""
+"""Begins the last line of a rank that is no child of the agent: rank and exit code follow."""
 WORKER_SOCKET = "rank-{RANK}.sock"
-"""In a node's folder: where torch in a rank answers how that stands (torch's ``_WorkerServer``)."""
+"""The socket, in a node's folder, of torch's worker server (``_WorkerServer``) in a rank."""
 TRACE_FILE = "clusterkit-trace"
-"""Name of the file in memory where a rank's faulthandler writes on TRACE_SIGNAL."""
-TRACE_SIGNAL = signal.SIGRTMAX - 7  # of which no program, nor the C library, is known to make use
-STILL, GOES_ON = "stands still: ", "the ranks go on"
-"""Begin the lines of a node's log by which it says that nothing moves, and that it does again."""
-SLOW, EVEN = "slow: ", "no rank is slower than the others any more"
-"""The same for ranks that the others wait for again and again."""
+"""Name of the file in memory to which a rank's faulthandler writes on TRACE_SIGNAL."""
+TRACE_SIGNAL = signal.SIGRTMAX - 7  # no program is known to use it, nor does the C library
+HANG_NOTE, HANG_OVER = "stands still: ", "the ranks go on"
+"""Begin the lines of a node's log that report a hang, and its end."""
+SLOW_NOTE, SLOW_OVER = "slow: ", "no rank is slower than the others any more"
+"""The same for ranks that are slower than the others."""
 NODE_FILE = b"@clusterkit-file"
-"""Begins a line that an agent prints where its output is all that leaves the node: the name of a
-file of the node and what it holds. After an ``exit.json`` come the lines of the next attempt."""
+"""Begins a line with the name and contents of a node's file, printed by an agent whose output is
+all that leaves the node. The lines after an ``exit.json`` belong to the next attempt."""
 PEER_TOKEN = "CLUSTERKIT_PEER_TOKEN"
-"""Environment variable with the secret by which the nodes of a run know each other."""
-STOPPED = "stopped on request"  # why a node ended that was asked to by a signal
-STOPPED_BY_PEERS = "stopped: "  # how the reason begins of a node that ended because another did
-SPARE = f"{STOPPED_BY_PEERS}no node was lost whose place it could take"
-"""Why a node ended that was there for that."""
-LATE = "it was stopped at its time_limit"  # why a node ended that was over it
-LATE_EXIT = 124
+"""Environment variable with the secret that the nodes of a run authenticate with."""
+STOPPED = "stopped on request"
+"""The reason of a node whose agent was signalled to end."""
+STOPPED_BY_PEERS = "stopped: "
+"""Begins the reason of a node that ended because another one did."""
+SPARE_NOT_NEEDED = f"{STOPPED_BY_PEERS}no node was lost whose place it could take"
+"""The reason of a spare that ended with the run."""
+OVER_TIME_LIMIT = "it was stopped at its time_limit"
+"""The reason of a node that ended at the job's time limit."""
+TIME_LIMIT_EXIT = 124
 """Exit code of such a node: that of timeout(1)."""
 LAUNCHER_WAITED = "its ranks had ended; its launcher waited for those of the other nodes"
-"""Why a node's launcher was stopped whose ranks have done their work."""
-AGAIN = "starting again"
-"""Ends the line by which a node's log says that its launcher is started once more."""
-LEFT = 143
-"""Exit code of an agent whose node was taken away, and of no other whose node can come back."""
+"""Why a launcher was stopped although the ranks of its node had finished."""
+STARTING_AGAIN = "starting again"
+"""Ends the line of a node's log that announces another start of its launcher."""
+PREEMPTED_EXIT = 143
+"""Exit code of an agent whose node was preempted; where nodes can come back, of no other."""

@@ -61,9 +61,10 @@ class Observation(Struct, frozen=True, kw_only=True):
     @property
     def late(self) -> bool:
         """Whether the agents have ended the run at its time limit."""
-        from clusterkit.agent import LATE  # commands that only read a run folder do without it
+        # Commands that only read a run folder start without it.
+        from clusterkit.agent import OVER_TIME_LIMIT
 
-        return any(node.reason == LATE for node in self.nodes)
+        return any(node.reason == OVER_TIME_LIMIT for node in self.nodes)
 
     def remaining_restarts(self, restarts: int) -> int:
         """Return how many of the ``restarts`` left before this attempt are left after it."""

@@ -11,7 +11,7 @@ import signal
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from clusterkit.agent import AGAIN
+from clusterkit.agent import STARTING_AGAIN
 from clusterkit.agent.failure import ECHOES, shell_code
 from clusterkit.errors import listed
 from clusterkit.output.logs import LogLine
@@ -186,7 +186,7 @@ def _suspects(
     for line in lines:
         key = (line.node, line.rank)
         if line.rank is None:
-            if line.text.endswith(AGAIN):
+            if line.text.endswith(STARTING_AGAIN):
                 # Lost nodes have come back: the output before did not end the attempt.
                 for each in (suspects, outputs):
                     for old in [key for key in each if key[0] == line.node]:

@@ -77,11 +77,11 @@ def phase(plan: Plan, seen: Observation, *, pending: bool, unreported: bool) -> 
 def diagnosis(handle: RunHandle, seen: Observation) -> Failure:
     """Return why an attempt that has ended did not succeed."""
     if seen.late:
-        from clusterkit.agent import LATE, LATE_EXIT
+        from clusterkit.agent import OVER_TIME_LIMIT, TIME_LIMIT_EXIT
 
         limit = handle.folder.read_json("job.json", JobSpec).time_limit
         hint = "raise time_limit; another run can resume from this one's checkpoint"
-        return Failure(exit_code=LATE_EXIT, cause=f"{LATE} of {limit}", hint=hint)
+        return Failure(exit_code=TIME_LIMIT_EXIT, cause=f"{OVER_TIME_LIMIT} of {limit}", hint=hint)
     from clusterkit.output.diagnose import diagnose  # a run that succeeds does without this import
 
     plan = handle.plan

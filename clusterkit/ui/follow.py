@@ -12,7 +12,7 @@ from rich.table import Column
 from rich.text import Text
 
 from clusterkit import api
-from clusterkit.agent import EVEN, GOES_ON, SLOW, STILL
+from clusterkit.agent import HANG_NOTE, HANG_OVER, SLOW_NOTE, SLOW_OVER
 from clusterkit.errors import counted
 from clusterkit.output import tracebacks
 from clusterkit.output.live import Reported
@@ -61,7 +61,7 @@ class View(Reported):
             return []
         if line.text.strip():
             self.last = line
-        if line.rank is None and line.text.startswith((STILL, GOES_ON, SLOW, EVEN)):
+        if line.rank is None and line.text.startswith((HANG_NOTE, HANG_OVER, SLOW_NOTE, SLOW_OVER)):
             return [line]
         if line.rank != 0:
             return []

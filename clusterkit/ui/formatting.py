@@ -109,10 +109,10 @@ def remark_lines(status: RunStatus) -> list[str]:
     found = [f"node {node.node}: {text}" for node in status.nodes for text in node.remarks]
     if not any(node.hang or node.slow for node in status.nodes):
         return found
-    from clusterkit.agent import SLOW, STILL  # `ls` and `status` start without it
+    from clusterkit.agent import HANG_NOTE, SLOW_NOTE  # `ls` and `status` start without it
 
-    found += [f"{STILL}{node.hang}" for node in status.nodes if node.hang]
-    return found + [f"{SLOW}{node.slow}" for node in status.nodes if node.slow]
+    found += [f"{HANG_NOTE}{node.hang}" for node in status.nodes if node.hang]
+    return found + [f"{SLOW_NOTE}{node.slow}" for node in status.nodes if node.slow]
 
 
 def loss_text(loss: float) -> str:

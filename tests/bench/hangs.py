@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from clusterkit import api
-from clusterkit.agent import STILL
+from clusterkit.agent import HANG_NOTE
 from clusterkit.cli.common import table
 
 PROGRAM = Path(__file__).parents[1] / "live" / "programs" / "hang.py"
@@ -40,7 +40,7 @@ def once(how: str) -> tuple[bool, float]:
     for line in run.logs(follow=True):
         if line.text == "hangs":
             began = line.time
-        if line.rank is None and line.text.startswith(STILL):
+        if line.rank is None and line.text.startswith(HANG_NOTE):
             said, right = line.time, "rank 1 " in line.text.partition("not come to all_reduce #")[0]
             break
     run.cancel()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit import api
-from clusterkit.agent import EVEN, GOES_ON, SLOW, STILL
+from clusterkit.agent import HANG_NOTE, HANG_OVER, SLOW_NOTE, SLOW_OVER
 from clusterkit.run.status import State
 
 pytestmark = pytest.mark.live
@@ -32,8 +32,8 @@ def test_a_rank_that_hangs_is_named_and_all_start_again(
     monkeypatch.setenv("TMPDIR", str(temporary))
     run = submit("hang.py", "native", nodes=2, gpus=1, restarts=1, hang_timeout=6)
     named = "rank 1 on node 1 has not come to all_reduce #31, which rank 0 on node 0 waits in; "
-    text = said(run, STILL)
-    assert text.startswith(f"{STILL}{named}rank 1 on node 1 is at ")
+    text = said(run, HANG_NOTE)
+    assert text.startswith(f"{HANG_NOTE}{named}rank 1 on node 1 is at ")
     status = run.wait()
     assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
     failure = status.attempts[0].failure
@@ -50,13 +50,13 @@ def test_a_rank_that_hangs_is_named_and_all_start_again(
 )
 def test_a_rank_that_hangs_ends_the_run(submit: Submit, how: str, rank_1: str) -> None:
     run = submit("hang.py", how, gpus=2, hang_timeout=7)
-    text = said(run, STILL)
-    assert text.startswith(f"{STILL}rank 1 has not come to all_reduce #")
+    text = said(run, HANG_NOTE)
+    assert text.startswith(f"{HANG_NOTE}rank 1 has not come to all_reduce #")
     assert rank_1 in text.split("; ")[1]
     status = run.wait()
     assert status.state is State.FAILED
     assert status.failure is not None
-    assert text.removeprefix(STILL).partition(";")[0] in status.failure.cause
+    assert text.removeprefix(HANG_NOTE).partition(";")[0] in status.failure.cause
 
 
 @pytest.mark.thorough
@@ -66,10 +66,10 @@ def test_a_rank_that_hangs_ends_the_run(submit: Submit, how: str, rank_1: str) -
 )
 def test_a_slow_data_loader_is_no_hang(submit: Submit, how: str, says: str) -> None:
     run = submit("hang.py", how, gpus=2)
-    assert says in said(run, STILL)
+    assert says in said(run, HANG_NOTE)
     started = run.path / "attempts/1/node-0/started.json"
     assert says in json.loads(started.read_bytes())["hang"]
-    said(run, GOES_ON)
+    said(run, HANG_OVER)
     status = run.wait()
     assert (status.state, status.attempt) == (State.SUCCEEDED, 1)
     assert status.nodes[0].hang is None
@@ -78,11 +78,11 @@ def test_a_slow_data_loader_is_no_hang(submit: Submit, how: str, says: str) -> N
 @pytest.mark.thorough
 def test_a_slow_rank_is_named_and_it_is_taken_back(submit: Submit) -> None:
     run = submit("straggler.py", 100, 45, nodes=2, gpus=1)
-    text = said(run, SLOW)
+    text = said(run, SLOW_NOTE)
     named = "rank 1 on node 1 is slower than the others, which wait for it at least "
-    assert text.startswith(f"{SLOW}{named}")
+    assert text.startswith(f"{SLOW_NOTE}{named}")
     started = run.path / "attempts/1/node-0/started.json"
-    assert json.loads(started.read_bytes())["slow"] == text.removeprefix(SLOW)
-    said(run, EVEN)
+    assert json.loads(started.read_bytes())["slow"] == text.removeprefix(SLOW_NOTE)
+    said(run, SLOW_OVER)
     status = run.wait()
     assert (status.state, status.attempt) == (State.SUCCEEDED, 1)

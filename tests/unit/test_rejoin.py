@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit import agent
-from clusterkit.agent.protocol import SPARE
+from clusterkit.agent.protocol import SPARE_NOT_NEEDED
 from tests.agents import RANK, RUN, Nodes
 
 
@@ -43,14 +43,16 @@ def test_a_rank_that_fails_ends_the_run_and_nothing_is_started_again(nodes, fail
 def test_a_lost_node_comes_back_and_all_start_again(nodes, lost, how):
     before = nodes.begin(2)
     nodes.agents[lost].send_signal(how)
-    assert nodes.agents[lost].wait(60) == (agent.LEFT if how == signal.SIGTERM else -how)
+    assert nodes.agents[lost].wait(60) == (agent.PREEMPTED_EXIT if how == signal.SIGTERM else -how)
     agent.wait_gone([before[lost]], 60)
     nodes.start(lost)
     after = nodes.running(0, 1)
     assert not set(before.values()) & set(after.values())
     assert [agent.start_ticks(pid) for pid in before.values()] == [None, None]
     deadline = time.monotonic() + 60
-    while not all((nodes.log_of(node) or [""])[-1].endswith(agent.AGAIN) for node in (0, 1)):
+    while not all(
+        (nodes.log_of(node) or [""])[-1].endswith(agent.STARTING_AGAIN) for node in (0, 1)
+    ):
         assert time.monotonic() < deadline  # a run that ends at once does not say so any more
         time.sleep(0.02)
     for node in (0, 1):
@@ -64,7 +66,7 @@ def test_the_same_node_is_lost_twice_and_two_at_once(nodes):
     for lost in ((1,), (1,), (1, 2), (0, 1)):
         for node in lost:
             nodes.agents[node].terminate()
-            assert nodes.agents[node].wait(60) == agent.LEFT
+            assert nodes.agents[node].wait(60) == agent.PREEMPTED_EXIT
         for node in lost:
             nodes.start(node, 3)
         nodes.running(0, 1, 2)
@@ -119,7 +121,7 @@ def test_a_node_whose_launcher_could_not_start_may_be_taken_away(nodes):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     nodes.agents[1].terminate()
-    assert nodes.agents[1].wait(60) == agent.LEFT
+    assert nodes.agents[1].wait(60) == agent.PREEMPTED_EXIT
     assert nodes.exit_of(1)["reason"] == "stopped on request"
 
 
@@ -127,7 +129,7 @@ def test_a_single_node_that_is_taken_away_says_so_by_its_exit_code(nodes):
     nodes.start(0, nodes=1)
     nodes.running(0)
     nodes.agents[0].terminate()
-    assert nodes.agents[0].wait(60) == agent.LEFT
+    assert nodes.agents[0].wait(60) == agent.PREEMPTED_EXIT
     assert nodes.exit_of(0)["reason"] == "stopped on request"
 
 
@@ -208,7 +210,7 @@ def test_a_spare_follows_the_others_and_ends_with_them(nodes):
         nodes.end(node, 0)
     assert [process.wait(60) for process in nodes.started] == [0, 0, 0]
     before, after = nodes.exit_of(2), nodes.exit_of(2, 2)
-    assert (before["next"], before["reason"]) == (2, SPARE)
+    assert (before["next"], before["reason"]) == (2, SPARE_NOT_NEEDED)
     assert (after["exit_code"], after["reason"], after["restarts_left"]) == (0, None, 0)
 
 

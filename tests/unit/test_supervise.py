@@ -534,7 +534,7 @@ def test_events_name_each_failure_and_the_restarts_that_are_left(supervise_with)
 
 
 def test_a_run_that_its_nodes_ended_at_the_time_limit_says_so_and_is_over(supervise_with):
-    late = observed(BAD, code=124, reason=agent.LATE)
+    late = observed(BAD, code=124, reason=agent.OVER_TIME_LIMIT)
     job = "launcher: forkserver\nrestarts: 3\ntime_limit: 90m\n"
     _, status, _ = supervise_with([went_on(2, BAD), late], job)
     assert (status.state, status.exit_code, status.attempt) == (State.FAILED, 124, 2)

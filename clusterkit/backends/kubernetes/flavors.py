@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from clusterkit.agent import LEFT
+from clusterkit.agent import PREEMPTED_EXIT
 from clusterkit.backends.kubernetes.objects import (
     ATTEMPT,
     ROLE,
@@ -170,11 +170,11 @@ class PlainJob(Flavor):
 def _replacement(shape: Shape, container: str) -> Object:
     """Return the keys of a Job by which only a pod that was removed is replaced.
 
-    A pod that somebody deletes gets no condition DisruptionTarget, but its agent exits with LEFT.
+    A deleted pod gets no condition DisruptionTarget, but its agent exits with PREEMPTED_EXIT.
     """
     found: Object = {"backoffLimit": 0}
     if shape.rejoin:
-        deleted = {"containerName": container, "operator": "In", "values": [LEFT]}
+        deleted = {"containerName": container, "operator": "In", "values": [PREEMPTED_EXIT]}
         # A TrainingRuntime has no default for the status.
         disrupted = {"type": "DisruptionTarget", "status": "True"}
         found["podReplacementPolicy"] = "Failed"

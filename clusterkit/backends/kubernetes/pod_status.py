@@ -12,7 +12,7 @@ from typing import Any, Literal
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from clusterkit.agent import LATE, STOPPED
+from clusterkit.agent import OVER_TIME_LIMIT, STOPPED
 from clusterkit.backends.kubernetes.lost_pods import conditions_of, unix, unreachable_since
 from clusterkit.backends.kubernetes.objects import ATTEMPT, ROLE
 from clusterkit.backends.node_status import judge_exit
@@ -253,7 +253,7 @@ def _disruption(document: Mapping[str, Any]) -> str | None:
         node = status.get("message") or message
         return _DISRUPTIONS[reason].format(message=message, node=node)
     if status.get("reason") == "DeadlineExceeded":
-        return LATE
+        return OVER_TIME_LIMIT
     if status.get("reason") == "Evicted":
         return f"evicted: {status.get('message') or 'its node was short of something'}"
     return None
@@ -346,7 +346,7 @@ class Rejoin(Struct, frozen=True):
 
     def waits(self, pod: Pod) -> str | None:
         """Return why a replacement of this pod is waited for; None: it is not."""
-        if pod.removed_by == LATE:
+        if pod.removed_by == OVER_TIME_LIMIT:
             return None
         if pod.lost and not pod.gone:
             reason = f"node {pod.host} of the cluster does not answer"

@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from clusterkit.agent import LATE
+from clusterkit.agent import OVER_TIME_LIMIT
 from clusterkit.backends.kubernetes.pod_status import (
     DELETED,
     Pod,
@@ -113,7 +113,7 @@ def waiting(reason, message=""):
             document("Failed", reason="Evicted", message="The node was low on resource: memory."),
             (State.FAILED, None, "evicted: The node was low on resource: memory."),
         ),
-        (document("Failed", reason="DeadlineExceeded"), (State.FAILED, None, LATE)),
+        (document("Failed", reason="DeadlineExceeded"), (State.FAILED, None, OVER_TIME_LIMIT)),
         (document("Confused"), (State.UNKNOWN, None, "Kubernetes reports its pod as 'Confused'")),
         (document("Unknown"), (State.UNKNOWN, None, "Kubernetes reports its pod as 'Unknown'")),
     ],
