@@ -31,7 +31,7 @@ class Client(threading.Thread):
         address: node 0's.
         node: this one's rank.
         terms: what all nodes share.
-        run: what all nodes of an attempt say of themselves.
+        run: the fields that identify the attempt.
         token: the run's own.
         spare: as of `Peer`.
         on_order: takes an order for this node's main loop.
@@ -88,7 +88,7 @@ class Client(threading.Thread):
             self._call(self.peer.close)
         self.join(limits.PEER_SECONDS)
         if self._server is not None and self._server.decided:
-            # The others hear of it from this node.
+            # The others receive the verdict from this node.
             self._server.join(limits.PEER_SECONDS)
 
     def _call(self, function: Callable[[], None]) -> None:

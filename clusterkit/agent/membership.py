@@ -52,7 +52,7 @@ class Membership:
         self._text = ""  # what all nodes log of this round
         self._ending: Ending | None = None  # None: this round goes on
         self._dropped = ""  # which nodes were lost for good since the last round
-        self._cannot_restart = False  # whether a node says so in this round
+        self._cannot_restart = False  # whether that is so on a node in this round
         self._first_tick: float | None = None
         self._began = 0.0  # when this round did
         self._last_exit = 0.0  # when a launcher ended by itself last

@@ -13,7 +13,7 @@ from clusterkit.agent.protocol import Document
 
 @dataclass
 class AgentState:
-    """The state of one node's agent: what it reports to node 0, whole, each time."""
+    """The state of one node's agent; each report to node 0 has all of it."""
 
     agent: str
     """A random name: another agent on the same node has another one."""
@@ -23,7 +23,7 @@ class AgentState:
     restarts_used: int = 0
     running: bool = False  # whether its launcher runs
     exit_code: int | None = None  # of the launcher, where that ended by itself in this round
-    waiting: bool = False  # whether it may start its launcher only when node 0 says so
+    waiting: bool = False  # whether it may start its launcher only when node 0 directs it to
     gave_up: bool = False  # whether it ended its launcher because node 0 was lost
     leaving: bool = False  # whether it was asked to end, by nobody of the run
     timed_out: bool = False  # whether it found the run over its time limit
@@ -136,10 +136,9 @@ class Note:
 
 @dataclass(frozen=True)
 class EndHang:
-    """End the launcher of a node: ranks hang, and the first of the cause is there."""
+    """End the launcher of the node with the first rank that others wait for: they hang."""
 
-    node: int
-    """Its rank in this round."""
+    node: int  # its rank in this round
     reason: str
 
 
@@ -153,16 +152,14 @@ Order = Log | Warn | CountRestarts | Start | EndLauncher | Pause | Finish | Note
 class QueryRecords:
     """Have all nodes send the records of their ranks (`rank_state.record`)."""
 
-    number: int
-    """Of this query; the answers have it too."""
+    number: int  # of this query; its answers have the same
 
 
 @dataclass(frozen=True)
 class QueryArrivals:
     """Have all nodes send when their ranks entered collectives (`rank_state.arrivals`)."""
 
-    number: int
-    """As of `QueryRecords`, counted separately."""
+    number: int  # as of `QueryRecords`, counted separately
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from clusterkit.agent.watch import HANG, Watch
 
 
 def run_node(options: argparse.Namespace) -> int:
-    """Run one node as the options of ``agent run`` say; return the agent's exit code."""
+    """Run one node by the options of ``agent run``; return the agent's exit code."""
     folder = Path(os.environ["CLUSTERKIT_NODE_DIR"])
     folder.mkdir(parents=True, exist_ok=True)
     previous = read_json(folder / "started.json")  # of an agent that was here before

@@ -79,7 +79,7 @@ class NodeFiles:
         self._write_started()
 
     def set_note(self, key: str, text: str | None) -> None:
-        """Note that ranks ``hang`` or are ``slow``, as ``text`` says; None: no more."""
+        """Show ``text``: that ranks ``hang`` or are ``slow``; None: they no longer are."""
         if text != self._started.get(key):
             self._started[key] = text
             self._write_started()
@@ -87,12 +87,12 @@ class NodeFiles:
             self.log.line(over if text is None else f"{begins}{text}")
 
     def set_waiting(self, reason: str, seconds: float) -> None:
-        """Say that no rank runs here until the next start, for at most so many seconds."""
+        """Show that no rank runs here until the next start, in at most ``seconds``."""
         self._started["waits"] = {"why": reason, "until": time.time() + seconds}
         self._write_started()
 
     def set_running(self) -> None:
-        """Say that the node neither waits nor is a spare any more."""
+        """Show that the node no longer waits, and is no spare."""
         if any([self._started.pop(key, None) for key in ("waits", "spare")]):
             self._write_started()
 

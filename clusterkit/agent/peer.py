@@ -1,4 +1,4 @@
-"""What one node's agent does when node 0's `Membership` directs it, or says nothing."""
+"""Decide what one node's agent does, from the directives of node 0's `Membership`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Peer:
 
     @property
     def undecided(self) -> bool:
-        """Whether nothing was started yet, and nobody met who could say whether it may be."""
+        """Whether nothing was started yet, and no node 0 was met that could direct it."""
         started = self.state.running or self.state.exit_code is not None
         return not (self.state.coordinator or started or self._spare)
 
@@ -195,7 +195,7 @@ class Peer:
         elif self._ended_at is not None and (
             now - self._ended_at > max(self._wait, limits.PEER_GONE_SECONDS)
         ):
-            self._finish(Finish(stop=False))  # no node 0 was ever met that could say more
+            self._finish(Finish(stop=False))  # no node 0 was ever met that could direct more
 
     def run_unwatched(self, reason: str) -> None:
         """Go on without node 0, or end where that is a spare: it can never be reached."""

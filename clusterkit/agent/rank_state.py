@@ -130,7 +130,7 @@ def from_flight_recorder(dump: Document, now: float) -> Document:
         if entry["is_p2p"]:
             continue
         last.pop(group, None)
-        last[group] = number  # the newest group stands last
+        last[group] = number  # the newest group last
         if not (entry["retired"] or entry["state"] == "completed"):
             pending.append((group, number, name[:40], like, len(like)))
     waits = []

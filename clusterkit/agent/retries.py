@@ -20,7 +20,7 @@ class Retries:
         self.restarts, self.used = restarts, 0
         self._retry_on = frozenset(retry_on)
         self._errors: set[str] = set()  # of the last round
-        self._early_failures = 0  # consecutive rounds that failed within SOON_SECONDS
+        self._in_a_row = 0  # restarts since a round lasted SOON_SECONDS
 
     @property
     def left(self) -> bool:
@@ -29,12 +29,8 @@ class Retries:
     def pause(self, lasted: float) -> float:
         """Return the seconds until the next round, after one that failed after ``lasted``."""
         if lasted > limits.SOON_SECONDS:
-            self._early_failures = 0
-        return (
-            min(2.0 ** (self._early_failures - 1), limits.LONGEST_PAUSE)
-            if self._early_failures
-            else 0.0
-        )
+            self._in_a_row = 0
+        return min(2.0 ** (self._in_a_row - 1), limits.LONGEST_PAUSE) if self._in_a_row else 0.0
 
     @property
     def next(self) -> str:
@@ -45,7 +41,7 @@ class Retries:
         """Use a restart; return its name."""
         name = self.next
         self.used += 1
-        self._early_failures += 1
+        self._in_a_row += 1
         return name
 
     def refusal(self, failures: Iterable[Document], step: int | None) -> str | None:
@@ -58,10 +54,11 @@ class Retries:
         own = [failure for failure in failures if not failure["echo"]]
         at = "" if step is None else f" at step {step}"
         # A rank that ended without an exception may not fail in the same way again.
-        errors = {f"{one['error']}{at}" for one in own if all(each["error"] for each in own)}
+        known = all(failure["error"] for failure in own)
+        errors = {f"{failure['error']}{at}" for failure in own} if known else set()
         same, self._errors = errors & self._errors, errors
         if same:
             return f"failed twice in the same way: {min(same)}; not restarted again"
-        if own and self._retry_on and self._retry_on.isdisjoint(one["code"] for one in own):
+        if own and self._retry_on and self._retry_on.isdisjoint(failure["code"] for failure in own):
             return f"exit code {own[0]['code']} is none of retry_on; not restarted"
         return None

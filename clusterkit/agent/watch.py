@@ -16,17 +16,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from clusterkit.agent import clock, host, limits, rank_state
+from clusterkit.agent import clock, host, limits, messages, rank_state
 from clusterkit.agent.hangs import Hangs, Steps, longest, steps_of
-from clusterkit.agent.messages import (
-    Decision,
-    EndHang,
-    ExamineHosts,
-    Note,
-    Order,
-    QueryArrivals,
-    QueryRecords,
-)
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.protocol import Document
 from clusterkit.agent.stragglers import Stragglers
@@ -53,11 +44,11 @@ class Watch(threading.Thread):
         options: argparse.Namespace,
         folder: Path,
         log: NodeLog,
-        on_order: Callable[[Order], None],
+        on_order: Callable[[messages.Order], None],
     ) -> None:
         super().__init__(daemon=True)
         self.send: Callable[[Document], None] = lambda message: None
-        """Sends to node 0, or from there to all others; set by whoever has the connection."""
+        """Sends to node 0, or from there to all others; `node` sets it to its connection's."""
         self._folder, self._log, self._on_order = folder, log, on_order
         self._nproc, self._tagged = options.nproc, options.tagged
         self._usage = Usage(log, self._ranks, options.nodes)
@@ -114,9 +105,9 @@ class Watch(threading.Thread):
             case {"examine": ranks}:
                 self._host_before = self._sample_host(ranks)
             case {"hang": reason, "node": self._node}:
-                self._on_order(EndHang(self._node, str(reason)))
+                self._on_order(messages.EndHang(self._node, str(reason)))
             case {"query": number}:
-                self._send_records(self._records(), number)
+                self._report(self._records(), number=number)
             case {"arrivals": number, "until": until}:
                 self._send_arrivals(number, until, message)
             case {"causes": _}:
@@ -131,30 +122,26 @@ class Watch(threading.Thread):
         self._round_began, self._node, self._host_before = clock.awake(), node, None
         self._hangs.begin(nodes)
         self._stragglers.begin(nodes, self._round_began)
-        self._on_order(Note("hang"))
-        self._on_order(Note("slow"))
+        self._on_order(messages.Note("hang"))
+        self._on_order(messages.Note("slow"))
 
-    def _carry_out(self, decision: Decision) -> None:
+    def _carry_out(self, decision: messages.Decision) -> None:
         match decision:
-            case QueryRecords(number):
+            case messages.QueryRecords(number):
                 self.send({"query": number})
-                self._send_records(self._records(), number)
-            case QueryArrivals(number):
+                self._report(self._records(), number=number)
+            case messages.QueryArrivals(number):
                 until: dict[str, int] = {}
                 # First: it sets of which collectives the others are to report.
                 self._send_arrivals(number, until, {})
                 self.send({"arrivals": number, "until": until})
-            case ExamineHosts(ranks):
+            case messages.ExamineHosts(ranks):
                 self.send({"examine": ranks})
                 self._host_before = self._sample_host(ranks)
-            case EndHang(node, reason) if node != self._node:
+            case messages.EndHang(node, reason) if node != self._node:
                 self.send({"hang": reason, "node": node})
-            case Note() | EndHang():
+            case messages.Note() | messages.EndHang():
                 self._on_order(decision)
-
-    def _send_records(self, records: Sequence[Document], number: int = 0) -> None:
-        """Send records to node 0, as answers to query ``number``; 0: without a query."""
-        self._send_in_parts(records, {"number": number})
 
     def _send_arrivals(self, number: int, until: dict[str, int], query: Document) -> None:
         """Send when this node's ranks entered collectives, and why they may be slow."""
@@ -163,17 +150,19 @@ class Watch(threading.Thread):
         if before is not None:
             self._host_before = self._sample_host(before.waited)
             causes = host.describe(before, self._host_before) if self._host_before else ""
-        self._send_in_parts(records, {
-            "number": number, "causes": causes[:1000],
+        self._report(
+            records, number=number, causes=causes[:1000],
             # For `stragglers.Clock.update`; not on node 0, which has the clock itself.
-            "asked": query.get("sent"), "query_received": query.get("received"),
-            "answered": time.time(),
-        })  # fmt: skip
+            asked=query.get("sent"), query_received=query.get("received"), answered=time.time(),
+        )  # fmt: skip
 
-    def _send_in_parts(self, records: Sequence[Document], answer: Document) -> None:
-        """Send an answer to node 0, with a few records in each message."""
+    def _report(self, records: Sequence[Document], **fields: object) -> None:
+        """Send records to node 0, a few in each message, with the other ``fields``.
+
+        ``number``: of the query that they answer; 0: none.
+        """
         for first in range(0, len(records), limits.RANKS_A_LINE) or [0]:
-            part = {**answer, "records": records[first : first + limits.RANKS_A_LINE]}
+            part = {**fields, "records": records[first : first + limits.RANKS_A_LINE]}
             if self._coordinates:
                 self._handle(self._node, part)
             else:
@@ -217,14 +206,13 @@ class Watch(threading.Thread):
         if waited > limits.STILL_SECONDS / 2:
             self._reported = True
             early = limits.STILL_SECONDS + 0.1 - waited  # until node 0 acts on it
-            self._query_at = now + (
-                early if early > 0 else max(limits.STILL_AGAIN_SECONDS, waited / 10)
-            )
-            self._send_records(records)
+            again = max(limits.STILL_AGAIN_SECONDS, waited / 10)
+            self._query_at = now + (early if early > 0 else again)
+            self._report(records, number=0)
             return
         if self._reported:
             self._reported = False
-            self._send_records([])
+            self._report([], number=0)
         # It waits for something else than a rank, or will for one.
         self._pause = min(max(2 * self._pause, limits.STILL_SECONDS), limits.STILL_ALONE_SECONDS)
         self._query_at = now + self._pause
