@@ -25,7 +25,7 @@ _MARK = b"@clusterkit {"
 # torch 2.13, multiprocessing/api.py: it logs the exit code of a failed rank, and exits with 1
 _TORCHRUN = re.compile(rb"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
 _WINDOW = 20  # lines of metrics that are kept
-_LONGEST = 200  # characters of an error: messages between nodes have at most LINE_BYTES
+_LONGEST = 200  # characters of an error that is sent to node 0
 
 
 class RankOutput:

@@ -36,7 +36,7 @@ FIRST_SECONDS = 1.0  # for node 0 to direct a lost node's successor, before that
 GAP_SECONDS = 5.0  # longer than a step of any loop that uses a `clock.Awake`
 HELLO_SECONDS = 5.0  # for a new connection to identify its node
 UNIDENTIFIED = 64  # connections that may be open and have not identified their node
-LINE_BYTES = 4096  # the longest line between nodes
+LINE_BYTES = 1 << 15  # the longest line between nodes; a longer one ends the connection
 UNSENT_BYTES = 1 << 16  # buffered for a node that does not read, before it is disconnected
 
 # Ranks that hang (`hangs`, `rank_state`)
@@ -50,6 +50,7 @@ HANG_FACTOR = 10  # times as long before the first step, and where a rank does o
 LONGEST_PACE = 60.0  # of a step, assumed where no program reports it
 ANSWER_SECONDS = 1.0  # for a rank to report where it is
 RANKS_A_LINE = 6  # ranks' records in one message between nodes
+REASON_LENGTH = 4096  # of a hang's reason that is sent: JSON takes up to 6 bytes a character
 
 # Ranks that are slower than the others (`stragglers`)
 ARRIVALS_SECONDS = 15.0  # between queries of when ranks entered collectives

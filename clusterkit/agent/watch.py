@@ -139,6 +139,8 @@ class Watch(threading.Thread):
                 self.send({"examine": ranks})
                 self._host_before = self._sample_host(ranks)
             case messages.EndHang(node, reason) if node != self._node:
+                if len(reason) > limits.REASON_LENGTH:
+                    reason = f"{reason[: limits.REASON_LENGTH]} ..."
                 self.send({"hang": reason, "node": node})
             case messages.Note() | messages.EndHang():
                 self._on_order(decision)

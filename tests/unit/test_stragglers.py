@@ -259,8 +259,9 @@ class Link:
             self.watches[node].send = partial(self.send, node)
 
     def send(self, sender: int, message: dict[str, Any]) -> None:
-        message = json.loads(json.dumps({**message, "sent": time.time()}))
-        self.watches[1 - sender].receive(sender, message)
+        line = json.dumps({**message, "sent": time.time()})
+        if len(line) <= limits.LINE_BYTES:  # `Line` closes the connection at a longer one
+            self.watches[1 - sender].receive(sender, json.loads(line))
 
     def begin(self) -> None:
         for node, watch in self.watches.items():
@@ -322,3 +323,29 @@ def test_nodes_answer_node_0_which_ends_a_hang(link: Link, monkeypatch: pytest.M
     assert isinstance(end, EndHang)
     assert "rank 1 on node 1 has not come to all_reduce #57" in end.reason
     assert [type(link.order(0)) for _ in range(3)] == [Note, Note, Note]
+
+
+def test_a_hang_of_ranks_in_many_places_ends_on_another_node_too(link: Link) -> None:
+    link.begin()
+    assert [link.order(1) for _ in range(2)] == [Note("hang"), Note("slow")]
+    reason = "no progress for 120 s: " + "; rank 7 on node 1 is at père.py:44 in load()" * 1000
+    link.watches[0]._carry_out(EndHang(1, reason))
+    end = link.order(1)
+    assert isinstance(end, EndHang)
+    assert len(end.reason) > 4000
+    assert reason.startswith(end.reason.removesuffix(" ..."))
+
+
+def test_the_longest_records_of_ranks_fit_in_a_line(link: Link) -> None:
+    """A rank's record with the longest names, of as many groups as there may be."""
+    groups = {f"{place:é>40}": 10**7 for place in range(11)}
+    waits = [(group, 10**7, "é" * 40, 12345.6, 1.234567890123456) for group in [*groups][:2]]
+    longest = {
+        "rank": 10**5, "at": "é" * 80 + ":12345 in " + "é" * 60, "busy": False, "doing": 2**32,
+        "last": groups, "waits": waits,
+    }  # fmt: skip
+    lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    link.watches[1].send = lines.put
+    link.watches[1]._report([longest] * 7, number=10**6)
+    sent = [lines.get(timeout=60) for _ in range(2)]
+    assert all(len(json.dumps(line)) <= limits.LINE_BYTES for line in sent)
