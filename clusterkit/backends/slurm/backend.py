@@ -52,7 +52,7 @@ class SlurmBackend(Backend, SupportsDoctor, SupportsFile, SupportsForget, Suppor
     summary = "nodes of a Slurm cluster, in one allocation"
     command = "sbatch"
     unsupported = {  # noqa: RUF012
-        "launcher=mpirun": "Open MPI would start steps of its own, which no agent can watch or end",
+        "launcher=mpirun": "Open MPI would start job steps that no agent can watch or end",
     }
     start_seconds: ClassVar[float] = math.inf
 
