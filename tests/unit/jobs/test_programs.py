@@ -72,7 +72,7 @@ def test_a_program_runs_where_it_was_copied_without_clusterkit(name: str, tmp_pa
         data.write_text("label,review\n" + "1,good one\n0,bad one\n" * 20)
         words = ["--data", str(data), "--epochs", "1", "--max-length", "8"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    env = environment()
+    env = environment() | {"TMPDIR": str(tmp_path)}  # torchrun leaves a folder there
     if name in ONE_PROCESS:
         launcher = []
     if name in ONE_PROCESS - {"ddp_start"}:
