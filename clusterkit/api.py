@@ -16,7 +16,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -30,11 +30,10 @@ from clusterkit.run.folder import Submission
 from clusterkit.run.run import Run as Run
 from clusterkit.run.status import RunStatus, State
 from clusterkit.spec import Job as Job
-from clusterkit.spec import JobSpec, parse_duration, parse_nodes
+from clusterkit.spec import JobSpec, parse_nodes
 
 if TYPE_CHECKING:
     from clusterkit import doctor as doctors
-    from clusterkit import warm as warmth
     from clusterkit.bench import bandwidth
     from clusterkit.cluster import Facts
     from clusterkit.convert import Converted
@@ -470,27 +469,6 @@ def notify(cluster: str = "local", clusters_file: str | os.PathLike[str] | None 
         raise BadInput(f"cluster {cluster} has no `notify`", hint)
     test = notifications.Notification("test", f"clusterkit: a test of cluster {cluster}")
     return notifications.send(spec, test)
-
-
-def warm(
-    action: Literal["status", "on", "off"] = "status", idle: float | str = "10m"
-) -> warmth.Warm:
-    """Return or change whether imported modules stay in memory for the next run on this machine.
-
-    Args:
-        action: ``on`` or ``off`` changes it; ``off`` also ends the processes that keep them.
-        idle: how long they stay without a run, in seconds or as ``10m``.
-
-    Raises:
-        BadInput: ``idle`` is not a length of time.
-    """
-    from clusterkit import warm as warmth
-
-    if action == "on":
-        warmth.turn_on(parse_duration(idle, "idle"))
-    elif action == "off":
-        warmth.turn_off()
-    return warmth.state()
 
 
 def schema() -> dict[str, Any]:

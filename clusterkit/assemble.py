@@ -119,8 +119,6 @@ class Placement:
     """None: the nodes do not watch each other."""
     container: bool = False
     """Whether each node is a container, whose output has to contain the node's log."""
-    warm: float = 0.0
-    """Seconds that a fork server waits for another run; 0: it ends with this one."""
     mpi_interface: str | None = None
     """Network interface for deepspeed that starts the ranks of all nodes from node 0, with mpirun;
     None: each node starts its own."""
@@ -359,8 +357,6 @@ def _agent_argv(placement: Placement) -> list[Word]:
         argv += ["--time-limit", f"{job.limit_seconds:.10g}"]
     if placement.forked is not None:
         argv += ["--fork", str(placement.forked)]
-        if placement.warm:
-            argv += ["--warm", f"{placement.warm:g}"]
     elif placement.starter == "forkserver":
         argv += ["--spawn"]
     elif placement.starter == "mpirun":

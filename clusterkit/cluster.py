@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import Meta, Struct
 
 from clusterkit.shell import NAME
-from clusterkit.spec import Auto, Count, Duration, Spec
+from clusterkit.spec import Auto, Count, Spec
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Amount = Annotated[int, Meta(ge=0)]
@@ -54,9 +54,6 @@ class LocalCluster(Entry, frozen=True, kw_only=True):
     """Interpreter of the ranks; by default the active environment's, otherwise the one that runs
     clusterkit."""
     lost_after: ClassVar[float] = 30.0
-    warm: Duration | None = None
-    """How long a run's fork server, with the modules it has imported, waits for another run,
-    such as `10m`; by default as `clusterkit warm on` has set, or not at all."""
 
 
 class Host(Spec, frozen=True, kw_only=True):

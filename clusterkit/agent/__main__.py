@@ -28,8 +28,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--spawn", action="store_true", help="start the command once per rank")
     add("--fork", type=int, default=0, metavar="N",
         help="fork the ranks: N words of the command are Python and its options")  # fmt: skip
-    add("--warm", type=float, default=0.0, metavar="SECONDS",
-        help="use a fork server that waits so long for its next run")  # fmt: skip
     add("--tagged", action="store_true", help="the launcher tags lines with ranks")
     add("--coordinator", metavar="ADDRESS:PORT", help="where node 0's agent listens")
     add("--nodes", type=int, default=1, help="how many nodes the run has")

@@ -9,13 +9,12 @@ import selectors
 import signal
 import socket
 import subprocess
-from pathlib import Path
 from typing import Any
 
 from clusterkit.agent import forkserver_process
 from clusterkit.agent.forkserver_process import Target
 from clusterkit.agent.launcher import Launcher
-from clusterkit.agent.processes import processes_of, send
+from clusterkit.agent.processes import send
 from clusterkit.agent.protocol import (
     RANK_HEADER,
     TRACE_FILE,
@@ -30,14 +29,14 @@ _HANDLES = 200  # that go into one message; unix(7) allows 253
 
 
 class _Server:
-    """A running fork server; without a ``process`` it is a fork of a warm one, and no child."""
+    """A running fork server."""
 
     def __init__(
-        self, channel: socket.socket, process: subprocess.Popen[bytes] | None, level: int
+        self, channel: socket.socket, process: subprocess.Popen[bytes], level: int
     ) -> None:
         self.channel, self.process, self.level = channel, process, level
         self.ready = False  # whether it has done its imports
-        self.handle = None if process is None else os.pidfd_open(process.pid)
+        self.handle = os.pidfd_open(process.pid)
 
 
 class ForkLauncher(Launcher):
@@ -52,7 +51,6 @@ class ForkLauncher(Launcher):
         super().__init__(*arguments)
         argv, words = self._options.argv, self._options.fork
         self._python, self._program = argv[:words], argv[words:]
-        self._idle: float = self._options.warm  # seconds that a warm server lives on; 0: use none
         self._server: _Server | None = None
         self._starts = 0
         self._orders: list[int] = []  # handles of the files that hold this start's
@@ -79,9 +77,8 @@ class ForkLauncher(Launcher):
 
     def _end_kept(self) -> None:
         if self._server is not None:
-            if self._server.handle is not None:
-                with contextlib.suppress(OSError):
-                    signal.pidfd_send_signal(self._server.handle, signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(self._server.handle, signal.SIGKILL)
             self._close_server(self._server)
         self._close_orders()
         for path in self._folder.glob(WORKER_SOCKET.format(RANK="*")):
@@ -93,12 +90,10 @@ class ForkLauncher(Launcher):
         channel, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         output = self._new_output()
         target = Target(self._python, self._program, self._environment())
-        process = None
         try:
-            if not (self._idle and self._ask_warm_server(target, other.fileno(), output)):
-                process = forkserver_process.start(
-                    target, other.fileno(), output, level=level, preexec=end_with_parent
-                )
+            process = forkserver_process.start(
+                target, other.fileno(), output, level=level, preexec=end_with_parent
+            )
         except BaseException:
             channel.close()
             raise
@@ -108,37 +103,16 @@ class ForkLauncher(Launcher):
         channel.setblocking(False)
         self._server = _Server(channel, process, level)
         self._selector.register(channel, selectors.EVENT_READ, self._receive)
-        self.kept = set() if process is None else {process.pid}
-        if self._server.handle is not None:
-            self._selector.register(self._server.handle, selectors.EVENT_READ, self._server_ended)
-
-    def _ask_warm_server(self, target: Target, channel: int, output: int) -> bool:
-        """Have a fork of a warm server serve; return whether one is going to."""
-        from clusterkit.agent import warm
-
-        folder = Path(target.env["CLUSTERKIT_RUN_DIR"]).parents[1] / "warm"
-        try:
-            warm.ask(folder, self._idle, target, channel, output)
-        except (OSError, subprocess.SubprocessError) as error:
-            self._give_up_warm_server(str(error))
-        return self._idle > 0
-
-    def _give_up_warm_server(self, why: str) -> None:
-        self._idle = 0.0
-        output = self._new_output()
-        os.write(output, f"without a warm fork server: {why}\n".encode())
-        os.close(output)
+        self.kept = {process.pid}
+        self._selector.register(self._server.handle, selectors.EVENT_READ, self._server_ended)
 
     def _close_server(self, ended: _Server) -> int:
-        """Return its exit code; 1 where it is no child of this process."""
-        code = 1
+        """Return its exit code."""
         self._selector.unregister(ended.channel)
         ended.channel.close()
-        if ended.handle is not None:
-            if ended.process is not None:
-                code = ended.process.wait()
-                self._selector.unregister(ended.handle)
-            os.close(ended.handle)
+        code = ended.process.wait()
+        self._selector.unregister(ended.handle)
+        os.close(ended.handle)
         self._server, self.kept = None, set()
         return code
 
@@ -147,12 +121,6 @@ class ForkLauncher(Launcher):
         assert ended is not None
         self._receive_all(ended)
         code, level = self._close_server(ended), ended.level + 1
-        if ended.process is None:
-            folder = os.environ.get("CLUSTERKIT_NODE_DIR", str(self._folder))  # of this attempt
-            send(processes_of(folder, "CLUSTERKIT_NODE_DIR"), signal.SIGKILL)
-            if not ended.ready:
-                self._give_up_warm_server("it ended")
-                code, level = -signal.SIGKILL, 0
         if code < 0 and not ended.ready and level <= _LAST_LEVEL:
             # What it imported may have killed it.
             try:
@@ -170,26 +138,17 @@ class ForkLauncher(Launcher):
 
     def _receive(self) -> None:
         sender = self._server  # None: its end was handled a moment ago
-        if sender is not None and not self._receive_all(sender) and sender.process is None:
-            self._server_ended()
+        if sender is not None:
+            self._receive_all(sender)
 
-    def _receive_all(self, sender: _Server) -> bool:
-        """Handle the server's messages; return whether more may come."""
-        try:
+    def _receive_all(self, sender: _Server) -> None:
+        with contextlib.suppress(OSError):
             while message := sender.channel.recv(1 << 16):
                 self._handle(sender, json.loads(message))
-        except BlockingIOError:
-            return True
-        except OSError:
-            pass
-        return False
 
     def _handle(self, sender: _Server, message: Document) -> None:
         if "ready" in message:
             sender.ready = True
-            if sender.process is None:
-                with contextlib.suppress(ProcessLookupError):  # the channel's end comes as well
-                    sender.handle, self.kept = os.pidfd_open(message["ready"]), {message["ready"]}
         elif "number" in message:
             number, pid = message["number"], message["pid"]
             if message["start"] == self._starts and number in self.running:

@@ -1,9 +1,9 @@
 """The program that imports torch once and forks the ranks of a node.
 
 The agent (`forkserver_process`) has the job's own Python run the text of this module and of
-`preload`, `rank`, `program`, `lazy_dynamo` and `warm_server`, with the job's options and
-environment. They are no modules there: ``sys.modules`` and ``sys.path`` of the program that a fork
-becomes hold nothing of clusterkit. Standard library only, and any Python from 3.9 on.
+`preload`, `rank`, `program` and `lazy_dynamo`, with the job's options and environment. They are no
+modules there: ``sys.modules`` and ``sys.path`` of the program that a fork becomes hold nothing of
+clusterkit. Standard library only, and any Python from 3.9 on.
 
 Messages on the channel, a socket of packets:
 
@@ -124,7 +124,6 @@ def run(config: Document, spaces: Document) -> Any:
         config: as `forkserver_process.start` makes it; ``channel`` is the socket's handle.
         spaces: what the modules define, by their names.
     """
-    began = time.time()
     environment = dict(os.environ)
     if sys.path[:1] == [""]:
         del sys.path[0]  # of ``-c``; each rank adds the program's own folder
@@ -132,8 +131,6 @@ def run(config: Document, spaces: Document) -> Any:
     preload = spaces["preload"]["Preload"](config, spaces["lazy_dynamo"])
     preload()
     gc.freeze()  # collections in ranks do not touch, and so copy, what all ranks share
-    if "idle" in config:
-        spaces["warm_server"]["WarmServer"](config, preload, spaces, began).wait()
     server = Server(config["channel"])
     server.report({"ready": os.getpid()})
     order = server.serve()

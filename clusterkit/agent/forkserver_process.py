@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-MODULES = ("lazy_dynamo", "preload", "rank", "program", "warm_server", "forkserver")
+MODULES = ("lazy_dynamo", "preload", "rank", "program", "forkserver")
 # Run by the server, as "<clusterkit>". The program starts from the outermost frame, so that its
 # stack holds no other one of clusterkit.
 _MAIN = """
@@ -51,7 +51,6 @@ def start(
     *,
     level: int = 0,
     preexec: Callable[[], None],
-    **more: Any,
 ) -> subprocess.Popen[bytes]:
     """Start a fork server.
 
@@ -60,7 +59,6 @@ def start(
         output: a handle that takes what it prints.
         level: the first of `preload.LEVELS` to try.
         preexec: called in the new process.
-        more: for `warm_server`.
 
     Raises:
         OSError: the interpreter cannot be run.
@@ -71,7 +69,7 @@ def start(
         config = {
             "texts": {name: module_text(name) for name in MODULES}, "argv": list(target.python),
             "program": list(target.program), "env": dict(target.env), "channel": channel,
-            "source": source, "text": text, **more,
+            "source": source, "text": text,
         }  # fmt: skip
         os.write(source, f"config = {config!r}\n{_MAIN}".encode())
         return subprocess.Popen(

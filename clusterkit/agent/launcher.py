@@ -65,7 +65,7 @@ class Launcher:
         self.running: dict[int, int] = {}
         """Process ids by number, from a start on; 0: not known yet."""
         self.kept: set[int] = set()
-        """Processes that outlive a start, for the next one; not all are below this one."""
+        """Processes that outlive a start, for the next one."""
         self.failure: str | None = None
         """Why this start ended, where the processes' ends do not say it."""
         self.ends: list[Document] = []

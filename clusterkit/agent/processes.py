@@ -100,13 +100,13 @@ def descendants(*roots: int) -> list[int]:
     return found[len(roots) :]
 
 
-def processes_of(folder: str, variable: str = "CLUSTERKIT_RUN_DIR") -> list[int]:
+def processes_of(folder: str) -> list[int]:
     """Return the living processes that were started with this run's folder in their environment.
 
     The folder's name is used by this run alone, and every process of the run inherits it:
     this finds the ones that lost their parent before they were recorded.
     """
-    mark = os.fsencode(f"{variable}={folder}")
+    mark = os.fsencode(f"CLUSTERKIT_RUN_DIR={folder}")
     spared = {os.getpid(), *_ancestors(os.getpid())}
     found = []
     for pid in _all_pids():

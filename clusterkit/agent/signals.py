@@ -65,17 +65,12 @@ def sender(signum: int, pid: int, uid: int) -> tuple[str, bool]:
     return f"{name} from process {pid} of user {uid}{f' ({command})' if command else ''}", False
 
 
-def adopt_orphans(on: bool = True) -> None:
-    """Become the parent of every descendant that loses its own, or no longer."""
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
-
-
-def take_signals() -> None:
-    """Unblock the signals, in a process that the agent starts."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPS, signal.SIGCONT))
+def adopt_orphans() -> None:
+    """Become the parent of every descendant that loses its own."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_with_parent() -> None:
     """Prepare a new child: unblock signals; it gets SIGTERM if the agent is killed with -9."""
-    take_signals()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPS, signal.SIGCONT))
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -35,7 +35,6 @@ VERBS = {
     "plot": "Draw loss and tokens/s over the steps, of one or several runs.",
     "doctor": "Check hosts, GPUs, network and software before a run.",
     "bench": "Measure bandwidth and latency between nodes; find the slow link.",
-    "warm": "Keep imported modules in memory, to start the next run faster.",
     "notify": "Send a test notification as a cluster's entry says.",
     "rm": "Remove the folders of runs that have ended.",
     "schema": "Print the JSON schema of job files, for editors.",

@@ -98,6 +98,7 @@ def _alternatives(kind: inspect.Type) -> Iterator[inspect.Type]:
 
 
 _MESSAGE = re.compile(r"(?s)(.*?)(?: - at `\$(.*)`)?\Z")
+_REMOVED = {"warm": "removed: it changed what programs compute; leave it out"}  # keys
 _SEGMENT = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
 _NAMES = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false",
           "array": "a list", "object": "a mapping", "null": "nothing"}  # fmt: skip
@@ -117,7 +118,7 @@ def _type_error(
         return document.error(place, f"{missing[1]} is missing")
     if unknown := re.match(r"(?s)Object contains unknown field `(.*)`", message):
         fields = _fields(expected)
-        near = did_you_mean(unknown[1], fields, 0.5)
+        near = _REMOVED.get(unknown[1]) or did_you_mean(unknown[1], fields, 0.5)
         message = f"unknown key ({near})" if near else "unknown key"
         return document.error((*place, unknown[1]), message, f"allowed: {', '.join(fields)}")
     shown = "nothing" if value is None else repr(value)[:80]

@@ -302,9 +302,7 @@ class Forked:
         key = case.python, tuple(case.env.items())
         if key not in self.servers:
             argv = [sys.executable, *case.python, "program.py"]
-            options = Namespace(
-                nproc=1, nodes=1, warm=0.0, fork=len(argv) - 1, argv=argv, tagged=False
-            )
+            options = Namespace(nproc=1, nodes=1, fork=len(argv) - 1, argv=argv, tagged=False)
             log = SimpleNamespace(ranks=[])
             self.servers[key] = Launcher(options, self.folder, log, self.selector)
         return self.servers[key]

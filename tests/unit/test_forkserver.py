@@ -369,7 +369,7 @@ def test_a_second_start_forks_from_the_same_server(packages, tmp_path, monkeypat
     log = NodeLog(tmp_path)
     with selectors.DefaultSelector() as selector:
         options = Namespace(
-            nproc=2, nodes=1, fork=1, warm=0.0, spawn=False, tagged=False, grace=5.0,
+            nproc=2, nodes=1, fork=1, spawn=False, tagged=False, grace=5.0,
             argv=[sys.executable, str(program)],
         )  # fmt: skip
         launcher = ForkLauncher(options, tmp_path, log, selector)

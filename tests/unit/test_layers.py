@@ -23,11 +23,10 @@ agent.member
 agent.processes agent.signals agent.archive agent.connections agent.membership
 agent.hangs agent.host agent.node_log agent.report agent.coordinator agent.peer
 agent.rank_state agent.stragglers agent.lazy_dynamo agent.preload agent.rank agent.program
-agent.warm_server
 agent.usage agent.stopped
 agent.forkserver
 agent.forkserver_process
-agent.warm agent.watch
+agent.watch
 agent.node_files
 agent.streams agent.client
 agent.launcher
@@ -46,7 +45,7 @@ batch rendezvous jobfile.loader jobfile.schema
 plan jobfile.request jobfile.catalogue jobfile.deepspeed_config
 program run.folder jobfile.examples
 run.find
-warm run.goodput
+run.goodput
 convert.draft convert.files
 convert.options
 convert.deepspeed

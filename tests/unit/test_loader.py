@@ -531,6 +531,7 @@ BAD_CLUSTERS = {
     "no backend": ("lab: {}\n", r"clusters\.yaml:1: lab\.backend: backend is missing"),
     "unknown backend": ("lab: {backend: locl}\n", r"clusters\.yaml:1: lab\.backend: 'locl' is no"),
     "unknown key": ("lab:\n  backend: local\n  gpuz: 1\n", r"clusters\.yaml:3: lab\.gpuz: unknown"),
+    "removed key": ("lab: {backend: local, warm: 9}\n", r"yaml:1: lab\.warm: .*\(removed: it "),
     "unknown key in a list": (
         "lab:\n  backend: ssh\n  hosts:\n  - name: a\n  - {name: b, adress: c}\n",
         r"clusters\.yaml:5: lab\.hosts\[1\]\.adress: unknown key \(did you mean address\?\)",

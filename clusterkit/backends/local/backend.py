@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from clusterkit import warm as warmth
 from clusterkit.backends.base import Backend, Observation, SupportsDoctor
 from clusterkit.backends.local.probe import ADDRESS, HOST
 from clusterkit.backends.node_status import (
@@ -21,10 +17,10 @@ from clusterkit.backends.node_status import (
 from clusterkit.backends.ports import replace_taken_ports
 from clusterkit.backends.probing import local_interpreter
 from clusterkit.cluster import Facts, LocalCluster
-from clusterkit.errors import Unavailable, about
+from clusterkit.errors import Unavailable
 from clusterkit.run.folder import RunHandle, home
 from clusterkit.run.status import State
-from clusterkit.spec import JobSpec, parse_duration
+from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
 
 if TYPE_CHECKING:
@@ -36,18 +32,6 @@ class LocalBackend(Backend, SupportsDoctor):
 
     name = "local"
     summary = "this machine; several nodes are simulated on it"
-
-    @classmethod
-    def resolved(
-        cls, cluster: LocalCluster, folder: Path, include: str | None, exclude: str | None
-    ) -> LocalCluster:
-        super().resolved(cluster, folder, include, exclude)
-        if cluster.warm is not None:
-            with about("cluster", "warm"):
-                parse_duration(cluster.warm, "warm")
-        elif idle := warmth.seconds():
-            return msgspec.structs.replace(cluster, warm=idle)
-        return cluster
 
     def subject(self, name: str, cluster: LocalCluster, job: JobSpec | None = None) -> HostSubject:
         from clusterkit.doctor.hosts.base import HostSubject, Machine, Needs

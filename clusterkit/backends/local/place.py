@@ -16,7 +16,7 @@ from clusterkit.cluster import Facts, LocalCluster
 from clusterkit.errors import BadInput, counted
 from clusterkit.plan import Note
 from clusterkit.rendezvous import Endpoint, Topology
-from clusterkit.spec import JobSpec, parse_duration
+from clusterkit.spec import JobSpec
 
 
 def place(job: JobSpec, cluster: LocalCluster, facts: Facts, run_id: str) -> Placement:
@@ -38,10 +38,7 @@ def place(job: JobSpec, cluster: LocalCluster, facts: Facts, run_id: str) -> Pla
     threads, threads_origin = threads_of(job, host.cpus, topology.world_size)
     require_packages(job, host)
     run_dir = posixpath.join(facts.home, "runs", run_id)
-    notes, remarks = [], []
-    warm = 0.0 if cluster.warm is None else parse_duration(cluster.warm, "warm")
-    if warm and job.started_by == "forkserver":
-        notes.append(Note("warm", f"{warm:g} s", "cluster: warm, or clusterkit warm on"))
+    remarks = []
     if device == "cpu" and topology.world_size > host.cpus:
         shared = f"{topology.world_size} ranks share {counted(host.cpus, 'core')}"
         remarks.append(Note("", f"{shared}: expect them slow", ""))
@@ -63,7 +60,6 @@ def place(job: JobSpec, cluster: LocalCluster, facts: Facts, run_id: str) -> Pla
         cluster=cluster,
         network_env=interface_env(facts.interface),
         node_env=tuple(gpu_env(host.gpus, device, n * nproc, nproc) for n in range(all_nodes)),
-        warm=warm,
         coordinator=Coordinator(host.address, facts.watch_port) if facts.watch_port else None,
         notes=(
             Note("device", device, device_origin),
@@ -71,7 +67,6 @@ def place(job: JobSpec, cluster: LocalCluster, facts: Facts, run_id: str) -> Pla
             Note("master_addr", host.address, "this machine, loopback"),
             Note("master_port", str(facts.port), facts.port_origin),
             Note("threads_per_rank", str(threads), threads_origin),
-            *notes,
         ),
         remarks=tuple(remarks),
     )
