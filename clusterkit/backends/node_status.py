@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
+import msgspec
 from msgspec import Struct
 
 from clusterkit.agent import STOPPED, STOPPED_BY_PEERS, archive, next_attempt
@@ -24,6 +24,60 @@ _HINTS = {
 }
 """Hints for the causes that agents report, by a part of the cause."""
 _TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+class _Waits(Struct):
+    why: str
+    until: float
+
+
+class _Started(Struct):
+    """What is read of ``started.json``."""
+
+    host: str = ""
+    spare: bool = False
+    waits: _Waits | None = None
+    hang: str | None = None
+    slow: str | None = None
+    remarks: tuple[str, ...] = ()
+
+
+class _End(Struct):
+    """How one process of a node ended."""
+
+    exit_code: int
+    at: float
+    rank: int | None = None
+    asked: bool = True
+
+
+class _Ended(Struct):
+    """What is read of ``exit.json``."""
+
+    exit_code: int
+    reason: str | None = None
+    at: float | None = None
+    next: int | None = None
+    processes: tuple[_End, ...] = ()
+    oom_kills: int | None = None
+    causes: tuple[str, ...] = ()
+    final: bool | None = None
+    restarts_left: int | None = None
+    remarks: tuple[str, ...] = ()
+
+
+_Record = TypeVar("_Record", _Started, _Ended)
+
+
+def _read(data: bytes | None, kind: type[_Record]) -> _Record | None:
+    """Return a record of a node; None: there is none, or it cannot be read.
+
+    Other machines wrote it, on disks that may be full: no field is used before all were checked.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind) if data is not None else None
+    except (msgspec.MsgspecError, ValueError):
+        return None
 
 
 def folder_exists(handle: RunHandle) -> bool:
@@ -48,7 +102,8 @@ class NodeFiles(Struct, frozen=True, kw_only=True):
     @property
     def host(self) -> str:
         """The host name that the agent has recorded; empty: none yet."""
-        return str(_document(self.started or b"").get("host") or "")
+        started = _read(self.started, _Started)
+        return started.host if started else ""
 
     @classmethod
     def read(cls, folder: Path) -> NodeFiles:
@@ -79,45 +134,51 @@ def judge_running(node: int, host: str, started: bytes | None) -> NodeStatus:
 
     Its ranks may run, or it may wait: for a restart, or as a spare.
     """
-    document = _document(started or b"")
-    waits, spare = document.get("waits") or {}, bool(document.get("spare"))
+    record = _Started() if started is None else _read(started, _Started)
+    if record is None:
+        return _unreadable(node, host, "started.json")
     return NodeStatus(
         node=node,
         host=host,
-        state=State.RESTARTING if waits else State.RUNNING,
-        reason=waits.get("why", "a spare" if spare else None),
-        until=waits.get("until"),
-        remarks=remarks(started),
-        hang=document.get("hang"),
-        slow=document.get("slow"),
-        spare=spare,
+        state=State.RESTARTING if record.waits else State.RUNNING,
+        reason=record.waits.why if record.waits else ("a spare" if record.spare else None),
+        until=record.waits.until if record.waits else None,
+        remarks=record.remarks,
+        hang=record.hang,
+        slow=record.slow,
+        spare=record.spare,
     )
 
 
 def judge_exit(node: int, host: str, data: bytes) -> NodeStatus:
     """Return the status of a node that has ended, from its ``exit.json``; UNKNOWN if damaged."""
-    ended = _document(data)
-    if not isinstance(ended.get("exit_code"), int):
-        return NodeStatus(node=node, host=host, state=State.UNKNOWN, reason="exit.json is damaged")
-    code, reason, at = ended["exit_code"], ended.get("reason"), ended.get("at")
+    ended = _read(data, _Ended)
+    if ended is None:
+        return _unreadable(node, host, "exit.json")
     # A node that was stopped has not finished its work, even if its exit code is 0.
-    stopped = reason == STOPPED or str(reason).startswith(STOPPED_BY_PEERS)
-    ended_as = State.SUCCEEDED if code == 0 else State.FAILED
+    reason = ended.reason or ""
+    stopped = reason == STOPPED or reason.startswith(STOPPED_BY_PEERS)
+    ended_as = State.SUCCEEDED if ended.exit_code == 0 else State.FAILED
     return NodeStatus(
         node=node,
         host=host,
         state=State.CANCELLED if stopped else ended_as,
-        exit_code=code,
-        reason=reason,
-        ended_at=at if isinstance(at, float) else None,
-        remarks=remarks(data),
+        exit_code=ended.exit_code,
+        reason=ended.reason,
+        ended_at=ended.at,
+        remarks=ended.remarks,
     )
+
+
+def _unreadable(node: int, host: str, name: str) -> NodeStatus:
+    reason = f"{name} is damaged: it cannot be read"
+    return NodeStatus(node=node, host=host, state=State.UNKNOWN, reason=reason)
 
 
 def remarks(data: bytes | None) -> tuple[str, ...]:
     """Return the agent's remarks from its ``started.json`` or ``exit.json``."""
-    found = _document(data or b"").get("remarks")
-    return tuple(map(str, found)) if isinstance(found, list) else ()
+    found = _read(data, _Started)
+    return found.remarks if found else ()
 
 
 def stop_run(plan: Plan, transport: Transport, host: str, python: str, reason: str) -> Completed:
@@ -132,68 +193,55 @@ def stop_run(plan: Plan, transport: Transport, host: str, python: str, reason: s
     return transport.run(host, argv, stdin=archive.as_text(), timeout=plan.stop_grace + 60)
 
 
-def _rank_exits(node: int, ended: Mapping[str, Any]) -> list[RankExit]:
-    try:
-        return [
-            RankExit(node, end["rank"], end["exit_code"], end["at"], bool(end.get("asked", True)))
-            for end in ended.get("processes", [])
-            if isinstance(end["rank"], int)
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return []
-
-
 def observed(nodes: Sequence[NodeStatus], exit_json: Mapping[int, bytes]) -> Observation:
     """Return an attempt's observation from the status and ``exit.json`` of its nodes.
 
     Args:
         exit_json: by node; only of nodes that have one.
     """
-    documents = {node: _document(data) for node, data in exit_json.items()}
-    failed = [node.node for node in nodes if node.state is State.FAILED]
-    exits = [end for node in failed for end in _rank_exits(node, documents.get(node, {}))]
-    kills = [documents[node].get("oom_kills") for node in failed if node in documents]
-    lefts = [document.get("restarts_left") for document in documents.values()]
+    records = {node: record for node, data in exit_json.items() if (record := _read(data, _Ended))}
+    ranks = {
+        node: [
+            RankExit(node, end.rank, end.exit_code, end.at, end.asked)
+            for end in record.processes
+            if end.rank is not None
+        ]
+        for node, record in records.items()
+    }
+    failed = {node.node for node in nodes if node.state is State.FAILED} & records.keys()
+    exits = [end for node in failed for end in ranks[node]]
     # A rank may also have failed on a node that another node's launcher then stopped: such an exit
     # counts if the agent had not asked for it, if it came before any other, or if a signal to
     # stop cannot explain its exit code.
     first = min((end.at for end in exits if end.exit_code), default=0.0)
-    for node in exit_json.keys() - set(failed):
+    for node in records.keys() - failed:
         exits += [
             end
-            for end in _rank_exits(node, documents[node])
+            for end in ranks[node]
             if (end.exit_code and not end.asked)
             or (end.at < first and end.exit_code not in (0, *_TERMINATED))
             or (first and 0 < end.exit_code < 128)
         ]
+    lefts = [record.restarts_left for record in records.values()]
     return Observation(
         state=overall({node.state for node in nodes}),
         nodes=tuple(nodes),
         rank_exits=tuple(exits),
-        oom_kills=max((number for number in kills if isinstance(number, int)), default=0),
-        causes=tuple(cause for node, ended in documents.items() for cause in _causes(node, ended)),
-        final=any(document.get("final") is True for document in documents.values()),
-        next_attempt=next(filter(None, map(next_attempt, exit_json.values())), None),
-        restarts_left=min((left for left in lefts if isinstance(left, int)), default=None),
+        oom_kills=max((records[node].oom_kills or 0 for node in failed), default=0),
+        causes=tuple(cause for node, ended in records.items() for cause in _causes(node, ended)),
+        final=any(record.final for record in records.values()),
+        next_attempt=next((record.next for record in records.values() if record.next), None),
+        restarts_left=min((left for left in lefts if left is not None), default=None),
     )
 
 
-def _causes(node: int, ended: Mapping[str, Any]) -> list[NodeCause]:
-    causes, code = ended.get("causes"), ended.get("exit_code")
+def _causes(node: int, ended: _Ended) -> list[NodeCause]:
     return [
         NodeCause(
             node=node,
-            words=str(cause),
-            hint=next((hint for part, hint in _HINTS.items() if part in str(cause)), None),
-            exit_code=code if isinstance(code, int) and code else 1,
+            words=cause,
+            hint=next((hint for part, hint in _HINTS.items() if part in cause), None),
+            exit_code=ended.exit_code or 1,
         )
-        for cause in (causes if isinstance(causes, list) else ())
+        for cause in ended.causes
     ]
-
-
-def _document(data: bytes) -> Mapping[str, Any]:
-    try:
-        document = json.loads(data)
-    except ValueError:
-        return {}
-    return document if isinstance(document, dict) else {}

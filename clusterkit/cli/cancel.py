@@ -18,8 +18,8 @@ def command(run: str, as_json: bool) -> int:
 
     RUN is a run's id, the beginning of one, or `last`. The time between the two signals is the
     cluster's stop_grace. It is safe to cancel a run twice, or one that has ended. A host that does
-    not answer is named, and the exit code is 3; when it answers again, cancel the run again to end
-    its processes there.
+    not answer is named, and the exit code is 3, as it is whenever the run has not ended; when the
+    host answers again, cancel the run again to end its processes there.
     """
     with spinner("cancelling"):
         status = api.cancel(run)
@@ -29,4 +29,8 @@ def command(run: str, as_json: bool) -> int:
         click.echo(f"{status.run} {status.state}")
         if status.remark:
             click.echo(status.remark, err=True)
-    return EXIT_UNAVAILABLE if status.remark else 0
+        elif not status.state.final:
+            click.echo(
+                f"the run has not ended; clusterkit cancel {status.run} tries again", err=True
+            )
+    return EXIT_UNAVAILABLE if status.remark or not status.state.final else 0

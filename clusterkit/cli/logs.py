@@ -10,6 +10,7 @@ import msgspec
 
 from clusterkit import api
 from clusterkit.cli.common import json_option, run_argument, verb
+from clusterkit.errors import BadInput
 from clusterkit.output import tracebacks
 from clusterkit.output.logs import LogLine
 from clusterkit.run.folder import Event
@@ -21,10 +22,19 @@ from clusterkit.ui.formatting import log_text, terminal_filter
 @click.option("-f", "--follow", is_flag=True, help="Print new lines until the run ends.")
 @click.option("-r", "--rank", type=int, metavar="R", help="Only this rank.")
 @click.option("-n", "--node", type=int, metavar="N", help="Only this node.")
+@click.option(
+    "--tail", type=click.IntRange(1), metavar="N", help="Only the last N lines, read from the end."
+)
 @click.option("--raw", is_flag=True, help="Print only the text, as the program wrote it.")
 @json_option
 def command(
-    run: str, follow: bool, rank: int | None, node: int | None, raw: bool, as_json: bool
+    run: str,
+    follow: bool,
+    rank: int | None,
+    node: int | None,
+    tail: int | None,
+    raw: bool,
+    as_json: bool,
 ) -> None:
     """Show the log lines of all nodes and ranks, in order of time.
 
@@ -41,7 +51,12 @@ def command(
         if follow:
             click.echo(f"note: {event.text}", err=True)
 
-    batches = api.get(run).log_batches(rank=rank, node=node, follow=follow, note=note)
+    if tail is None:
+        batches = api.get(run).log_batches(rank=rank, node=node, follow=follow, note=note)
+    elif follow:
+        raise BadInput("--tail, --follow: only one of them", hint="--follow prints all lines")
+    else:
+        batches = iter([api.get(run).tail(tail, rank=rank, node=node)])
     if as_json and not follow:
         _print_list(batches)
         return

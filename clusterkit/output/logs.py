@@ -13,6 +13,7 @@ from __future__ import annotations
 import calendar
 import heapq
 import json
+import math
 import os
 import re
 import time
@@ -199,6 +200,13 @@ class NodeLog:
             yield from parse_lines(data.removesuffix(b"\n"), self._node, self._attempt)
 
 
+def tail(path: Path, node: int, attempt: int, most: int) -> list[LogLine]:
+    """Return the lines in the last ``most`` bytes of a node's log."""
+    file = GrowingFile(path)
+    data = file.read(most, skip=True) + file.read_unfinished()
+    return list(parse_lines(data.removesuffix(b"\n"), node, attempt)) if data else []
+
+
 def merged(
     logs: Sequence[NodeLog], follow: Callable[[], bool] | None = None
 ) -> Iterator[list[LogLine]]:
@@ -316,6 +324,16 @@ def _page_before(file: int, end: int, select: _Filter, most: int, scan: float) -
         lines = lines[-most:]
         offset = lines[0][0]
     return Page(lines, offset, end if after is None else after)
+
+
+def last_lines(
+    path: Path, node: int, attempt: int, most: int, rank: int | None = None
+) -> list[LogLine]:
+    """Return the last lines of a node's log, or of one rank in it, also one without newline."""
+    found = page(path, rank, most=most, scan=math.inf)
+    unfinished = GrowingFile(path, found.after).read_unfinished()
+    rest = parse_lines(unfinished, node, attempt) if unfinished else ()
+    return [*found.parsed(node, attempt), *(x for x in rest if rank in (None, x.rank))]
 
 
 def without_rank(text: str) -> str:

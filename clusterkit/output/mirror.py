@@ -20,7 +20,7 @@ from typing import Any
 
 from clusterkit.agent import Awake
 from clusterkit.agent.protocol import GROWING_FILES, WHOLE_FILES
-from clusterkit.errors import ClusterkitError, SubmitFailed
+from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.files import locked, size_of, write_atomic
 from clusterkit.transport import Stream
 
@@ -28,6 +28,8 @@ QUIET_SECONDS = 8.0
 """Timeout of a stream without data (agent.HEARTBEAT_SECONDS is 2)."""
 AGAIN_SECONDS = 1.0
 """Pause before a host that was lost is tried again."""
+LONGEST_PAUSE = 30.0
+"""The longest pause after errors in a row on this machine."""
 BACK_SECONDS = 3.0
 """How often to check whether a node that has ended has come back."""
 LOCK_SECONDS = 30.0
@@ -260,10 +262,28 @@ class Watch:
         self._threads = [
             threading.Thread(target=self._watch, args=(view,), daemon=True) for view in views
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError as error:  # can't start new thread
+            self.close()
+            raise Unavailable(f"this machine cannot follow {len(views)} hosts: {error}") from error
 
     def _watch(self, view: NodeView) -> None:
+        """Follow a host until closed. Whatever goes wrong here is tried again: a thread that ended
+        would leave the node's last state for ever."""
+        pause = AGAIN_SECONDS
+        while not self._closed.is_set():
+            try:
+                return self._follow(view)
+            except Exception as error:  # ESTALE, no memory, a bug
+                if not self._closed.is_set():  # `close` closes the stream while this thread reads
+                    why = f"{type(error).__name__}: {error}"
+                    view.lost(Unavailable(f"the copy of node {view.node}'s files stopped: {why}"))
+                self._closed.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _follow(self, view: NodeView) -> None:
         deadline = time.monotonic() + LOCK_SECONDS
         closed = self._closed.is_set
         with folder_lock(view, lambda: not self._closed.wait(0.1) and time.monotonic() < deadline):
@@ -285,9 +305,6 @@ class Watch:
                     if not closed():
                         view.lost(error)
                         self._closed.wait(AGAIN_SECONDS)
-                except (OSError, ValueError):
-                    if not closed():  # `close` closes the stream while this thread reads
-                        raise
 
     def close(self) -> None:
         """Stop watching; the nodes continue."""
@@ -295,4 +312,5 @@ class Watch:
         for stream in list(self._streams.values()):
             stream.close()
         for thread in self._threads:
-            thread.join(2 * AGAIN_SECONDS)
+            if thread.is_alive():
+                thread.join(2 * AGAIN_SECONDS)

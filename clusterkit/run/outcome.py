@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from enum import Enum
-from itertools import chain
+from operator import attrgetter
 
 from msgspec.structs import replace
 
 from clusterkit.backends.base import Observation
+from clusterkit.output.logs import tail
 from clusterkit.plan import Plan
 from clusterkit.run.folder import RunHandle
 from clusterkit.run.status import Failure, State, overall
 from clusterkit.spec import JobSpec
 
 TAIL_LINES = 5000
-"""How many log lines of an attempt a diagnosis reads."""
+"""How many log lines of an attempt a diagnosis looks at."""
+TAIL_BYTES = 16 << 20
+"""How many bytes of an attempt's logs it reads, from their ends."""
+NODE_TAIL_BYTES = 1 << 16
+"""The least that it reads of each node's log."""
 
 
 class Phase(Enum):
@@ -85,7 +91,10 @@ def diagnosis(handle: RunHandle, seen: Observation) -> Failure:
     from clusterkit.output.diagnose import diagnose  # a run that succeeds does without this import
 
     plan = handle.plan
-    lines = chain.from_iterable(handle.folder.log(handle.attempt, range(plan.nodes)))
+    most = max(NODE_TAIL_BYTES, TAIL_BYTES // max(1, plan.nodes))
+    logs = [handle.folder.node_dir(handle.attempt, node) / "log" for node in range(plan.nodes)]
+    ends = [tail(path, node, handle.attempt, most) for node, path in enumerate(logs)]
+    lines = heapq.merge(*ends, key=attrgetter("time"))
     nproc = plan.topology.get("nproc_per_node", 1)
     failure = diagnose(
         seen.nodes,

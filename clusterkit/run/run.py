@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from clusterkit.errors import BadInput, ClusterkitError, RunFolderError
-from clusterkit.output.logs import LogLine
+from clusterkit.output.logs import LogLine, last_lines
 from clusterkit.plan import Plan
 from clusterkit.run import control
 from clusterkit.run.folder import POLL_SECONDS, Event, RunFolder
@@ -129,6 +131,27 @@ class Run:
             self.log_batches(rank=rank, node=node, follow=follow, note=note)
         )
 
+    def tail(
+        self, lines: int, *, rank: int | None = None, node: int | None = None
+    ) -> list[LogLine]:
+        """Return the last lines of `logs`. The logs are read from their ends.
+
+        Raises:
+            BadInput: the run has no such node or rank.
+        """
+        self._check(node, rank)
+        attempt = self.status().attempt  # without a supervisor, this copies what the hosts have
+        found: list[LogLine] = []
+        while attempt > 0 and len(found) < lines:
+            nodes = self._folder.nodes_of(attempt, self.plan, rank) if node is None else (node,)
+            parsed = [
+                last_lines(self._folder.node_dir(attempt, each) / "log", each, attempt, lines, rank)
+                for each in nodes
+            ]
+            found = [*heapq.merge(*parsed, key=attrgetter("time")), *found]
+            attempt -= 1
+        return found[len(found) - min(lines, len(found)) :]
+
     def log_batches(
         self,
         *,
@@ -142,6 +165,10 @@ class Run:
         Raises:
             BadInput: the run has no such node or rank.
         """
+        self._check(node, rank)
+        return self._batches(node, rank, follow, note)
+
+    def _check(self, node: int | None, rank: int | None) -> None:
         plan = self.plan
         # A spare that was used up is in no later plan.
         folders = self._folder.file("attempts").glob(f"*/node-{node}")
@@ -149,7 +176,6 @@ class Run:
             raise BadInput(f"node {node}: run {self.id} has nodes 0 to {plan.nodes - 1}")
         if rank is not None and not 0 <= rank < plan.world_size:
             raise BadInput(f"rank {rank}: run {self.id} has ranks 0 to {plan.world_size - 1}")
-        return self._batches(node, rank, follow, note)
 
     def _batches(
         self, node: int | None, rank: int | None, follow: bool, note: Callable[[Event], None]

@@ -595,6 +595,19 @@ def test_logs_of_one_rank_raw(cli, ended):
     assert cli("logs", ended.id, "--node", "0", "--rank", "1", "--raw").out == "from rank one\n"
 
 
+@pytest.mark.parametrize("lines", [1, 2, 3, 100])
+def test_the_last_lines_of_logs_are_those_that_end_all_of_them(cli, ended, lines):
+    for more in ((), ("--rank", "1"), ("--node", "0"), ("--json",)):
+        whole = cli("logs", ended.id, *more)
+        last = cli("logs", ended.id, "--tail", str(lines), *more)
+        if more == ("--json",):
+            assert last.json == whole.json[-lines:]
+        else:
+            assert last.out.splitlines() == whole.out.splitlines()[-lines:]
+    assert cli("logs", ended.id, "--tail", "1", "--rank", "99").code == 2
+    assert cli("logs", ended.id, "--tail", "1", "-f").err.startswith("error: --tail, --follow:")
+
+
 def test_logs_fold_torchrun_s_own_traceback_unless_they_are_raw_or_json(
     cli, unstarted_run, by_hand
 ):

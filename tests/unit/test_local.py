@@ -12,7 +12,7 @@ from clusterkit import backends
 from clusterkit.agent.processes import process_start
 from clusterkit.backends.base import Backend, check_capabilities
 from clusterkit.backends.local.backend import LocalBackend
-from clusterkit.backends.node_status import judge_exit
+from clusterkit.backends.node_status import NodeFiles, judge_exit, judge_node
 from clusterkit.backends.probing import parse_gpus
 from clusterkit.cluster import Gpu, LocalCluster
 from clusterkit.errors import BadInput, CapabilityError, PortTaken, Unavailable
@@ -386,7 +386,9 @@ def test_a_run_s_state_follows_from_its_nodes(states, state):
         (b"torn", State.UNKNOWN),
         ({"exit_code": "0"}, State.UNKNOWN),
         ({"exit_code": None}, State.UNKNOWN),
-        ({"exit_code": 0, "at": "noon", "reason": 3}, State.SUCCEEDED),
+        ({"exit_code": 0, "at": "noon"}, State.UNKNOWN),
+        ({"exit_code": 0, "causes": 3}, State.UNKNOWN),
+        ({"exit_code": 0, "a later version's": [1]}, State.SUCCEEDED),
     ],
     ids=str,
 )
@@ -397,6 +399,18 @@ def test_a_node_s_state_follows_from_its_exit(ended, state):
         ).state
         is state
     )
+
+
+@pytest.mark.parametrize("field", ["waits", "remarks", "hang", "host", "spare"])
+def test_a_record_of_a_running_node_that_makes_no_sense_is_unknown_and_no_exception(field):
+    """`"waits": 5` in started.json was an AttributeError, which cancelled the run."""
+    document = json.dumps({field: 5}).encode()
+    files = NodeFiles(begun=True, alive=True, started=document)
+    found = judge_node(0, "h", files)
+    assert (found.state, found.reason) == (
+        State.UNKNOWN, "started.json is damaged: it cannot be read"
+    )  # fmt: skip
+    assert files.host == ""
 
 
 @pytest.mark.parametrize(

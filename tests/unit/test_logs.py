@@ -226,3 +226,14 @@ def test_following_continues_until_it_is_stopped_and_then_gives_the_rest(folder,
 )
 def test_torch_s_prefix_is_taken_off(text, without):
     assert logs.without_rank(text) == without
+
+
+def test_the_last_lines_are_read_from_the_end(tmp_path):
+    path = tmp_path / "log"
+    text = "".join(f"2026-11-21T20:11:58.{number:06d}Z 0 line {number}\n" for number in range(9999))
+    path.write_text(f"{text}2026-11-21T20:11:59.000000Z 1 unfinished")
+    found = logs.tail(path, 3, 2, 1000)
+    assert [line.text for line in found[-2:]] == ["line 9998", "unfinished"]
+    assert len(found) < 30
+    assert {(line.node, line.attempt) for line in found} == {(3, 2)}
+    assert logs.tail(tmp_path / "none", 0, 1, 1000) == []

@@ -190,7 +190,7 @@ def test_a_second_look_brings_only_what_is_new(node_dir, kept):
 
 def test_a_log_of_many_frames(node_dir, kept):
     begin(node_dir)
-    data = os.urandom(3 * limits.REPORT_BYTES + 17)
+    data = os.urandom(3 * limits.REPORT_BYTES + 17) + b"\n"
     (node_dir / "log").write_bytes(data)
     look(node_dir, NodeView(0, "h0", kept))
     assert (kept / "log").read_bytes() == data
@@ -272,7 +272,7 @@ def full_disk(tmp_path):
 
 def test_what_does_not_fit_here_comes_once_there_is_room(node_dir, kept, full_disk):
     begin(node_dir)
-    data = os.urandom(100_000)
+    data = os.urandom(100_000) + b"\n"
     (node_dir / "log").write_bytes(data)
     view = NodeView(0, "h0", kept)
     with pytest.raises(SubmitFailed, match=r"cannot write .*log: No space left"):
@@ -555,3 +555,56 @@ def test_a_log_that_cannot_be_kept_does_not_hide_how_the_node_is(tmp_path, monke
     with pytest.raises(SubmitFailed, match="No space left"):
         mirror.pull(view, Told())
     assert view.ended
+
+
+def test_a_line_that_a_full_disk_took_back_shifts_nothing(node_dir, kept, watch):
+    """The agent writes what there is room for, and takes an unfinished line back."""
+    _made, view = watch()
+    begin(node_dir)
+    with (node_dir / "log").open("ab", buffering=0) as log:
+        log.write(b"T 0 first\nT 0 unfini")
+        wait_for(lambda: (kept / "log").exists() and (kept / "log").stat().st_size > 0)
+        heard = view.received_at
+        wait_for(lambda: view.received_at > heard)  # a whole look later
+        log.truncate(len(b"T 0 first\n"))
+        log.write(b"T 0 2\nT 0 third\n")
+    end(node_dir)
+    wait_for(lambda: view.ended)
+    assert (kept / "log").read_bytes() == b"T 0 first\nT 0 2\nT 0 third\n"
+
+
+@pytest.mark.parametrize("error", [OSError(116, "Stale file handle"), RuntimeError("no thread")])
+def test_a_thread_that_fails_here_goes_on(node_dir, kept, watch, monkeypatch, error):
+    monkeypatch.setattr(mirror, "AGAIN_SECONDS", 0.05)
+    begin(node_dir)
+    failing, real = [error, error], NodeView.take
+
+    def take(self, header, payload):
+        if failing:
+            raise failing.pop()
+        real(self, header, payload)
+
+    monkeypatch.setattr(NodeView, "take", take)
+    _made, view = watch()
+    wait_for(lambda: view.error is not None or view.alive)
+    assert view.alive or str(error) in view.error.message
+    wait_for(lambda: view.alive)
+    assert view.error is None
+
+
+def test_threads_that_cannot_be_started_are_an_error_and_end(node_dir, monkeypatch):
+    started, real = [], mirror.threading.Thread.start
+
+    def start(self):
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        real(self)
+
+    monkeypatch.setattr(mirror.threading.Thread, "start", start)
+    views = [NodeView(number, f"h{number}") for number in range(3)]
+    with pytest.raises(Unavailable, match="cannot follow 3 hosts: can't start new thread"):
+        Watch(views, lambda view: LOCAL.open("h", ["sleep", "600"]))
+    for thread in started:
+        thread.join(60)
+        assert not thread.is_alive()

@@ -22,9 +22,10 @@ from clusterkit.backends.node_status import observed as from_files
 from clusterkit.backends.ports import move_port
 from clusterkit.cluster import CLUSTER_TYPES, Facts, HostFacts
 from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
-from clusterkit.output import mirror
+from clusterkit.output import logs, mirror
+from clusterkit.output.logs import parse_lines
 from clusterkit.plan import Plan
-from clusterkit.run import control, lost_nodes, supervise
+from clusterkit.run import control, lost_nodes, outcome, supervise
 from clusterkit.run.control import cancel, current, reconcile
 from clusterkit.run.find import all_runs
 from clusterkit.run.folder import Event, RunFolder
@@ -125,6 +126,24 @@ def test_a_run_that_lost_its_supervisor_and_failed_tells_why(folder, hand):
     assert (status.state, status.exit_code) == (State.FAILED, 7)
     assert status.failure.cause == "ValueError: bad"
     assert status.failure.rank == 0
+
+
+def test_a_diagnosis_reads_the_ends_of_logs_however_long_they_are(folder, hand, monkeypatch):
+    """10 GB were parsed for 14 minutes before a restart."""
+    monkeypatch.setattr(outcome, "TAIL_BYTES", 1 << 12)
+    monkeypatch.setattr(outcome, "NODE_TAIL_BYTES", 1 << 12)
+    read = []
+    monkeypatch.setattr(
+        logs,
+        "parse_lines",
+        lambda data, *more: (read.append(len(data)), parse_lines(data, *more))[1],
+    )
+    hand.unwatched()
+    line = f"{STAMP} 0 step\n" * 10_000
+    hand.node(started=hand.dead(), exit_code=7, log=line + TRACEBACK)
+    status = reconcile(folder)
+    assert status.failure.cause == "ValueError: bad"
+    assert 0 < sum(read) <= 1 << 12
 
 
 def test_a_run_that_lost_its_supervisor_and_was_cancelled_is_cancelled(folder, hand):
