@@ -404,7 +404,8 @@ def _node_script(
         'CLUSTERKIT_ATTEMPT="${CLUSTERKIT_ATTEMPT:-1}"\n'
         f"{NODE_DIR.name}={shell.quote(places.run_dir)}"
         '"/attempts/$CLUSTERKIT_ATTEMPT/node-$NODE_RANK"\n'
-        f'mkdir -p "${NODE_DIR.name}" && echo "$$" >"${NODE_DIR.name}/pid" || exit 73\n'
+        "boot=; read -r boot </proc/sys/kernel/random/boot_id\n"
+        f'mkdir -p "${NODE_DIR.name}" && echo "$$ $boot" >"${NODE_DIR.name}/pid" || exit 73\n'
         f"exec </dev/null {output}2>&1\n"
         f"unset {' '.join(stale)}\n"
         f"export NODE_RANK {NODE_DIR.name} CLUSTERKIT_ATTEMPT\n{shell.exports(env)}"

@@ -19,9 +19,10 @@ def write_json(path: Path, document: Document) -> None:
     Raises:
         OSError: there is no space, or no such folder; an older file is unchanged.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    # In a folder that hosts share, process ids are not unique.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(8).hex()}")
     try:
-        with temporary.open("w") as file:
+        with temporary.open("x") as file:
             json.dump(document, file)
             file.flush()
             os.fsync(file.fileno())

@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 from clusterkit.agent import limits
 from clusterkit.agent.files import next_attempt, read_json
-from clusterkit.agent.processes import is_alive, start_ticks
+from clusterkit.agent.processes import boot_id, is_alive, start_ticks
 from clusterkit.agent.protocol import Document
 
 
@@ -80,8 +80,9 @@ def node_state(folder: Path) -> tuple[Document, bytes | None]:
         alive = is_alive(started) and not next_attempt(exit_json)
     else:
         # node.sh has recorded its process; the agent in it is about to start.
-        text = (read_from(folder / "pid") or b"").strip()
-        alive = text.isdigit() and start_ticks(int(text)) is not None
+        pid, *boot = (read_from(folder / "pid") or b"").split() or [b""]
+        here = [boot_id().encode()]
+        alive = boot == here and pid.isdigit() and start_ticks(int(pid)) is not None
     begun = started is not None or exit_json is not None or (folder / "pid").exists()
     if not alive and begun and exit_json is None:
         exit_json = read_from(folder / "exit.json")  # it ended meanwhile

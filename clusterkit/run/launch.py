@@ -291,7 +291,7 @@ def send_trees(ready: Prepared, progress: Progress | None = None) -> None:
             return stack.enter_context(relay.Relay(addresses))
 
         uploads = [
-            Upload(found, tree, passing_on())
+            Upload(found, tree, passing_on(), run_dir=plan.run_dir, ended=_has_ended)
             for found, tree in zip(snapshots, plan.trees, strict=True)
         ]
 
@@ -300,6 +300,15 @@ def send_trees(ready: Prepared, progress: Progress | None = None) -> None:
                 upload.send(host, plan.python, ready.transport, progress or (lambda *_: None))
 
         in_order(fan_out(hosts, send))
+
+
+def _has_ended(run_id: str) -> bool:
+    """Return whether a run of this machine has ended on all of its hosts."""
+    folder = RunFolder(run_folder.home() / "runs" / run_id)
+    status = folder.saved_status()
+    return (
+        status is not None and status.state.final and not folder.file(run_folder.LEFTOVERS).exists()
+    )
 
 
 def take_over(run: str, cluster: str, clusters_file: str | os.PathLike[str] | None = None) -> Run:

@@ -9,6 +9,9 @@ its standard input and output:
     sender  index, flags, length; data     pieces of each file that is missing
     host    {"done": 2} or {"error": ".."}
 
+``done`` comes with ``used_by`` where runs keep old trees; the sender answers with a line that has
+those of them under ``ended`` that need none any more.
+
 If the request holds a token under ``relay``, a line of JSON comes before the pieces: ``{}``, or
 ``{"from": [address, port]}`` of a host that has the tree. That host sends the same pieces over TCP;
 what it does not send is reported as ``missing`` once more. After ``done`` a line from the sender
@@ -18,6 +21,11 @@ A tree is made under another name and renamed when it is complete, so that a run
 half a project. Files that an earlier tree has unchanged are linked, not copied. ``NAME.json``
 beside a tree keeps every file's digest, size and modification time: a file that a program has
 changed since is found and replaced. Other files that programs have written there are kept.
+
+The folder may be one that many hosts see (NFS), whose locks need not exclude other hosts: drafts
+have names of their own, and a tree that another host has made first is the one that counts.
+``NAME.runs`` beside a tree holds a link to the folder of each run that was submitted with it. A
+tree stays while such a run is there: it may wait in a queue, or run on another host.
 """
 
 from __future__ import annotations
@@ -28,6 +36,8 @@ import hashlib
 import hmac
 import json
 import os
+import re
+import secrets
 import shutil
 import socket
 import struct
@@ -53,8 +63,12 @@ COUNT = struct.Struct(">Q")
 """The number of bytes of the list of entries, before it."""
 PEER_SECONDS = 10.0
 """For a host to accept another one's connection, or to send it something."""
+_HOST = re.sub("[^A-Za-z0-9-]", "-", os.uname().nodename)[:64]
 _DRAFT = ".draft-"
-"""Prefix of the names of unfinished files; the process that holds the lock may remove them."""
+_OWN = f"{_DRAFT}{_HOST}.{os.getpid()}.{secrets.token_hex(8)}."
+"""Beginning of the names of this process's unfinished files."""
+STALE_SECONDS = 86400.0
+"""Age at which another host's unfinished files, and links to runs that are not there, are old."""
 Entry = list[Any]
 """One file or link: ``[path, mode, size, digest, link target or None]``."""
 Record = dict[str, list[Any]]
@@ -82,20 +96,34 @@ def _intact(tree: Path, digests: set[str]) -> dict[str, tuple[list[Any], int]]:
     return intact
 
 
-def receive(request: dict[str, Any], entries: list[Entry], source: BinaryIO) -> int:
-    """Make the tree that ``entries`` describe; return how many files had to be sent."""
+def receive(request: dict[str, Any], entries: list[Entry], source: BinaryIO) -> dict[str, Any]:
+    """Make the tree that ``entries`` describe; return the last answer to the sender."""
     final = Path(request["path"])
     final.parent.mkdir(parents=True, exist_ok=True)
     with _locked(final.parent):
         _sweep(final.parent)
+        if run := request.get("run"):
+            link = _runs_of(final) / os.path.basename(run)
+            link.parent.mkdir(exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                link.symlink_to(run)
         try:
             missing = _make(final, entries, source, request.get("relay"))
         finally:
             _sweep(final.parent)
         os.utime(final)
         _replace_link(final.parent / "current", final.name)
+        users = _prune(final)
+    return {"done": len(missing), "used_by": sorted(users)}
+
+
+def forget(final: Path, ended: list[str]) -> None:
+    """Prune again, without the links to runs that have ended."""
+    with _locked(final.parent):
+        for tree in _other_trees(final):
+            for run in ended:
+                (_runs_of(tree) / os.path.basename(run)).unlink(missing_ok=True)
         _prune(final)
-    return len(missing)
 
 
 class _Waiting:
@@ -121,14 +149,26 @@ def _locked(folder: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 time.sleep(0.05)
+            except OSError:  # the file system has no locks
+                break
             waiting.report()
         yield
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what a process that was killed has left unfinished."""
+    """Remove what this process, and those that were killed, have left unfinished."""
     for path in folder.glob(f"{_DRAFT}*"):
-        _remove(path)
+        host, pid = [*path.name.removeprefix(_DRAFT).split("."), ""][:2]
+        gone = host == _HOST and not os.path.exists(f"/proc/{pid}")
+        if gone or path.name.startswith(_OWN) or _is_stale(path):
+            _remove(path)
+
+
+def _is_stale(path: Path) -> bool:
+    try:
+        return time.time() - path.lstat().st_mtime > STALE_SECONDS
+    except OSError:
+        return False
 
 
 def _remove(path: Path) -> None:
@@ -141,7 +181,7 @@ def _remove(path: Path) -> None:
 def _make(final: Path, entries: list[Entry], source: BinaryIO, token: str | None) -> list[int]:
     new = not final.is_dir()
     if new:
-        into = final.with_name(f"{_DRAFT}tree")
+        into = final.with_name(f"{_OWN}tree")
         into.mkdir()
         record, missing = _link_known(entries, into, _known(final, entries))
     else:
@@ -149,7 +189,7 @@ def _make(final: Path, entries: list[Entry], source: BinaryIO, token: str | None
         record, missing = _unchanged(entries, final)
     _send({"missing": missing})
     peer = _peer(source, missing, token) if missing and token else None
-    draft = final.with_name(f"{_DRAFT}file")
+    draft = final.with_name(f"{_OWN}file")
     for position, number in enumerate(missing):
         name, _, _, _, target = entries[number]
         # In an existing tree under another name first: other trees may have links to the old file.
@@ -172,11 +212,22 @@ def _make(final: Path, entries: list[Entry], source: BinaryIO, token: str | None
                 shutil.rmtree(final_path)
             draft.replace(final_path)
     draft.write_text(json.dumps(record))
-    draft.replace(_record_of(final))
-    if new:
-        _remove(final)  # no folder, whatever it is
-        into.rename(final)
+    if not new or _publish(into, final):
+        draft.replace(_record_of(final))
     return missing
+
+
+def _publish(into: Path, final: Path) -> bool:
+    """Rename a complete tree. Return False if another host has made the same tree meanwhile."""
+    try:
+        if not final.is_dir():
+            final.unlink(missing_ok=True)  # whatever it is
+        into.rename(final)
+    except OSError:
+        if not final.is_dir():
+            raise
+        return False
+    return True
 
 
 def _unchanged(entries: list[Entry], tree: Path) -> tuple[Record, list[int]]:
@@ -371,21 +422,33 @@ def _other_trees(final: Path) -> list[Path]:
 
 
 def _replace_link(link: Path, name: str) -> None:
-    draft = link.with_name(f"{_DRAFT}link")
+    draft = link.with_name(f"{_OWN}link")
     draft.symlink_to(name)
     draft.replace(link)
 
 
-def _prune(final: Path) -> None:
-    """Remove old trees that are no process's working folder."""
+def _runs_of(tree: Path) -> Path:
+    return tree.with_name(f"{tree.name}.runs")
+
+
+def _prune(final: Path) -> set[str]:
+    """Remove old trees that are no process's working folder and no run's. Return these runs."""
     old = _other_trees(final)[KEEP_TREES - 1 :]
     used = _working_folders() if old else set()
+    runs: set[str] = set()
     for path in old:
-        if not any(folder == str(path) or folder.startswith(f"{path}/") for folder in used):
-            with contextlib.suppress(OSError):  # files that a program has left as root
-                gone = path.rename(path.with_name(f"{_DRAFT}old"))
-                _record_of(path).unlink(missing_ok=True)
-                _remove(gone)
+        # A run's folder is made after its project; `rm` removes it.
+        links = _runs_of(path).glob("*")
+        users = {link.name for link in links if link.exists() or not _is_stale(link)}
+        runs |= users
+        if users or any(f"{folder}/".startswith(f"{path}/") for folder in used):
+            continue
+        with contextlib.suppress(OSError):  # files that a program has left as root
+            gone = path.rename(path.with_name(f"{_OWN}old"))
+            _record_of(path).unlink(missing_ok=True)
+            _remove(gone)
+            _remove(_runs_of(path))
+    return runs
 
 
 def _working_folders() -> set[str]:
@@ -409,7 +472,11 @@ def main() -> int:
         request = json.loads(source.readline())
         size = COUNT.unpack(_read_exactly(source, COUNT.size))[0]
         entries = json.loads(zlib.decompress(_read_exactly(source, size)))
-        answer: dict[str, Any] = {"done": receive(request, entries, source)}
+        answer = receive(request, entries, source)
+        if answer["used_by"]:
+            _send(answer)
+            forget(Path(request["path"]), json.loads(source.readline() or b"{}").get("ended", []))
+        del answer["used_by"]
         if request.get("relay"):
             _send(answer)
             if source.readline():

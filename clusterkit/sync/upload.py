@@ -40,10 +40,21 @@ class Upload:
 
     Args:
         relay: of the hosts that get the same folder; None: all of it comes from this machine.
+        run_dir: the folder on the hosts of the run that uses it: it is kept for that run.
+        ended: whether a run, by its id, has ended for good: it needs its project no more.
     """
 
-    def __init__(self, snapshot: Snapshot, tree: Tree, relay: Relay | None = None) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        tree: Tree,
+        relay: Relay | None = None,
+        *,
+        run_dir: str | None = None,
+        ended: Callable[[str], bool] = lambda run_id: False,
+    ) -> None:
         self._snapshot, self._tree, self._relay = snapshot, tree, relay
+        self._run_dir, self._ended = run_dir, ended
         self._listing = zlib.compress(snapshot.listing, 1)
         self._pieces: dict[tuple[int, bool], list[Piece]] = {}
         """Of files that were read for one host, for the other hosts."""
@@ -67,7 +78,9 @@ class Upload:
         """
         relay, entries = self._relay, self._snapshot.entries
         program = Path(receiver.__file__).read_bytes()
-        request = {"path": self._tree.path, "relay": relay and relay.token}
+        request = {
+            "path": self._tree.path, "relay": relay and relay.token, "run": self._run_dir,
+        }  # fmt: skip
         listing = receiver.COUNT.pack(len(self._listing)) + self._listing
         # File names are bytes to both sides, whatever the locale there; no package is needed.
         argv = [python, "-I", "-S", "-X", "utf8", "-c", _BOOT.format(len(program))]
@@ -98,6 +111,11 @@ class Upload:
                     answer = send_files(answer["missing"])
             if "error" in answer:
                 raise self._refused(host, str(answer["error"]))
+            if (runs := answer.get("used_by")) is not None:
+                ended = list(filter(self._ended, map(str, runs)))
+                stream.write(json.dumps({"ended": ended}).encode() + b"\n")
+                if "error" in (answer := next(answers)):
+                    raise self._refused(host, str(answer["error"]))
             progress(host, size, size)
             if relay is not None and relay.worthwhile(size):
                 stream.write(b"\n")

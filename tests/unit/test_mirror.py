@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit import agent
-from clusterkit.agent import limits, report
+from clusterkit.agent import limits, processes, report
 from clusterkit.backends.ssh import observe
 from clusterkit.errors import RunFolderError, SubmitFailed, Unavailable
 from clusterkit.output import mirror
@@ -205,13 +205,14 @@ def test_a_node_that_has_not_begun(node_dir, kept):
 
 
 def test_a_node_whose_agent_has_not_spoken_yet(node_dir, kept):
-    (node_dir / "pid").write_text(f"{os.getpid()}\n")
+    (node_dir / "pid").write_text(f"{os.getpid()} {processes.boot_id()}\n")
     view = NodeView(0, "h0", kept)
     look(node_dir, view)
     assert (view.begun, view.alive, view.ended) == (True, True, False)
-    (node_dir / "pid").write_text("garbage\n")
-    look(node_dir, view)
-    assert (view.begun, view.alive, view.ended) == (True, False, True)
+    for gone in ("garbage\n", "", f"{os.getpid()} of-another-boot\n", f"{os.getpid()}\n"):
+        (node_dir / "pid").write_text(gone)
+        look(node_dir, view)
+        assert (view.begun, view.alive, view.ended) == (True, False, True)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"pid": "x"}'])

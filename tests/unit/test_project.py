@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -864,6 +865,43 @@ def test_two_receivers_of_the_same_tree_at_once(folder, tmp_path):
     assert contents(Path(tree.path)) == expected(found)
 
 
+@pytest.mark.parametrize("answer", ["return", "raise OSError(37, 'No locks available')"])
+def test_hosts_whose_locks_do_not_exclude_each_other_fill_one_folder(folder, tmp_path, answer):
+    """As on NFS without locks, or with locks that count on one host alone."""
+    for number in range(200):
+        write(folder / f"d{number % 7}" / f"f{number}", os.urandom(100))
+    found = take(folder)
+    for round in ("new", "damaged"):
+        with pytest.MonkeyPatch.context() as patch:
+            script = Path(receiver.__file__).read_text()
+            unlocked = f"import fcntl\ndef _flock(*_): {answer}\nfcntl.flock = _flock\n"
+            changed = write(tmp_path / "receiver.py", script.replace("import fcntl\n", unlocked))
+            patch.setattr(receiver, "__file__", str(changed))
+            tree = tree_of(tmp_path, found)
+            with ThreadPoolExecutor(6) as pool:
+                sends = [
+                    pool.submit(Upload(found, tree).send, f"h{host}", sys.executable, LOCAL)
+                    for host in range(6)
+                ]
+                assert [send.exception() for send in sends] == [None] * 6, round
+        assert contents(Path(tree.path)) == expected(found)
+        assert leftovers(tmp_path) == []
+        deliver(tmp_path, found)
+        assert deliver(tmp_path, found)[0] == 0
+        write(Path(tree.path) / "d0" / "f0", "changed by a program")
+
+
+def test_another_host_s_drafts_stay_until_they_are_old(folder, tmp_path):
+    found = take(folder)
+    _, tree = deliver(tmp_path, found)
+    write(tree.parent / ".draft-other.1.abc.tree" / "f", "half")
+    deliver(tmp_path, found)
+    assert leftovers(tmp_path) == [".draft-other.1.abc.tree"]
+    os.utime(tree.parent / ".draft-other.1.abc.tree", (0, 0))
+    deliver(tmp_path, found)
+    assert leftovers(tmp_path) == []
+
+
 def test_who_has_to_wait_says_so_again_and_again(tmp_path):
     text = Path(receiver.__file__).read_text()
     assert "\nWAITING_SECONDS = 10.0\n" in text
@@ -1081,6 +1119,41 @@ def test_a_tree_that_a_process_works_in_stays(checkout, tmp_path):
     deliver(tmp_path, take(checkout))
     assert not made[0].exists()
     assert later[-1].is_dir()
+
+
+def test_a_tree_of_a_run_that_waits_or_runs_elsewhere_stays(checkout, tmp_path):
+    """It is no process's working folder here: it waits in a queue, or another host runs it."""
+    trees, ended = {}, set()
+
+    def submit(run, made=True):
+        write(checkout / "version", run)
+        found = take(checkout)
+        tree = tree_of(tmp_path, found)
+        if made:
+            (tmp_path / "host/runs" / run).mkdir(parents=True)
+        upload = Upload(
+            found, tree, run_dir=str(tmp_path / "host/runs" / run), ended=ended.__contains__
+        )
+        upload.send("h0", sys.executable, LOCAL)
+        os.utime(tree.path, (1000 + len(trees), 1000 + len(trees)))
+        trees[run] = Path(tree.path)
+
+    for run in ("waits", "ends", "removed", "submitted"):
+        submit(run, made=run != "submitted")
+    for number in range(receiver.KEEP_TREES):
+        submit(f"later-{number}")
+    assert all(tree.is_dir() for tree in trees.values())
+    ended.add("ends")
+    shutil.rmtree(tmp_path / "host/runs/removed")
+    for run in ("removed", "submitted"):
+        link = trees[run].with_name(f"{trees[run].name}.runs") / run
+        os.utime(link, (0, 0) if run == "removed" else None, follow_symlinks=False)
+    submit("last")
+    gone = {run for run, tree in trees.items() if not tree.exists()}
+    assert gone == {"ends", "removed"}
+    assert {path.stem for path in trees["last"].parent.glob("*.runs")} == {
+        tree.name for run, tree in trees.items() if run not in gone
+    }
 
 
 def test_a_tree_that_cannot_be_removed_does_not_stop_the_next(checkout, tmp_path, monkeypatch):

@@ -368,6 +368,20 @@ def test_files_of_any_name_and_content(shared, weird_tmp_path):
     assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
 
 
+def test_many_hosts_write_the_same_files_of_a_shared_folder(sshd, home, tmp_path):
+    hosts = [f"h{number}" for number in range(6)]
+    transport = SshTransport([sshd.host(name=name) for name in hosts], connect_timeout=20)
+    files = [
+        Put(str(tmp_path / "run/files" / name), os.urandom(1 << 16), mode)
+        for name, mode in (("agent.pyz", 0o644), ("node.sh", 0o755))
+    ]
+    for _ in range(5):
+        in_order(fan_out(hosts, lambda host: transport.put_all(host, files)))
+    transport.close()
+    assert {Path(file.path).read_bytes() for file in files} == {file.data for file in files}
+    assert sorted(os.listdir(tmp_path / "run/files")) == ["agent.pyz", "node.sh"]
+
+
 def test_a_file_is_replaced_whole(shared, tmp_path):
     (tmp_path / "f").write_bytes(b"old and long")
     with (tmp_path / "f").open("rb") as reader:

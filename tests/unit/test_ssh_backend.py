@@ -1039,6 +1039,25 @@ def test_a_run_on_two_hosts_that_are_this_machine(tmp_path, entry_of, cwd):
 # ---------------------------------------------------------------- when hosts are gone
 
 
+def test_all_hosts_of_a_shared_folder_remove_a_run_at_once(tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/rm").write_text(f'#!/bin/sh\necho "$3" >>{tmp_path}/asked\nexec /bin/rm "$@"\n')
+    (tmp_path / "bin/rm").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    made = plan(facts(*map(host_facts, range(8))), nodes=8)
+    made = msgspec.structs.replace(made, run_dir=str(tmp_path / "runs/demo-1"), shared=None)
+    handle = RunHandle(RunFolder(tmp_path / "here"), made)
+    for number in range(300):
+        path = Path(made.run_dir, "attempts", str(number % 10), f"node-{number}", "log")
+        path.parent.mkdir(parents=True)
+        path.write_text("line\n")
+    SSH.forget(handle, LocalTransport())
+    assert os.listdir(tmp_path / "runs") == []
+    # Two that remove the same files would each report those that the other has removed.
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert len(asked) == len(set(asked))
+
+
 class Gone(LocalTransport):
     """No host answers."""
 

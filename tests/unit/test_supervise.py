@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from clusterkit import agent, backends
+from clusterkit.agent import processes
 from clusterkit.backends.base import Observation, SupportsCleanup
 from clusterkit.backends.local.backend import LocalBackend
 from clusterkit.backends.node_status import observed as from_files
@@ -165,7 +166,7 @@ def test_an_agent_that_was_killed_without_a_word_is_a_failure(folder, hand):
 
 def test_a_node_script_that_has_not_become_an_agent_yet_is_running(folder, hand):
     hand.unwatched()
-    (hand.node() / "pid").write_text(f"{os.getpid()}\n")
+    (hand.node() / "pid").write_text(f"{os.getpid()} {processes.boot_id()}\n")
     assert reconcile(folder).state is State.RUNNING
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +30,14 @@ from clusterkit.transport import Completed, Transport, fan_out
 if TYPE_CHECKING:
     from clusterkit.doctor.hosts.base import HostSubject
 
+_REMOVE = """\
+for folder do
+    if mv -T -- "$folder" "$folder.$0" 2>/dev/null; then folder=$folder.$0
+    elif [ ! -e "$folder" ]; then continue
+    fi
+    rm -rf -- "$folder" || { sleep 1; rm -rf -- "$folder"; } || exit
+done"""
+"""Removes folders, each by its own name first: in a shared folder all hosts remove the same."""
 _REPORT_GONE = 2
 """Exit code of a Python whose program does not exist."""
 
@@ -139,7 +148,8 @@ class SshBackend(Backend, SupportsPreflight, SupportsFile, SupportsForget):
 
     def forget(self, handle: RunHandle, transport: Transport) -> None:
         plan = handle.plan
-        argv = ["rm", "-rf", "--", *filter(None, (plan.run_dir, plan.shared))]
+        argv = ["sh", "-c", _REMOVE, secrets.token_hex(8)]
+        argv += filter(None, (plan.run_dir, plan.shared))
         _on_all_hosts(
             plan,
             lambda host: transport.run(host, argv, timeout=120),

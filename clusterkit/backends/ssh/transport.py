@@ -11,6 +11,8 @@ import contextlib
 import json
 import math
 import os
+import re
+import secrets
 import socket
 import struct
 import threading
@@ -255,10 +257,12 @@ class SshTransport(Transport):
 
     def put_all(self, host: str, files: Sequence[Put]) -> None:
         # The mask is for folders that are made: only the owner can read a run.
-        lines = ["set -e\numask 077\n"]
+        # noclobber, and drafts of our own: in a shared folder many hosts write the same files.
+        lines = ["set -Ce\numask 077\n"]
+        token = f"{re.sub('[^A-Za-z0-9.-]', '-', host)[:64]}.{secrets.token_hex(8)}"
         for number, file in enumerate(files):
             folder, _, name = file.path.rpartition("/")
-            draft = shell.quote(f"{folder}/.{name}.{os.getpid()}.{number}")
+            draft = shell.quote(f"{folder}/.{name}.{token}.{number}")
             lines.append(
                 f"mkdir -p {shell.quote(folder or '/')}\n"
                 f"trap 'rm -f '{shell.quote(draft)} EXIT\n"
