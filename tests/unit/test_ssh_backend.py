@@ -1041,7 +1041,8 @@ def test_a_run_on_two_hosts_that_are_this_machine(tmp_path, entry_of, cwd):
 
 def test_all_hosts_of_a_shared_folder_remove_a_run_at_once(tmp_path, monkeypatch):
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/rm").write_text(f'#!/bin/sh\necho "$3" >>{tmp_path}/asked\nexec /bin/rm "$@"\n')
+    script = f'#!/bin/sh\necho "$3" >>{tmp_path}/asked\nexec /bin/rm "$@"\n'
+    (tmp_path / "bin/rm").write_text(script)
     (tmp_path / "bin/rm").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     made = plan(facts(*map(host_facts, range(8))), nodes=8)

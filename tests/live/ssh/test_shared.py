@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ PROGRAM = "import os\nprint('rank', os.environ['RANK'], os.uname().nodename, flu
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_lab: Lab) -> Iterator[Path]:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_lab: Lab) -> Path:
     """A project of its own, the current folder; and a cluster file."""
     entry = {
         "backend": "ssh", "inventory": str(shared_lab.inventory), "workdir": "/srv/shared/ck",
@@ -30,7 +29,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_lab: Lab) ->
     project.mkdir()
     (project / "job.yaml").write_text("program: hello.py\nlauncher: forkserver\nnodes: 3\n")
     monkeypatch.chdir(project)
-    yield project
+    return project
 
 
 def test_every_submit_to_hosts_with_a_shared_workdir_works(shared_lab: Lab, project: Path) -> None:
