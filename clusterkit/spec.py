@@ -167,9 +167,8 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
         ),
     ] = None
     """After how long without progress all ranks are ended, and restarted if `restarts` are left;
-    written like `time_limit`. `0`: never. By default 2 minutes or 20 steps, whichever is longer,
-    if a rank waits for another one; ten times that before the first step, and while the rank that
-    others wait for does something else, such as a checkpoint or an evaluation."""
+    written like `time_limit`. `0`: never. By default a hang is reported and ends nothing, until the
+    timeout of the process group in which ranks wait is over (`init_process_group(timeout=...)`)."""
     env: Annotated[
         dict[str, Text], Meta(extra_json_schema={"propertyNames": {"pattern": f"^{NAME}$"}})
     ] = {}

@@ -36,7 +36,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--min-nodes", type=int, help="with how many nodes the run may continue")
     add("--spares", type=int, default=0, help="how many spare nodes there are")
     add("--restarts", type=int, default=0, help="how often all ranks are started again")
-    add("--hang-timeout", type=float, help="seconds; 0: never; by default by the steps")
+    add("--hang-timeout", type=float, help="seconds; 0: never; by default by torch's own timeout")
     add("--retry-on", default=[], metavar="CODES", help="exit codes of ranks that are retried",
         type=lambda text: [int(code) for code in text.split(",")])  # fmt: skip
     add("--time-limit", type=float, help="seconds from this node's first start on")

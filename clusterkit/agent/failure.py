@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections import deque
 
 from clusterkit.agent import clock
@@ -21,11 +22,16 @@ ECHOES = re.compile(
     r"|ChildFailedError"
 )
 """Messages of ranks that failed because another one did."""
+_TIMED_OUT = re.compile(
+    r"Timed out waiting \d+ms|Application timeout|Watchdog caught collective operation timeout"
+)
+_CAUGHT = (1, 128 + signal.SIGABRT)  # exit codes after an exception: in Python, in NCCL's watchdog
 _MARK = b"@clusterkit {"
 # torch 2.13, multiprocessing/api.py: it logs the exit code of a failed rank, and exits with 1
 _TORCHRUN = re.compile(rb"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
 _WINDOW = 20  # lines of metrics that are kept
 _LONGEST = 200  # characters of an error that is sent to node 0
+_LAST_LINES = 30  # of a rank that are kept
 
 
 class RankOutput:
@@ -38,10 +44,12 @@ class RankOutput:
         empty once the program has reported that it is about to end."""
         self.codes: dict[int, int] = {}  # exit codes by process id, as torchrun logs them
         self._errors: dict[str, str] = {}  # by rank
+        self._last: dict[str, deque[bytes]] = {}  # by rank, its last lines
         self._frames: dict[str, str] = {}  # by rank, the newest frame of an unfinished traceback
 
     def read(self, rank: str, text: bytes) -> None:
         """Take a line of output of a rank, or of the launcher (``-``)."""
+        self._last.setdefault(rank, deque(maxlen=_LAST_LINES)).append(text)
         if text.startswith(b"[rank"):  # torch's prefix of each line of a traceback
             text = text.partition(b"]: ")[2]
         if text.startswith(_MARK):
@@ -74,10 +82,17 @@ class RankOutput:
 
         ``code``: as a shell reports it. ``error``: the exception that ended the rank and the line
         that raised it; empty if none did (after one Python exits with 1). ``echo``: whether the
-        rank failed because another one did.
+        rank failed because another one did; ``timed_out``: because another one did not come.
         """
-        error = self._errors.get("-" if rank is None else str(rank), "") if code == 1 else ""
-        return {"code": code, "error": error, "echo": bool(ECHOES.search(error))}
+        who = "-" if rank is None else str(rank)
+        error = self._errors.get(who, "") if code == 1 else ""
+        said = error
+        if not error and code in _CAUGHT:
+            said = b"\n".join(self._last.get(who, ())).decode(errors="replace")
+        return {
+            "code": code, "error": error, "echo": bool(ECHOES.search(said)),
+            "timed_out": bool(_TIMED_OUT.search(said)),
+        }  # fmt: skip
 
 
 def shell_code(code: int) -> int:

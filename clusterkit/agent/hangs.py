@@ -4,10 +4,10 @@ A rank's record (`rank_state.record`) is a JSON object:
 
 * ``rank``; ``at``: where its Python is, ``train.py:44 in load()``, or None
 * ``state``: ``stopped``, ``ended``, or empty; ``busy``: whether it writes a checkpoint or evaluates
-* ``doing``: a number for the functions that it is in, down to the innermost
 * ``last``: of each process group by name, the number of the newest collective it has entered
 * ``waits``: those it has entered that are not complete: group, number, name, since how many
-  seconds, and how often one like it comes (seconds; 0: it never came before)
+  seconds, how often one like it comes (seconds; 0: it never came before), and the timeout of its
+  process group (seconds; 0: unknown)
 
 Only numbers of one group are compared. Gloo does not report the ranks of a group: they are those
 that have ever entered a collective of it, and of the default group (``WORLD``) all.
@@ -42,11 +42,9 @@ class Finding(NamedTuple):
     """The node of the first rank that did not come."""
     busy: bool
     """Whether a missing rank writes a checkpoint or evaluates."""
-    hang: bool
-    """Whether a rank waits for another one; False: none does, but no step is made."""
+    timeout: float
+    """Of the process group that is waited in, in seconds; 0: unknown, or no rank waits."""
     text: str
-    doing: tuple[object, ...] = ()
-    """The functions that the missing ranks are in; while they change, these ranks work."""
 
 
 class Steps(NamedTuple):
@@ -79,10 +77,12 @@ def compare(
         pace: seconds that a step takes; 0: unknown.
     """
     named = partial(names_of, nproc=nproc, nodes=nodes)
-    waiting: dict[tuple[str, int], dict[int, tuple[str, float, float]]] = defaultdict(dict)
+    waiting: dict[tuple[str, int], dict[int, tuple[str, float, float, float]]] = (
+        defaultdict(dict)
+    )
     for rank, record in ranks.items():
-        for group, number, name, seconds, every in record.get("waits", ()):
-            waiting[group, number][rank] = name, seconds, every
+        for group, number, name, seconds, every, timeout in record.get("waits", ()):
+            waiting[group, number][rank] = name, seconds, every, timeout
     found = []
     for (group, number), waits in waiting.items():
         members = range(len(nodes) * nproc) if group == WORLD else [
@@ -94,15 +94,15 @@ def compare(
         ]  # fmt: skip
         # A rank that waits for another one is seldom the cause.
         cause = [rank for rank in missing if not ranks.get(rank, {}).get("waits")]
-        seconds = max(seconds for _, seconds, _ in waits.values())
-        like = min(median([every for _, _, every in waits.values() if every]), limits.LONGEST_PACE)
+        seconds = max(seconds for _, seconds, _, _ in waits.values())
+        like = min(median([every for _, _, every, _ in waits.values() if every]), limits.LONGEST_PACE)
         busy = any(ranks[rank].get("busy") for rank in (cause or missing or waits) if rank in ranks)
         found.append(
             (not cause, not missing, -seconds, group, number, Finding(
                 about=(group, number, tuple(missing)), seconds=seconds, pace=pace or like,
-                node=min(cause or missing or waits) // nproc, busy=busy, hang=True,
+                node=min(cause or missing or waits) // nproc, busy=busy,
+                timeout=max(timeout for _, _, _, timeout in waits.values()),
                 text=_describe(ranks, waits, group, number, cause or missing, named),
-                doing=tuple(ranks.get(rank, {}).get("doing") for rank in cause),
             ))
         )  # fmt: skip
     return min(found, key=lambda each: each[:5])[5] if found else None
@@ -113,17 +113,17 @@ def stall(ranks: Mapping[int, Document], steps: Steps, nodes: Sequence[int], npr
     named = partial(names_of, nproc=nproc, nodes=nodes)
     return Finding(
         about=("steps", steps.last), seconds=steps.quiet, pace=steps.every, node=0,
-        busy=any(record.get("busy") for record in ranks.values()), hang=False,
+        busy=any(record.get("busy") for record in ranks.values()), timeout=0.0,
         text=f"no step is made{_places(ranks, ranks, named)}",
     )  # fmt: skip
 
 
 def _describe(
-    ranks: Mapping[int, Document], waits: Mapping[int, tuple[str, float, float]], group: str,
+    ranks: Mapping[int, Document], waits: Mapping[int, tuple[str, float, float, float]], group: str,
     number: int, missing: Sequence[int], named: Callable[[Iterable[int]], str],
 ) -> str:  # fmt: skip
     names: dict[str, list[int]] = defaultdict(list)
-    for rank, (name, _, _) in waits.items():
+    for rank, (name, _, _, _) in waits.items():
         names[name].append(rank)
     (name, first), *others = sorted(names.items(), key=lambda item: -len(item[1]))
     of_group = "" if group == WORLD else f" of group {group}"
@@ -185,8 +185,8 @@ class Hangs:
     Touches neither sockets nor clocks: ``now`` is a moment of a monotonic clock, in seconds.
 
     Args:
-        timeout: seconds after which a standstill ends the round; 0: never; None: by the steps, and
-            only if a rank waits for another one.
+        timeout: seconds after which a standstill ends the round; 0: never; None: only once the
+            process group's own timeout is over, which torch failed to end the ranks by.
     """
 
     def __init__(self, nproc: int, timeout: float | None) -> None:
@@ -203,7 +203,7 @@ class Hangs:
         self._next = -math.inf  # when the next query may be sent
         self._found: Finding | None = None
         self._since = 0.0  # when that was found first
-        self._announced = self._decided = self._progresses = False
+        self._announced = self._decided = False
 
     def receive(self, node: int, ranks: Sequence[Document], number: int = 0) -> None:
         """Take records of a node's ranks: one waits, or they answer query ``number``."""
@@ -246,9 +246,7 @@ class Hangs:
     def _judge(self, found: Finding, now: float) -> list[Decision]:
         decisions: list[Decision] = []
         if self._found is None or found.about != self._found.about:
-            decisions, self._since, self._progresses = self._end_note(), now, False
-        elif found.doing != self._found.doing:
-            self._progresses = True
+            decisions, self._since = self._end_note(), now
         self._found = found
         wait = warn_after(found.pace, found.busy or not found.pace)
         if not self._announced and found.seconds >= wait:
@@ -271,10 +269,8 @@ class Hangs:
     def _limit(self, found: Finding) -> float:
         if self._timeout is not None:
             return self._timeout or math.inf
-        if not found.hang:
-            return math.inf  # slow is not hung, unless the job sets hang_timeout
-        factor = limits.HANG_FACTOR if found.busy or self._progresses or not found.pace else 1
-        return factor * max(limits.HANG_SECONDS, limits.HANG_STEPS * found.pace)
+        # Long work on one rank is no hang: only whoever wrote the program knows how long it takes.
+        return found.timeout + limits.TIMEOUT_GRACE if found.timeout else math.inf
 
 
 def median(values: Sequence[float]) -> float:

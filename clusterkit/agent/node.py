@@ -68,6 +68,7 @@ class Node:
         )  # the same, before another attempt
         self.stopped_by: str | None = None  # the process that asked this node to end, or its reason
         self.causes: list[str] = []  # what else was done to this node that it may have failed of
+        self.hang = ""  # how ranks hung when this attempt failed of it
         self.token = os.environ.pop(protocol.PEER_TOKEN, "")  # not for the ranks
         self.client: Client | None = None
         self.orders: queue.SimpleQueue[messages.Order] = queue.SimpleQueue()
@@ -187,7 +188,7 @@ class Node:
         self.phase = Phase.RUNNING
         self.watch.begin(int(os.environ.get("NODE_RANK", "0")), self.options.nodes)
         self.files.set_running()
-        self.reason = self.launcher.start()
+        self.reason, self.hang = self.launcher.start(), ""
 
     def _next_attempt(self, number: int) -> None:
         """End this attempt and begin that one, where a restart was used since the last start."""
@@ -204,13 +205,18 @@ class Node:
             self.reason = "the launcher ended with 0 but left ranks running"
         self.reason = self.reason or self.launcher.failure
         self.launcher.finish_output()
+        failure = self.launcher.rank_failure()
+        failed_elsewhere = interrupted and (self.reason or self.restart_reason or "").endswith("failed")
+        if (failure["timed_out"] if failure else failed_elsewhere) and (hang := self.files.hang):
+            self.hang = f"{HANG}{hang}; then the process group's timeout was over"
         if self.client is not None:
             code, port = self._exit_code(), int(os.environ.get("MASTER_PORT", "0"))
             # With rank 0's port taken, or a full disk, the next round would fail as well.
             port_free = os.environ["NODE_RANK"] != "0" or is_free(port)
             last = bool(self.terms.restarts and code) and not (port_free and self.files.has_room())
-            failure, step = self.launcher.rank_failure(), self.log.output.step
-            self.client.launcher_ended(code, cannot_restart=last, failure=failure, step=step)
+            self.client.launcher_ended(
+                code, cannot_restart=last, failure=failure, step=self.log.output.step
+            )
         if self.client is None or not self.terms.restartable:
             self.over = True
 
@@ -286,14 +292,14 @@ class Node:
         Args:
             last_attempt: the last that has begun by now; later ones are restarts that are left.
         """
-        hang = [self.reason] if self.reason and self.reason.startswith(HANG) else []
+        hang = self.reason if self.reason and self.reason.startswith(HANG) else self.hang
         used = last_attempt - self.first_attempt
         return {
             "exit_code": code,
             "reason": self.reason,
             "processes": self.launcher.ends,
             "stopped_by": self.stopped_by,
-            "causes": [*hang, *self.launcher.causes(), *self.pause.causes(), *self.causes],
+            "causes": [*filter(None, [hang]), *self.launcher.causes(), *self.pause.causes(), *self.causes],
             "final": self.final,
             # None: the supervisor or the platform counts them.
             "restarts_left": self.terms.restarts - used if self.options.restarts else None,

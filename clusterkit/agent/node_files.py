@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import time
@@ -33,11 +34,12 @@ class NodeFiles:
         self._started = {**identity(os.getpid()), "host": socket.gethostname()}
         self._started |= {"spare": True} if spare else {}
         self._oom_kills = _oom_kills()
+        self._hang: tuple[float, str] | None = None  # the last that was shown, and until when
         self._begin(folder)
         self.log = NodeLog(folder, echo=echo)
 
     def _begin(self, folder: Path) -> None:
-        self._started["at"] = time.time()
+        self._started["at"], self._hang = time.time(), None
         for key in ("waits", "hang", "slow"):
             self._started.pop(key, None)
         write_json(folder / "started.json", self._started)
@@ -81,10 +83,18 @@ class NodeFiles:
     def set_note(self, key: str, text: str | None) -> None:
         """Show ``text``: that ranks ``hang`` or are ``slow``; None: they no longer are."""
         if text != self._started.get(key):
+            if key == "hang":
+                self._hang = (time.monotonic() if text is None else math.inf, text or self.hang)
             self._started[key] = text
             self._write_started()
             begins, over = (HANG_NOTE, HANG_OVER) if key == "hang" else (SLOW_NOTE, SLOW_OVER)
             self.log.line(over if text is None else f"{begins}{text}")
+
+    @property
+    def hang(self) -> str:
+        """How ranks hang, or did until a moment ago; empty: they do not."""
+        until, text = self._hang or (0.0, "")
+        return text if time.monotonic() - until < limits.HANG_RECENT else ""
 
     def set_waiting(self, reason: str, seconds: float) -> None:
         """Show that no rank runs here until the next start, in at most ``seconds``."""

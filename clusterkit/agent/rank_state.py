@@ -15,7 +15,6 @@ import os
 import re
 import socket
 import time
-import zlib
 from pathlib import Path
 
 from clusterkit.agent import limits
@@ -132,12 +131,14 @@ def from_flight_recorder(dump: Document, now: float) -> Document:
         last.pop(group, None)
         last[group] = number  # the newest group last
         if not (entry["retired"] or entry["state"] == "completed"):
-            pending.append((group, number, name[:40], like, len(like)))
+            timeout = int(entry.get("timeout_ms") or 0) / 1000  # torch 2.4 and later
+            pending.append((group, number, name[:40], timeout, like, len(like)))
     waits = []
-    for group, number, name, like, count in pending[:2]:
+    for group, number, name, timeout, like, count in pending[:2]:
         before = [later - earlier for earlier, later in itertools.pairwise(like[:count])]
         every = median(before) if len(before) > 1 else 0.0
-        waits.append((group, number, name, round(max(0.0, now - like[count - 1]), 1), every))
+        seconds = round(max(0.0, now - like[count - 1]), 1)
+        waits.append((group, number, name, seconds, every, timeout))
     newest = dict(list(last.items())[-_GROUPS_MOST:])
     wanted = (WORLD, *(wait[0] for wait in waits))
     newest.update((group, last[group]) for group in wanted if group in last)
@@ -145,7 +146,7 @@ def from_flight_recorder(dump: Document, now: float) -> Document:
 
 
 def from_traceback(trace: str, folder: str) -> Document:
-    """Return ``at``, ``busy``, ``doing`` of a record: of the last thread, which is the main one.
+    """Return ``at`` and ``busy`` of a record: of the last thread, which is the main one.
 
     Args:
         folder: files in it are named relative to it.
@@ -166,8 +167,7 @@ def from_traceback(trace: str, folder: str) -> Document:
         for file, _, function in frames
         if not file.endswith("torch/utils/checkpoint.py")  # activation checkpointing
     )
-    doing = zlib.crc32(repr([(file, function) for file, _, function in frames]).encode())
-    return {"at": f"{file[-80:]}:{line}{inside[:60]}", "busy": busy, "doing": doing}
+    return {"at": f"{file[-80:]}:{line}{inside[:60]}", "busy": busy}
 
 
 def _query(path: Path, handler: str) -> bytes:

@@ -76,6 +76,26 @@ def test_a_slow_data_loader_is_no_hang(submit: Submit, how: str, says: str) -> N
 
 
 @pytest.mark.thorough
+def test_long_work_on_rank_0_is_named_and_ends_nothing(submit: Submit) -> None:
+    run = submit("first.py", 45, 3 * 3600, gpus=2)
+    assert "rank 0 has not come to barrier #2, which rank 1 waits in" in said(run, HANG_NOTE)
+    status = run.wait()
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 1)
+    assert status.nodes[0].hang is None
+
+
+def test_the_process_group_s_own_timeout_ends_it_and_the_hang_is_the_cause(submit: Submit) -> None:
+    run = submit("first.py", 600, 40, gpus=2)
+    named = "rank 0 has not come to barrier #2, which rank 1 waits in"
+    assert named in said(run, HANG_NOTE)
+    status = run.wait()
+    assert status.state is State.FAILED
+    assert status.failure is not None
+    assert status.failure.cause.startswith(f"hang: {named}")
+    assert status.failure.cause.endswith("then the process group's timeout was over")
+
+
+@pytest.mark.thorough
 def test_a_slow_rank_is_named_and_it_is_taken_back(submit: Submit) -> None:
     run = submit("straggler.py", 100, 45, nodes=2, gpus=1)
     text = said(run, SLOW_NOTE)
