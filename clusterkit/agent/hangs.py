@@ -77,9 +77,7 @@ def compare(
         pace: seconds that a step takes; 0: unknown.
     """
     named = partial(names_of, nproc=nproc, nodes=nodes)
-    waiting: dict[tuple[str, int], dict[int, tuple[str, float, float, float]]] = (
-        defaultdict(dict)
-    )
+    waiting: dict[tuple[str, int], dict[int, tuple[str, float, float, float]]] = defaultdict(dict)
     for rank, record in ranks.items():
         for group, number, name, seconds, every, timeout in record.get("waits", ()):
             waiting[group, number][rank] = name, seconds, every, timeout
@@ -95,7 +93,9 @@ def compare(
         # A rank that waits for another one is seldom the cause.
         cause = [rank for rank in missing if not ranks.get(rank, {}).get("waits")]
         seconds = max(seconds for _, seconds, _, _ in waits.values())
-        like = min(median([every for _, _, every, _ in waits.values() if every]), limits.LONGEST_PACE)
+        like = min(
+            median([every for _, _, every, _ in waits.values() if every]), limits.LONGEST_PACE
+        )
         busy = any(ranks[rank].get("busy") for rank in (cause or missing or waits) if rank in ranks)
         found.append(
             (not cause, not missing, -seconds, group, number, Finding(

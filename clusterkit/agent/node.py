@@ -19,12 +19,13 @@ from clusterkit.agent.files import read_json
 from clusterkit.agent.fork import ForkLauncher
 from clusterkit.agent.launcher import Phase, start_failure
 from clusterkit.agent.member import Terms
-from clusterkit.agent.node_files import NodeFiles, brief_json, restarts_left
+from clusterkit.agent.node_files import NodeFiles, restarts_left, write_last_words
 from clusterkit.agent.processes import is_alive
+from clusterkit.agent.protocol import HANG
 from clusterkit.agent.signals import STOPS, adopt_orphans, read_signals, sender, signal_handle
 from clusterkit.agent.spawn import SpawnLauncher
 from clusterkit.agent.stopped import AgentPause
-from clusterkit.agent.watch import HANG, Watch
+from clusterkit.agent.watch import Watch
 
 
 def run_node(options: argparse.Namespace) -> int:
@@ -205,20 +206,16 @@ class Node:
             self.reason = "the launcher ended with 0 but left ranks running"
         self.reason = self.reason or self.launcher.failure
         self.launcher.finish_output()
-        failure = self.launcher.rank_failure()
-        failed_elsewhere = interrupted and (self.reason or self.restart_reason or "").endswith("failed")
-        if (failure["timed_out"] if failure else failed_elsewhere) and (hang := self.files.hang):
-            self.hang = f"{HANG}{hang}; then the process group's timeout was over"
+        failure, stopped = self.launcher.rank_failure(), self.reason or self.restart_reason
+        self.hang = self.files.hang_behind(failure, interrupted and stopped)
         if self.client is not None:
             code, port = self._exit_code(), int(os.environ.get("MASTER_PORT", "0"))
             # With rank 0's port taken, or a full disk, the next round would fail as well.
             port_free = os.environ["NODE_RANK"] != "0" or is_free(port)
             last = bool(self.terms.restarts and code) and not (port_free and self.files.has_room())
-            self.client.launcher_ended(
-                code, cannot_restart=last, failure=failure, step=self.log.output.step
-            )
-        if self.client is None or not self.terms.restartable:
-            self.over = True
+            step = self.log.output.step
+            self.client.launcher_ended(code, cannot_restart=last, failure=failure, step=step)
+        self.over |= self.client is None or not self.terms.restartable
 
     def _exit_code(self) -> int:
         if self.reason == protocol.OVER_TIME_LIMIT:
@@ -280,10 +277,7 @@ class Node:
             if isinstance(order := self.orders.get(), messages.Log | messages.Warn):
                 self._handle_order(order)
         document = self.files.end(self._ending(code, self.files.attempt))
-        if self.options.last_words:
-            # Only where such a place is there already.
-            with contextlib.suppress(OSError), self.options.last_words.open("r+b") as file:
-                file.write(brief_json(document))
+        write_last_words(self.options.last_words, document)
         return code
 
     def _ending(self, code: int, last_attempt: int) -> protocol.Document:
@@ -292,15 +286,15 @@ class Node:
         Args:
             last_attempt: the last that has begun by now; later ones are restarts that are left.
         """
-        hang = self.reason if self.reason and self.reason.startswith(HANG) else self.hang
-        used = last_attempt - self.first_attempt
+        hang = self.reason if (self.reason or "").startswith(HANG) else self.hang
         return {
-            "exit_code": code,
-            "reason": self.reason,
-            "processes": self.launcher.ends,
+            "exit_code": code, "reason": self.reason, "processes": self.launcher.ends,
             "stopped_by": self.stopped_by,
-            "causes": [*filter(None, [hang]), *self.launcher.causes(), *self.pause.causes(), *self.causes],
+            "causes": [
+                *filter(None, [hang]), *self.launcher.causes(), *self.pause.causes(), *self.causes
+            ],
             "final": self.final,
             # None: the supervisor or the platform counts them.
-            "restarts_left": self.terms.restarts - used if self.options.restarts else None,
-        }
+            "restarts_left": self.terms.restarts - (last_attempt - self.first_attempt)
+            if self.options.restarts else None,
+        }  # fmt: skip

@@ -14,7 +14,7 @@ from clusterkit.agent import limits
 from clusterkit.agent.files import read_json, write_json
 from clusterkit.agent.node_log import NodeLog, lines_lost
 from clusterkit.agent.processes import identity
-from clusterkit.agent.protocol import HANG_NOTE, HANG_OVER, SLOW_NOTE, SLOW_OVER, Document
+from clusterkit.agent.protocol import HANG, HANG_NOTE, HANG_OVER, SLOW_NOTE, SLOW_OVER, Document
 
 _RESERVE = ".reserve"  # room for exit.json on a disk full of logs
 
@@ -84,17 +84,25 @@ class NodeFiles:
         """Show ``text``: that ranks ``hang`` or are ``slow``; None: they no longer are."""
         if text != self._started.get(key):
             if key == "hang":
-                self._hang = (time.monotonic() if text is None else math.inf, text or self.hang)
+                until = time.monotonic() if text is None else math.inf
+                self._hang = until, text or str(self._started.get(key) or "")
             self._started[key] = text
             self._write_started()
             begins, over = (HANG_NOTE, HANG_OVER) if key == "hang" else (SLOW_NOTE, SLOW_OVER)
             self.log.line(over if text is None else f"{begins}{text}")
 
-    @property
-    def hang(self) -> str:
-        """How ranks hang, or did until a moment ago; empty: they do not."""
-        until, text = self._hang or (0.0, "")
-        return text if time.monotonic() - until < limits.HANG_RECENT else ""
+    def hang_behind(self, failure: Document | None, stopped: str | bool | None) -> str:
+        """Return the hang of which ranks have timed out; empty: they did not fail of any.
+
+        Args:
+            failure: how a rank of this node failed, as of `RankOutput.failure`.
+            stopped: otherwise, why the other nodes have ended this one's ranks.
+        """
+        until, text = self._hang or (-math.inf, "")
+        failed = failure["timed_out"] if failure else str(stopped).endswith(" failed")
+        if not (failed and text and time.monotonic() - until < limits.HANG_RECENT):
+            return ""
+        return f"{HANG}{text}; then the process group's timeout was over"
 
     def set_waiting(self, reason: str, seconds: float) -> None:
         """Show that no rank runs here until the next start, in at most ``seconds``."""
@@ -140,6 +148,14 @@ def brief_json(document: Document) -> bytes:
     if len(whole) <= limits.LAST_WORDS_BYTES:
         return whole
     return json.dumps({**document, "processes": []}).encode()
+
+
+def write_last_words(path: Path | None, document: Document) -> None:
+    """Write it there as well, but only where such a place is there already."""
+    with contextlib.suppress(OSError):
+        if path is not None:
+            with path.open("r+b") as file:
+                file.write(brief_json(document))
 
 
 def restarts_left(planned: int, folder: Path) -> int:

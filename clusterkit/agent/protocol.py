@@ -21,6 +21,8 @@ TRACE_FILE = "clusterkit-trace"
 TRACE_SIGNAL = signal.SIGRTMAX - 7  # no program is known to use it, nor does the C library
 HANG_NOTE, HANG_OVER = "stands still: ", "the ranks go on"
 """Begin the lines of a node's log that report a hang, and its end."""
+HANG = "hang: "
+"""Begins the reason of a node whose launcher was ended because ranks hang."""
 SLOW_NOTE, SLOW_OVER = "slow: ", "no rank is slower than the others any more"
 """The same for ranks that are slower than the others."""
 NODE_FILE = b"@clusterkit-file"

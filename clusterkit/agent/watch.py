@@ -23,8 +23,6 @@ from clusterkit.agent.protocol import Document
 from clusterkit.agent.stragglers import Stragglers
 from clusterkit.agent.usage import Usage
 
-HANG = "hang: "
-"""Begins the reason of a node whose launcher was ended because ranks hang."""
 _HAS_GPUS = os.path.exists("/dev/nvidiactl")
 """A main thread that waits for a GPU spins: its context switches do not show that it waits."""
 

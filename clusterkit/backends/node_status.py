@@ -20,7 +20,8 @@ from clusterkit.transport import Completed, Transport
 
 _HINTS = {
     "SIGSTOP": "kill -CONT lets a stopped process go on",
-    "hang: ": "where it was only slow: hang_timeout in the job file, or timeout= of init_process_group",
+    "hang: ": "where it was only slow: hang_timeout in the job file, or the timeout of "
+    "init_process_group, gives it longer",
 }
 """Hints for the causes that agents report, by a part of the cause."""
 _TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)

@@ -24,9 +24,7 @@ def test_the_last_exception_and_its_place(lines, error):
     words = RankOutput()
     for line in lines:
         words.read("0", line)
-    assert words.failure(0, 1) == {
-        "code": 1, "error": error, "echo": False, "timed_out": False
-    }
+    assert words.failure(0, 1) == {"code": 1, "error": error, "echo": False, "timed_out": False}
     assert words.failure(1, 1)["error"] == ""
     assert words.failure(0, 137)["error"] == ""  # it was killed, whatever it said before
 
@@ -48,8 +46,8 @@ def test_an_echo_is_known():
     for line in (*TRACEBACK[:2], b"RuntimeError: Connection closed by peer [127.0.0.1]:1"):
         words.read("2", line)
     assert words.failure(2, 1)["echo"]
-    for line in (b"[rank3]:[E] Watchdog caught collective operation timeout: WorkNCCL(..)",
-                 b"terminate called after throwing an instance of 'c10::DistBackendError'"):  # fmt: skip
+    watchdog = b"[rank3]:[E] Watchdog caught collective operation timeout: WorkNCCL(..)"
+    for line in (watchdog, b"terminate called after throwing an instance of 'c10::DistError'"):
         words.read("3", line)
     assert words.failure(3, 134) == {"code": 134, "error": "", "echo": True, "timed_out": True}
     assert not words.failure(3, 137)["echo"]  # it was killed, whatever it said before
