@@ -7,7 +7,6 @@ import os
 import queue
 import selectors
 import socket
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +15,13 @@ from clusterkit.agent.connections import Line, Listener
 from clusterkit.agent.coordinator import Server
 from clusterkit.agent.member import Terms
 from clusterkit.agent.membership import Membership
-from clusterkit.agent.messages import Directive, Order
+from clusterkit.agent.messages import Directive, Order, Warn
 from clusterkit.agent.peer import Peer
 from clusterkit.agent.protocol import Document
+from clusterkit.agent.worker import Worker
 
 
-class Client(threading.Thread):
+class Client:
     """One node's connection to the server, kept up until nothing is left to report.
 
     Where lost nodes do not come back (``wait`` 0), the launcher has been started before this is,
@@ -50,7 +50,10 @@ class Client(threading.Thread):
         on_order: Callable[[Order], None],
         on_message: Callable[[int, Document], None] = lambda node, message: None,
     ) -> None:
-        super().__init__(daemon=True)
+        self._worker = Worker(self._work, "the connection to node 0", self._warn)
+        self.start, self.join, self.is_alive = (
+            self._worker.start, self._worker.join, self._worker.is_alive
+        )  # fmt: skip
         self._host, self._port = address
         self._node, self._terms, self._run, self._token = node, terms, run, token
         self._on_order, self._on_message = on_order, on_message
@@ -102,32 +105,41 @@ class Client(threading.Thread):
 
     # -- the thread
 
-    def run(self) -> None:
-        with self._wake, self._waker, selectors.DefaultSelector() as self._selector:
+    def _warn(self, text: str) -> None:
+        self._on_order(Warn(text))
+
+    def _work(self) -> None:
+        with selectors.DefaultSelector() as self._selector:
             self._selector.register(self._wake, selectors.EVENT_READ)
-            try:
-                if self._node == 0:
-                    everyone = self._terms.nodes + self._terms.spares
-                    listener = Listener(self._port, self._run, self._token, everyone)
-                    self._server = Server(listener, Membership(self._terms), self._on_message)
-                    self._server.start()
-                    self._host, self._port = "127.0.0.1", listener.port
-            except OSError as error:
-                # Without what `socket.create_server` adds.
-                reason = os.strerror(error.errno) if error.errno else str(error)
-                self.peer.run_unwatched(f"port {self._port}: {reason}")
-                return self._pass_orders()
-            while not self.peer.done:
-                if (line := self._connect()) is not None:
-                    self._talk(line)
-                    line.flush(limits.PEER_SECONDS)
-                    line.close()
-                    self.peer.disconnected(clock.awake())
-                self._run_calls()
-                self.peer.tick(clock.awake())
-                self._pass_orders()
-                if not self.peer.done:
-                    self._wait()
+            self._follow()
+        self._wake.close()
+        self._waker.close()
+
+    def _follow(self) -> None:
+        try:
+            if self._node == 0 and self._server is None:
+                everyone = self._terms.nodes + self._terms.spares
+                listener = Listener(self._port, self._run, self._token, everyone)
+                membership = Membership(self._terms)
+                self._server = Server(listener, membership, self._on_message, self._warn)
+                self._server.start()
+                self._host, self._port = "127.0.0.1", listener.port
+        except OSError as error:
+            # Without what `socket.create_server` adds.
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            self.peer.run_unwatched(f"port {self._port}: {reason}")
+            return self._pass_orders()
+        while not self.peer.done:
+            if (line := self._connect()) is not None:
+                self._talk(line)
+                line.flush(limits.PEER_SECONDS)
+                line.close()
+                self.peer.disconnected(clock.awake())
+            self._run_calls()
+            self.peer.tick(clock.awake())
+            self._pass_orders()
+            if not self.peer.done:
+                self._wait()
         return None
 
     def _connect(self) -> Line | None:

@@ -6,9 +6,7 @@ something changed, and every PEER_SECONDS.
 
 from __future__ import annotations
 
-import contextlib
 import queue
-import threading
 import time
 from collections.abc import Callable
 
@@ -17,13 +15,15 @@ from clusterkit.agent.connections import Line, Listener
 from clusterkit.agent.membership import Membership
 from clusterkit.agent.messages import AgentState
 from clusterkit.agent.protocol import Document
+from clusterkit.agent.worker import Worker
 
 
-class Server(threading.Thread):
+class Server:
     """Runs on node 0 until the run's end is decided and every connected node knows it.
 
     Args:
         on_message: takes what other nodes send to this one's `watch`, with the sender.
+        on_failure: as of `Worker`.
     """
 
     def __init__(
@@ -31,8 +31,10 @@ class Server(threading.Thread):
         listener: Listener,
         membership: Membership,
         on_message: Callable[[int, Document], None],
+        on_failure: Callable[[str], object],
     ) -> None:
-        super().__init__(daemon=True)
+        worker = Worker(self.run, "the coordination of all nodes", on_failure)
+        self.start, self.join = worker.start, worker.join
         self._listener = listener
         self._membership, self._on_message = membership, on_message
         self.messages: queue.SimpleQueue[Document] = queue.SimpleQueue()
@@ -47,19 +49,19 @@ class Server(threading.Thread):
         return self._membership.decided
 
     def run(self) -> None:
-        membership = self._membership
-        with contextlib.closing(self._listener):
-            due, news = 0.0, False
-            nodes = membership.members.by_node
-            while not self.decided or any(nodes[node].present for node in self._lines):
-                wait = max(0.0, due - clock.awake()) if news else limits.PEER_AGAIN_SECONDS
-                news = self._listener.receive(wait, self._receive) or news
-                self._forward()
-                # What follows looks at every node: not once for each message of a thousand nodes.
-                if clock.awake() >= due:
-                    news = False
-                    self._decide()
-                    due = clock.awake() + limits.TURN_SECONDS
+        """Decide until nothing is left to decide, in the thread that `start` starts."""
+        due, news = 0.0, False
+        nodes = self._membership.members.by_node
+        while not self.decided or any(nodes[node].present for node in self._lines):
+            wait = max(0.0, due - clock.awake()) if news else limits.PEER_AGAIN_SECONDS
+            news = self._listener.receive(wait, self._receive) or news
+            self._forward()
+            # What follows looks at every node: not once for each message of a thousand nodes.
+            if clock.awake() >= due:
+                news = False
+                self._decide()
+                due = clock.awake() + limits.TURN_SECONDS
+        self._listener.close()
 
     def _forward(self) -> None:
         while not self.messages.empty():

@@ -6,6 +6,9 @@ LAUNCHER_GRACE = 1.0  # for a launcher without ranks: torchrun's exit barrier ig
 LEFTOVER_GRACE = 3.0  # for processes that outlive their launcher
 LOOK_SECONDS = 2.0  # between checks for stopped ranks (SIGSTOP)
 RECENT_SECONDS = 60.0  # for which a pause of the agent itself may be why the run ends
+# Before a thread that failed starts again; shorter than PEER_GONE_SECONDS.
+WORKER_PAUSE, WORKER_LONGEST_PAUSE = 0.5, 4.0
+WORKER_REPORTS = 3  # failures of a thread that the run shows
 
 # A node's log and files
 LONGEST_LINE = 1 << 16

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable
 
@@ -14,12 +13,13 @@ from clusterkit.agent.host import nvidia_smi
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.processes import load
 from clusterkit.agent.protocol import Document
+from clusterkit.agent.worker import Worker
 
 _COLUMNS = ("index", "uuid", "utilization.gpu", "memory.used")  # percent, MiB
 _NVIDIA_SMI_SECONDS = 10.0
 
 
-class Usage(threading.Thread):
+class Usage:
     """Writes ``usage.json`` every USAGE_SECONDS, in larger runs less often.
 
     A thread of its own, because nvidia-smi may block on a broken GPU.
@@ -28,16 +28,24 @@ class Usage(threading.Thread):
         log: the node's, which has the folder of the current attempt.
         ranks: returns the newest line of ``ranks.jsonl`` of each rank.
         nodes: how many the run has.
+        on_failure: as of `Worker`.
     """
 
-    def __init__(self, log: NodeLog, ranks: Callable[[], list[Document]], nodes: int) -> None:
-        super().__init__(daemon=True)
+    def __init__(
+        self,
+        log: NodeLog,
+        ranks: Callable[[], list[Document]],
+        nodes: int,
+        on_failure: Callable[[str], object],
+    ) -> None:
+        self._worker = Worker(self._run, "the measuring of CPUs, memory and GPUs", on_failure)
+        self.start = self._worker.start
         self._log, self._ranks = log, ranks
         self._pause = max(limits.USAGE_SECONDS, nodes / limits.USAGE_NODES)
         self._before: dict[int, tuple[float, float]] = {}
         """By process, when it was measured last, and its CPU seconds by then."""
 
-    def run(self) -> None:
+    def _run(self) -> None:
         while True:
             found = self.measure()
             with contextlib.suppress(OSError):  # a full disk

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import queue
-import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -22,13 +21,14 @@ from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.protocol import Document
 from clusterkit.agent.stragglers import Stragglers
 from clusterkit.agent.usage import Usage
+from clusterkit.agent.worker import Worker
 
 _HAS_GPUS = os.path.exists("/dev/nvidiactl")
 """A main thread that waits for a GPU spins: its context switches do not show that it waits."""
 
 
-class Watch(threading.Thread):
-    """Watches one node's ranks.
+class Watch:
+    """Watches one node's ranks, in a thread of its own from the first `begin` on.
 
     Args:
         options: of ``agent run``.
@@ -44,12 +44,12 @@ class Watch(threading.Thread):
         log: NodeLog,
         on_order: Callable[[messages.Order], None],
     ) -> None:
-        super().__init__(daemon=True)
+        self._worker = Worker(self._run, "the detection of hangs and slow ranks", self._warn)
         self.send: Callable[[Document], None] = lambda message: None
         """Sends to node 0, or from there to all others; `node` sets it to its connection's."""
         self._folder, self._log, self._on_order = folder, log, on_order
         self._nproc, self._tagged = options.nproc, options.tagged
-        self._usage = Usage(log, self._ranks, options.nodes)
+        self._usage = Usage(log, self._ranks, options.nodes, self._warn)
         self._messages: queue.SimpleQueue[tuple[int, Document]] = queue.SimpleQueue()
         self._node = int(os.environ.get("NODE_RANK", "0"))  # its rank in this round
         self._coordinates = self._node == 0
@@ -57,6 +57,7 @@ class Watch(threading.Thread):
         self._hangs = Hangs(options.nproc, options.hang_timeout)
         self._stragglers = Stragglers(options.nproc)
         self._places: list[int] = []  # on node 0: the next round's nodes, in the order of ranks
+        self._nodes: Sequence[int] = ()  # of this round, in the order of ranks
         self._round_began = 0.0
         self._host_before: host.Sample | None = None  # since a rank of this node is a suspect
         self._switches: dict[int, tuple[bytes, float]] = {}  # by process: newest, since when
@@ -70,12 +71,16 @@ class Watch(threading.Thread):
 
     def begin(self, node: int, nodes: int) -> None:
         """Begin a round of ``nodes`` nodes, in which this one has the rank ``node``."""
-        if not self.is_alive():
-            self.start()
-            self._usage.start()
+        self._worker.start()
+        self._usage.start()
         self._messages.put((node, {"begin": nodes}))
 
-    def run(self) -> None:
+    def _warn(self, text: str) -> None:
+        self._on_order(messages.Warn(text))
+
+    def _run(self) -> None:
+        if self._nodes:  # after a failure: what is known of the round may be half updated
+            self._begin(self._node, self._nodes)
         check_at = clock.awake()
         while True:
             try:
@@ -86,7 +91,7 @@ class Watch(threading.Thread):
                 if self._reported:
                     check_at = min(check_at, self._query_at)
             else:
-                self._handle(node, message)
+                self._receive(node, message)
             if self._coordinates:
                 now = clock.awake()
                 for decision in self._hangs.tick(now, self._steps(now)):
@@ -94,7 +99,7 @@ class Watch(threading.Thread):
                 for decision in self._stragglers.tick(clock.awake()):
                     self._carry_out(decision)
 
-    def _handle(self, node: int, message: Document) -> None:
+    def _receive(self, node: int, message: Document) -> None:
         match message:
             case {"begin": nodes}:
                 self._begin(node, self._places or range(nodes))
@@ -118,6 +123,7 @@ class Watch(threading.Thread):
     def _begin(self, node: int, nodes: Sequence[int]) -> None:
         self._switches, self._reported, self._query_at, self._pause = {}, False, 0.0, 0.0
         self._round_began, self._node, self._host_before = clock.awake(), node, None
+        self._nodes = nodes
         self._hangs.begin(nodes)
         self._stragglers.begin(nodes, self._round_began)
         self._on_order(messages.Note("hang"))
@@ -164,7 +170,7 @@ class Watch(threading.Thread):
         for first in range(0, len(records), limits.RANKS_A_LINE) or [0]:
             part = {**fields, "records": records[first : first + limits.RANKS_A_LINE]}
             if self._coordinates:
-                self._handle(self._node, part)
+                self._receive(self._node, part)
             else:
                 self.send(part)
 

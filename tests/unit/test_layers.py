@@ -17,7 +17,7 @@ PACKAGE = ROOT / "clusterkit"
 
 LAYERS = """
 agent.protocol agent.limits
-agent.clock agent.files
+agent.clock agent.files agent.worker
 agent.failure agent.messages agent.retries
 agent.member
 agent.processes agent.signals agent.archive agent.connections agent.membership

@@ -259,7 +259,7 @@ def test_the_coordinator_decides_once_for_many_messages(monkeypatch):
 
         advance = tick
 
-    coordinator.Server(Listener(), Membership(), lambda node, message: None).run()
+    coordinator.Server(Listener(), Membership(), lambda node, message: None, print).run()
     assert len(ticks) == 10
     assert 90 * 9 < len(waits) <= 101 * 10
     assert waits.count(limits.PEER_AGAIN_SECONDS) == 10  # nothing had changed then

@@ -748,7 +748,7 @@ def test_a_node_that_never_came_is_named_where_nothing_can_be_done():
 def test_what_a_node_tells_of_its_ranks_is_taken_by_their_place_in_the_round():
     table, heard = Table(3, spares=1).all_arrive(), []
     without(table, 1)
-    server = Server(None, table.membership, lambda node, message: heard.append(node))
+    server = Server(None, table.membership, lambda node, message: heard.append(node), print)
     for node in (2, 3):
         server._receive(SimpleNamespace(node=node), {"records": []})
     assert heard == [2, 1]
@@ -766,7 +766,7 @@ def test_node_0_is_told_which_nodes_the_places_of_a_round_are():
         def close(self):
             pass
 
-    Server(Listener(), table.membership, lambda node, message: heard.append(message)).run()
+    Server(Listener(), table.membership, lambda node, message: heard.append(message), print).run()
     assert heard == [{"places": [0, 3, 2]}]
 
 

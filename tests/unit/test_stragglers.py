@@ -11,14 +11,14 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from clusterkit.agent import host, identity, limits, rank_state
 from clusterkit.agent.hangs import WORLD
 from clusterkit.agent.host import Sample, gpu_clocks
-from clusterkit.agent.messages import EndHang, ExamineHosts, Note, Order, QueryArrivals
+from clusterkit.agent.messages import EndHang, ExamineHosts, Note, Order, QueryArrivals, Warn
 from clusterkit.agent.node_files import NodeFiles
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.rank_state import arrival_times
@@ -238,6 +238,9 @@ def test_status_and_the_log_show_it_until_it_is_taken_back(tmp_path: Path) -> No
     assert lines == ["slow: rank 1 is slower", "no rank is slower than the others any more"]
 
 
+T = TypeVar("T")
+
+
 class Link:
     """The threads that watch two nodes of one rank, with messages as JSON between them."""
 
@@ -269,6 +272,11 @@ class Link:
 
     def order(self, node: int) -> Order:
         return self.orders[node].get(timeout=60)
+
+    def order_of(self, kind: type[T], node: int) -> T:
+        while not isinstance(order := self.order(node), kind):
+            pass
+        return order
 
     def close(self) -> None:
         """Leave the threads, which never end, without ranks."""
@@ -304,13 +312,21 @@ def test_nodes_answer_node_0_which_reports_slow_ranks(
     assert note.text.endswith("; node 1: it swaps")
 
 
-def test_nodes_answer_node_0_which_ends_a_hang(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_nodes_answer_node_0_which_ends_a_hang(
+    link: Link, monkeypatch: pytest.MonkeyPatch, failing: int | None
+) -> None:
+    """Also after an error in the thread of one of them, which that node's run shows."""
+    monkeypatch.setattr(limits, "WORKER_PAUSE", 0.0)
+    errors = [] if failing is None else [TypeError("_handle")]
     for name in ("STILL_SECONDS", "STILL_LOOK_SECONDS", "STILL_AGAIN_SECONDS"):
         monkeypatch.setattr(limits, name, 0.05)
     monkeypatch.setattr(rank_state, "context_switches", lambda pid: b"")
     began = time.monotonic()
 
     def record(rank: dict[str, Any], folder: Path, *, place: bool = True) -> dict[str, Any]:
+        if errors and rank["rank"] == failing:
+            raise errors.pop()
         if rank["rank"]:
             return {"rank": 1, "at": "train.py:44 in load()", "last": {WORLD: 56}, "waits": []}
         wait = (WORLD, 57, "all_reduce", time.monotonic() - began, 0.001)
@@ -318,11 +334,12 @@ def test_nodes_answer_node_0_which_ends_a_hang(link: Link, monkeypatch: pytest.M
 
     monkeypatch.setattr(rank_state, "record", record)
     link.begin()
-    assert [link.order(1) for _ in range(2)] == [Note("hang"), Note("slow")]
-    end = link.order(1)  # the rank that does not come is on node 1
-    assert isinstance(end, EndHang)
+    if failing is not None:
+        failure = link.order_of(Warn, failing)
+        assert failure.text.startswith("TypeError: _handle (test_stragglers.py:")
+    end = link.order_of(EndHang, 1)  # the rank that does not come is on node 1
     assert "rank 1 on node 1 has not come to all_reduce #57" in end.reason
-    assert [type(link.order(0)) for _ in range(3)] == [Note, Note, Note]
+    assert [link.order_of(Note, 0).subject for _ in range(2)] == ["hang", "slow"]
 
 
 def test_a_hang_of_ranks_in_many_places_ends_on_another_node_too(link: Link) -> None:

@@ -21,7 +21,7 @@ def test_ranks_that_run_are_looked_at(tmp_path, monkeypatch):
     monkeypatch.setattr(usage, "nvidia_smi", lambda columns, seconds: TABLE)
     monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,0,1")
-    watched = Usage(types.SimpleNamespace(folder=tmp_path), lambda: ranks, nodes=1)
+    watched = Usage(types.SimpleNamespace(folder=tmp_path), lambda: ranks, 1, print)
     found = watched.measure()
     assert [*found] == ["2", "3"]
     assert found["2"][0] is None
@@ -32,7 +32,7 @@ def test_ranks_that_run_are_looked_at(tmp_path, monkeypatch):
 
 
 def test_large_runs_tell_more_rarely():
-    assert [Usage(None, list, nodes)._pause for nodes in (1, 250, 1000)] == [5.0, 5.0, 20.0]
+    assert [Usage(None, list, nodes, print)._pause for nodes in (1, 250, 1000)] == [5.0, 5.0, 20.0]
 
 
 def test_gpus_of_a_node_are_in_the_order_of_its_ranks(monkeypatch):
