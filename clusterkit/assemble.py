@@ -244,11 +244,11 @@ def assemble(placement: Placement) -> Assembly:
     if launcher in ("deepspeed", "mpirun"):
         text = hostfile(placement.names, topology.nproc_per_node)
         files.append(PlanFile(places.file("hostfile"), text=text))
-    commands = [program_argv(job, places.python, run_env, topology)]
+    commands = [words := program_argv(job, places.python, run_env, topology)]
     if placement.forked is None:
         rank_sh = PlanFile(
             places.file("rank.sh"),
-            text=rank_script(placement.starter, topology, places.python),
+            text=rank_script(placement.starter, topology, places.python, words, job.restarts),
             mode=0o755,
         )
         files.append(rank_sh)
@@ -262,7 +262,7 @@ def assemble(placement: Placement) -> Assembly:
             stop_grace=placement.cluster.stop_grace,
             mpi_interface=placement.mpi_interface,
         )
-        commands = [start, ["/bin/sh", rank_sh.path, *commands[0]]]
+        commands = [start, ["/bin/sh", rank_sh.path]]
     agent = _agent_argv(placement)
     script = _node_script(placement, env, [agent, *commands])
     node_sh = PlanFile(places.file("node.sh"), text=script, mode=0o755)
@@ -288,6 +288,7 @@ def _environment(placement: Placement, run_env: Mapping[str, str]) -> dict[str, 
         **placement.network_env,
         **given,
         **node_environment(placement.starter, placement.topology, placement.endpoint),
+        **({"TORCHELASTIC_MAX_RESTARTS": str(job.restarts)} if placement.forked else {}),
         **run_env,
     }
 

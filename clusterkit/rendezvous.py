@@ -55,6 +55,15 @@ _ELASTIC_CONF = (
 )
 
 
+# torchrun reads PET_NNODES and the like as options; the agent starts it without any (spawn.py).
+_RESTORE_PET = (
+    "for name in ${CLUSTERKIT_PET:-}; do\n"
+    '    eval "export PET_$name=\\"\\$CLUSTERKIT_PET_$name\\"; unset CLUSTERKIT_PET_$name"\n'
+    "done\n"
+    "unset name CLUSTERKIT_PET\n"
+)
+
+
 @dataclass(frozen=True)
 class Topology:
     """Number of nodes and ranks of a run.
@@ -144,7 +153,7 @@ def launcher_argv(
             mpirun; None: it starts those of one node.
 
     Returns:
-        Words, to be followed by the command of a rank. None for ``forkserver``: the node agent
+        Words, to be followed by ``/bin/sh rank.sh``. None for ``forkserver``: the node agent
         itself starts the ranks.
     """
     match launcher:
@@ -214,7 +223,9 @@ def _torchrun(topology: Topology, endpoint: Endpoint, python: str, grace: str) -
     return [*argv, "--no-python"]
 
 
-def rank_script(launcher: Launcher, topology: Topology, python: str) -> str:
+def rank_script(
+    launcher: Launcher, topology: Topology, python: str, words: Sequence[Word], restarts: int
+) -> str:
     """Return the ``sh`` script that a launcher starts for each rank, unless ranks are forked.
 
     It sets the variables that the launcher does not, sends the output to the rank's own log (the
@@ -222,16 +233,27 @@ def rank_script(launcher: Launcher, topology: Topology, python: str) -> str:
     ``exec``, so that signals and exit codes are the program's own. The folder of ``python`` is
     first on PATH.
 
+    The program's words are in the script, out of the launcher's sight: argparse in torchrun and
+    deepspeed reads all words, also those after the program, and fails for ``--r=16`` (it could be
+    short for ``--role``); mpirun ends the arguments at a ``:``.
+
     Under deepspeed and mpirun it remains the program's parent and reports which rank failed:
     DeepSpeed never does, and mpirun sometimes does not (Open MPI 4.1.4: 1 of 25 times on one host,
     5 of 25 on two pods). It passes signals on, and exits as the program did.
+
+    Args:
+        words: the program and its arguments.
+        restarts: how often the ranks may be started again.
     """
     nproc = topology.nproc_per_node
     # The agent sets the number of nodes of each round.
     nodes = '"$GROUP_WORLD_SIZE"' if topology.elastic else str(topology.nodes)
     world = f"$((GROUP_WORLD_SIZE * {nproc}))" if topology.elastic else str(topology.world_size)
+    counts = f"export TORCHELASTIC_MAX_RESTARTS={restarts}"
+    if launcher == "forkserver" or not topology.elastic:  # otherwise torchrun restarts the ranks
+        counts += ' TORCHELASTIC_RESTART_COUNT="$((${CLUSTERKIT_ATTEMPT:-1} - 1))"'
     completion = {
-        "torchrun": 'export NODE_RANK="$GROUP_RANK"',
+        "torchrun": f'export NODE_RANK="$GROUP_RANK"\n{_RESTORE_PET}{counts}',
         # The launcher numbers GPUs from 0, also on a node that was assigned others.
         "deepspeed": 'export LOCAL_WORLD_SIZE="$LOCAL_SIZE" NODE_RANK="$CROSS_RANK"\n'
         'if [ -n "${CLUSTERKIT_GPUS:-}" ]; then export CUDA_VISIBLE_DEVICES="$CLUSTERKIT_GPUS"; fi',
@@ -243,9 +265,9 @@ def rank_script(launcher: Launcher, topology: Topology, python: str) -> str:
         # Programs look for these variables of torchrun.
         f'export GROUP_RANK="$NODE_RANK" GROUP_WORLD_SIZE={nodes} ROLE_NAME=default '
         f'ROLE_RANK="$RANK" ROLE_WORLD_SIZE="$WORLD_SIZE"\n'
-        'export TORCHELASTIC_RUN_ID="$CLUSTERKIT_RUN_ID" TORCHELASTIC_USE_AGENT_STORE=False '
-        "TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_MAX_RESTARTS=0 "
-        'TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"',
+        'export TORCHELASTIC_RUN_ID="$CLUSTERKIT_RUN_ID" TORCHELASTIC_USE_AGENT_STORE=False'
+        f"\n{counts}\n"
+        'export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"',
     }[launcher]
     folder = posixpath.dirname(python)
     # A name without a folder was found on PATH.
@@ -260,6 +282,7 @@ def rank_script(launcher: Launcher, topology: Topology, python: str) -> str:
         f"own log, {becomes} the program\n"
         f"{completion}\n{path}"
         f'CLUSTERKIT_PIPE="${{CLUSTERKIT_PIPE:-}}-${pipe}"\n'
+        f"set -- {join(words)}\n"
     )
     if not stays:
         return (

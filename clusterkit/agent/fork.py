@@ -217,7 +217,8 @@ class ForkLauncher(Launcher):
             "GROUP_WORLD_SIZE": str(nodes), "ROLE_RANK": rank, "ROLE_WORLD_SIZE": world,
             "ROLE_NAME": "default",
             "TORCHELASTIC_RUN_ID": env.get("CLUSTERKIT_RUN_ID", "none"),
-            "TORCHELASTIC_RESTART_COUNT": str(self._starts - 1),
-            "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "TORCHELASTIC_RESTART_COUNT": str(int(env.get("CLUSTERKIT_ATTEMPT", "1")) - 1),
+            "TORCHELASTIC_MAX_RESTARTS": env.get("TORCHELASTIC_MAX_RESTARTS", "0"),
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
             "TORCHELASTIC_ERROR_FILE": f"{folder}/rank-{rank}-error.json",
         }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import subprocess
 from functools import partial
@@ -36,6 +37,8 @@ class SpawnLauncher(Launcher):
         env = {**os.environ, "CLUSTERKIT_PIPE": str(self._folder / "pipe")}
         if self._options.spawn:
             env |= {"LOCAL_RANK": str(number), "GROUP_WORLD_SIZE": str(self._options.nodes)}
+        elif "torch.distributed.run" in self._options.argv:
+            env = without_options(env)
         output = self._new_output()
         try:
             child = subprocess.Popen(
@@ -59,3 +62,12 @@ class SpawnLauncher(Launcher):
     def _child_ended(self, handle: int) -> None:
         child = self._reap(handle)
         self._ended(child.pid, child.returncode)
+
+
+def without_options(env: dict[str, str]) -> dict[str, str]:
+    """Rename ``PET_*``, which torchrun reads as options; rank.sh gives them to the ranks again."""
+    names = [name for name in env if re.fullmatch(r"PET_\w+", name, re.ASCII)]
+    kept = {name: value for name, value in env.items() if name not in names}
+    hidden = {f"CLUSTERKIT_{name}": env[name] for name in names}
+    short = {"CLUSTERKIT_PET": " ".join(name.removeprefix("PET_") for name in names)}
+    return kept | hidden | (short if names else {})

@@ -46,6 +46,11 @@ START_FEW = (
 UGLY = "a b\n'\"$HOME;`x`,=é"
 """A value that careless quoting breaks."""
 
+ARGS = (UGLY, "--r=16", "--log", "x", "--n", "3", ":", "--", "-m")
+"""Arguments that torchrun, deepspeed and mpirun would read themselves."""
+PET = {"PET_NNODES": "7", "PET_STANDALONE": "1", "PET_NODE_RANK": "x", "PET_MINE": UGLY}
+"""Variables that torchrun reads as its options, and one that only looks like it."""
+
 QUIET = {"OMPI_MCA_orte_execute_quiet": "1"}
 """Has mpirun keep to itself which rank failed; now and then it does so unasked."""
 
@@ -107,10 +112,12 @@ def in_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], api.Ru
     def run(launcher: str) -> api.Run:
         program = str(PROGRAMS / "environment.py")
         job = JobSpec(
-            name="environment", program=program, args=(UGLY,), launcher=launcher,
+            name="environment", program=program, args=ARGS, launcher=launcher, restarts=3,
             env={"UGLY": UGLY},
         )  # fmt: skip
         with pytest.MonkeyPatch.context() as patch:
+            for name, value in PET.items():
+                patch.setenv(name, value)
             patch.setenv("CLUSTERKIT_HOME", str(home))
             run = api.submit(job, nodes=2, gpus=2)
             assert run.wait(SOON).state is State.SUCCEEDED, run.status()
@@ -131,7 +138,8 @@ def test_every_rank_sees_the_whole_environment_contract(
     for rank, told in seen.items():
         assert rank is not None
         env = told["env"]
-        assert told["argv"] == [UGLY]
+        assert told["argv"] == list(ARGS)
+        assert {name: env.get(name) for name in PET} == PET
         assert env["UGLY"] == UGLY
         expected = {
             "RANK": str(rank),
@@ -146,7 +154,7 @@ def test_every_rank_sees_the_whole_environment_contract(
 
 
 def test_a_rank_sees_the_variables_of_torchrun_s_ranks_whatever_the_agent_starts(
-    in_ranks: Callable[[str], api.Run], own_home: Path
+    in_ranks: Callable[[str], api.Run], own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def seen(run: api.Run) -> dict[str, str]:
         (line,) = (line for line in run.logs() if line.rank == 3)
@@ -160,7 +168,9 @@ def test_a_rank_sees_the_variables_of_torchrun_s_ranks_whatever_the_agent_starts
 
     torchrun, forked = seen(in_ranks("torchrun")), seen(in_ranks("forkserver"))
     words = ["python", "-c", (PROGRAMS / "environment.py").read_text()]
-    settings = ["name=environment", f"env={json.dumps({'UGLY': UGLY})}"]
+    settings = ["name=environment", f"env={json.dumps({'UGLY': UGLY})}", "restarts=3"]
+    for name, value in PET.items():
+        monkeypatch.setenv(name, value)
     run = api.submit(words, nodes=2, gpus=2, settings=settings)
     assert run.wait(SOON).state is State.SUCCEEDED, run.status()
     spawned = seen(run)

@@ -131,7 +131,10 @@ print(json.dumps({k: v for k, v in os.environ.items() if k.startswith("TORCHELAS
 
 
 def test_a_rank_has_what_torchrun_sets(agent):
-    begun = agent(SHOW, nproc=2, options=["--nodes", "3"], NODE_RANK="2", CLUSTERKIT_RUN_ID="r")
+    begun = agent(
+        SHOW, nproc=2, options=["--nodes", "3"], NODE_RANK="2", CLUSTERKIT_RUN_ID="r",
+        CLUSTERKIT_ATTEMPT="3", TORCHELASTIC_MAX_RESTARTS="4",
+    )  # fmt: skip
     assert begun.end() == 0
     for local_rank in (0, 1):
         rank = 4 + local_rank
@@ -139,8 +142,8 @@ def test_a_rank_has_what_torchrun_sets(agent):
         assert place == [*map(str, (rank, local_rank, 6, 2, 2, 3, rank, 6)), "default"]
         assert elastic == {
             "TORCHELASTIC_RUN_ID": "r",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_RESTART_COUNT": "2",
+            "TORCHELASTIC_MAX_RESTARTS": "4",
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             "TORCHELASTIC_ERROR_FILE": str(begun.folder / f"rank-{rank}-error.json"),
         }
@@ -374,7 +377,8 @@ def test_a_second_start_forks_from_the_same_server(packages, tmp_path, monkeypat
         )  # fmt: skip
         launcher = ForkLauncher(options, tmp_path, log, selector)
         launcher.prepare()
-        for _ in range(2):
+        for attempt in ("1", "2"):
+            monkeypatch.setenv("CLUSTERKIT_ATTEMPT", attempt)
             assert launcher.start() is None
             while launcher.running:
                 for key, _ in selector.select():

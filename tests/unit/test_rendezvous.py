@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit import agent, rendezvous
-from clusterkit.agent import streams
+from clusterkit.agent import spawn, streams
 from clusterkit.rendezvous import (
     Endpoint,
     Topology,
@@ -159,11 +159,18 @@ SET_BY = {
 DUMP = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:]]))"
 
 
-def become(script: str, argv: list[str], env: dict[str, str], cwd: Path):
+TWO_NODES = Topology(2, 2, 4)
+
+
+def script_of(launcher, *words, topology=TWO_NODES, python="python3"):
+    words = words or (sys.executable, "-S", "-c", DUMP)
+    return rank_script(launcher, topology, python, words, restarts=3)
+
+
+def become(script: str, env: dict[str, str], cwd: Path):
     (cwd / "rank.sh").write_text(script)
     done = subprocess.run(
-        ["sh", "rank.sh", sys.executable, "-S", "-c", DUMP, *argv],
-        cwd=cwd, env={"PYTHONUTF8": "1", **env}, capture_output=True, check=True,
+        ["sh", "rank.sh"], cwd=cwd, env={"PYTHONUTF8": "1", **env}, capture_output=True, check=True,
     )  # fmt: skip
     assert done.stderr == b""
     return json.loads(done.stdout)
@@ -173,14 +180,14 @@ def become(script: str, argv: list[str], env: dict[str, str], cwd: Path):
 def test_the_rank_script_completes_what_the_launcher_leaves_out(launcher, tmp_path):
     topology = Topology(2, 2, 4)
     given_env = SET_BY[launcher] | node_environment(launcher, topology, ENDPOINT)
-    seen, _ = become(rank_script(launcher, topology, "python3"), [], given_env, tmp_path)
+    seen, _ = become(script_of(launcher), given_env, tmp_path)
     assert {name: seen.get(name) for name in CONTRACT} == CONTRACT
 
 
 @pytest.mark.parametrize(("nodes", "nproc"), [(1, 1), (1, 3), (3, 1), (3, 2)])
 @pytest.mark.parametrize("launcher", ["forkserver", "mpirun"])
 def test_ranks_are_numbered_node_by_node_without_gaps(launcher, nodes, nproc, tmp_path):
-    script = rank_script(launcher, Topology(nodes, nodes, nproc), "python3")
+    script = script_of(launcher, topology=Topology(nodes, nodes, nproc))
     numbers = list(itertools.product(range(nodes), range(nproc)))
     for rank, (node, local) in enumerate(numbers):
         sets = {
@@ -191,7 +198,7 @@ def test_ranks_are_numbered_node_by_node_without_gaps(launcher, nodes, nproc, tm
                 "OMPI_COMM_WORLD_SIZE": str(len(numbers)),
             },
         }
-        seen, _ = become(script, [], sets[launcher], tmp_path)
+        seen, _ = become(script, sets[launcher], tmp_path)
         told = [seen[n] for n in ("RANK", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")]
         assert told == [str(n) for n in (rank, node, local, len(numbers))]
         assert seen["LOCAL_WORLD_SIZE"] == str(nproc)
@@ -199,18 +206,38 @@ def test_ranks_are_numbered_node_by_node_without_gaps(launcher, nodes, nproc, tm
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_rank_script_hands_arguments_on_unchanged(launcher, tmp_path, ugly_values):
-    words = [*ugly_values.values(), "--", "-c"]
-    _, argv = become(
-        rank_script(launcher, Topology(2, 2, 4), "python3"), words, SET_BY[launcher], tmp_path
-    )
+    words = [*ugly_values.values(), "--", "-c", ":", "--r=16", "--log", "x", "--n", "3", "--"]
+    script = script_of(launcher, sys.executable, "-S", "-c", DUMP, *words)
+    _, argv = become(script, SET_BY[launcher], tmp_path)
     assert argv == words
+
+
+def test_ranks_count_restarts_as_bare_torchrun_does(tmp_path):
+    own = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+    for launcher in ("torchrun", "forkserver"):
+        env = SET_BY[launcher] | own | {"CLUSTERKIT_ATTEMPT": "3"}
+        seen, _ = become(script_of(launcher), env, tmp_path)
+        assert [seen[name] for name in own] == ["2", "3"]
+    # There torchrun itself restarts the ranks, and counts.
+    elastic = script_of("torchrun", topology=Topology(1, 2, 4))
+    seen, _ = become(elastic, env | {"TORCHELASTIC_RESTART_COUNT": "1"}, tmp_path)
+    assert [seen[name] for name in own] == ["1", "3"]
+
+
+def test_a_rank_has_the_pet_variables_that_its_launcher_must_not_read(tmp_path, ugly_values):
+    pet = {f"PET_{number}": value for number, value in enumerate(ugly_values.values())}
+    pet |= {"PET_NNODES": "7", "PET_LOG_DIR": "", "PET_STANDALONE": "1"}
+    env = spawn.without_options(SET_BY["torchrun"] | pet)
+    assert not [name for name in env if name.startswith("PET_")]
+    seen, _ = become(script_of("torchrun"), env, tmp_path)
+    assert {name: value for name, value in seen.items() if "PET" in name} == pet
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_interpreter_s_folder_stands_first_on_the_path(launcher, weird_tmp_path):
     def path_with(python):
-        script = rank_script(launcher, Topology(2, 2, 4), python)
-        seen, _ = become(script, [], SET_BY[launcher] | {"PATH": "/usr/bin:/bin"}, weird_tmp_path)
+        script = script_of(launcher, python=python)
+        seen, _ = become(script, SET_BY[launcher] | {"PATH": "/usr/bin:/bin"}, weird_tmp_path)
         return seen["PATH"]
 
     assert path_with("/opt/my venv/bin/python") == "/opt/my venv/bin:/usr/bin:/bin"
@@ -221,9 +248,7 @@ def test_the_interpreter_s_folder_stands_first_on_the_path(launcher, weird_tmp_p
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_variables_of_the_user_s_are_not_mistaken_for_the_script_s_own(launcher, tmp_path):
     theirs = {"slot": "7", "pipe": "dream", "node": "x", "rank": "y", "PIPE": "z"}
-    seen, _ = become(
-        rank_script(launcher, Topology(2, 2, 4), "python3"), [], SET_BY[launcher] | theirs, tmp_path
-    )
+    seen, _ = become(script_of(launcher), SET_BY[launcher] | theirs, tmp_path)
     assert {name: seen.get(name) for name in theirs} == theirs
 
 
@@ -231,9 +256,9 @@ def test_variables_of_the_user_s_are_not_mistaken_for_the_script_s_own(launcher,
 def test_a_rank_writes_into_its_own_pipe_whatever_the_user_s_environment(launcher, tmp_path):
     number = SET_BY[launcher].get("OMPI_COMM_WORLD_LOCAL_RANK", "1")
     os.mkfifo(tmp_path / f"p-{number}")
-    (tmp_path / "rank.sh").write_text(rank_script(launcher, Topology(2, 2, 4), "python3"))
+    (tmp_path / "rank.sh").write_text(script_of(launcher, "echo", "hello"))
     rank = subprocess.Popen(
-        ["sh", "rank.sh", "echo", "hello"],
+        ["sh", "rank.sh"],
         cwd=tmp_path, stdout=subprocess.PIPE,
         env=SET_BY[launcher] | {"CLUSTERKIT_PIPE": str(tmp_path / "p"), "slot": "3"},
     )  # fmt: skip
@@ -250,9 +275,9 @@ def test_a_rank_writes_into_its_own_pipe_whatever_the_user_s_environment(launche
 
 
 def test_the_rank_script_becomes_the_program_so_that_exit_codes_are_its_own(tmp_path):
-    (tmp_path / "rank.sh").write_text(rank_script("forkserver", Topology(1, 1, 1), "python3"))
+    (tmp_path / "rank.sh").write_text(script_of("forkserver", "sh", "-c", "exit 42"))
     done = subprocess.run(
-        ["sh", "rank.sh", "sh", "-c", "exit 42"],
+        ["sh", "rank.sh"],
         cwd=tmp_path, env={"NODE_RANK": "0", "LOCAL_RANK": "0"}, check=False,
     )  # fmt: skip
     assert done.returncode == 42
@@ -276,9 +301,9 @@ def test_the_rank_script_becomes_the_program_so_that_exit_codes_are_its_own(tmp_
 def test_a_rank_tells_how_it_failed_and_ends_as_its_program_did(
     script, told, code, launcher, tmp_path
 ):
-    (tmp_path / "rank.sh").write_text(rank_script(launcher, Topology(2, 2, 4), "python3"))
+    (tmp_path / "rank.sh").write_text(script_of(launcher, "sh", "-c", script))
     done = subprocess.run(
-        ["sh", "rank.sh", "sh", "-c", script], cwd=tmp_path, env=SET_BY[launcher],
+        ["sh", "rank.sh"], cwd=tmp_path, env=SET_BY[launcher],
         capture_output=True, text=True, process_group=0, check=False,
     )  # fmt: skip
     assert (done.stdout, done.returncode) == (told, code)
@@ -287,7 +312,7 @@ def test_a_rank_tells_how_it_failed_and_ends_as_its_program_did(
 
 def test_deepspeed_ranks_keep_the_gpus_that_their_node_was_given(tmp_path):
     env = SET_BY["deepspeed"] | {"CLUSTERKIT_GPUS": "4,5,6,7", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
-    seen, _ = become(rank_script("deepspeed", Topology(2, 2, 4), "python3"), [], env, tmp_path)
+    seen, _ = become(script_of("deepspeed"), env, tmp_path)
     assert seen["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
 
 
@@ -296,9 +321,7 @@ def test_the_node_agent_knows_the_header_that_the_rank_script_writes():
     assert header is not None
     assert header.groups() == (b"5", b"77")
     for launcher in LAUNCHERS:
-        assert f'echo "{rendezvous.RANK_HEADER} $RANK $$"' in rank_script(
-            launcher, Topology(1, 1, 1), "python3"
-        )
+        assert f'echo "{rendezvous.RANK_HEADER} $RANK $$"' in script_of(launcher)
     assert rendezvous.RANK_ENDED.encode() == agent.RANK_ENDED
 
 
