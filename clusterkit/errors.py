@@ -53,6 +53,8 @@ class ClusterkitError(Exception):
     """
 
     exit_code = EXIT_FAILURE
+    answered = False
+    """Whether a host or service was reached: what it answered is the problem."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)

@@ -43,6 +43,12 @@ awake = Awake()
 """The clock that measures silence: seconds in which this process was stopped do not count."""
 
 
+class Unreadable(SubmitFailed):
+    """A host answers, but not with a report."""
+
+    answered = True
+
+
 class Frames:
     """A parser of the output of `clusterkit.agent.report`."""
 
@@ -64,7 +70,7 @@ class Frames:
                     raise ValueError(size)
             except (ValueError, KeyError, TypeError, RecursionError):
                 shown = self._rest[:200].decode(errors="replace")
-                raise SubmitFailed(f"a node's report cannot be read: {shown!r}") from None
+                raise Unreadable(f"a node's report cannot be read: {shown!r}") from None
             if len(self._rest) < end + 1 + size:
                 return
             payload = self._rest[end + 1 : end + 1 + size]
@@ -97,7 +103,9 @@ class NodeView:
     silent_since: float | None = None
     """Since when its host has not answered; None: it answers."""
     error: ClusterkitError | None = None
-    """Why it does not answer."""
+    """Why it does not answer, or its answer cannot be used."""
+    away: bool = False
+    """Whether it was silent while no host answered: this machine was cut off, perhaps."""
     write_error: str | None = None
     """Why a file could not be written; None: all were."""
     changes: int = 0
@@ -298,7 +306,7 @@ class Watch:
                             code = stream.exit_code(QUIET_SECONDS)
                             view.known = code != 2 or view.received_at is not None
                             stderr = stream.stderr.strip()[-300:]
-                            raise SubmitFailed(
+                            raise Unreadable(
                                 f"host {view.host}: reporting ended with {code}: {stderr}"
                             )
                 except ClusterkitError as error:

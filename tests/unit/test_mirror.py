@@ -279,7 +279,7 @@ def test_what_does_not_fit_here_comes_once_there_is_room(node_dir, kept, full_di
     with pytest.raises(SubmitFailed, match=r"cannot write .*log: No space left"):
         look(node_dir, view)
     assert view.write_error == f"cannot write {kept / 'log'}: No space left on device"
-    (remark,) = observe._judge(view, [view], 0.0).remarks
+    (remark,) = observe._judge(view, 0.0).remarks
     assert remark == f"its log here is incomplete: {view.write_error}"
     assert data.startswith((kept / "log").read_bytes())
     subprocess.run(["mount", "-o", "remount,size=1m", str(full_disk)], check=True)

@@ -18,7 +18,9 @@ from clusterkit.addresses import check_hosts
 from clusterkit.backends import placing
 from clusterkit.backends.ssh import observe
 from clusterkit.backends.ssh.backend import SshBackend
+from clusterkit.backends.ssh.config import LoginRefused
 from clusterkit.backends.ssh.hosts import choose_hosts
+from clusterkit.backends.ssh.known_hosts import HostKeyProblem
 from clusterkit.cluster import Facts, Gpu, Host, HostFacts, Project, SshCluster
 from clusterkit.errors import BadInput, PortTaken, Unavailable
 from clusterkit.output import mirror
@@ -898,17 +900,20 @@ def test_without_paramiko_it_is_said_what_to_install(monkeypatch):
 # ---------------------------------------------------------------- judging
 
 
-def view(number, *, begun=True, alive=True, ended=False, silent=None, known=True, files=()):
+def view(
+    number, *, begun=True, alive=True, ended=False, silent=None, known=True, files=(), error=None
+):
     made = NodeView(number, f"h{number}", known=known, begun=begun, alive=alive, ended=ended)
     made.files = dict(files)
     if silent is not None:
-        made.error = Unavailable(f"host h{number} does not answer")
+        made.error = error or Unavailable(f"host h{number} does not answer")
         made.silent_since = mirror.awake() - silent
     return made
 
 
 def judged(*views, patience=30.0):
-    handle = RunHandle(RunFolder(Path("no", "folder")), plan(facts(), nodes=2))
+    made = plan(facts(*map(host_facts, range(len(views)))), nodes=len(views))
+    handle = RunHandle(RunFolder(Path("no", "folder")), made)
     seen = observe.observation(handle, list(views), patience)
     return None if seen is None else [(node.state, node.reason) for node in seen.nodes]
 
@@ -930,6 +935,52 @@ def test_when_nobody_answers_it_is_the_submitter_that_is_cut_off():
         State.RUNNING,
         State.RUNNING,
     ]
+
+
+def test_a_run_on_one_host_that_is_out_of_sight_goes_on():
+    ((state, reason),) = judged(view(0, silent=999))
+    assert state is State.RUNNING
+    assert "no answer for 999 s" in reason
+
+
+def test_a_node_that_has_succeeded_makes_no_host_look_lost():
+    files = {"exit.json": b'{"exit_code": 0, "at": 1.0, "reason": null}'}
+    done = view(0, alive=False, ended=True, files=files)
+    assert [state for state, _ in judged(done, view(1, silent=99))] == [
+        State.SUCCEEDED,
+        State.RUNNING,
+    ]
+
+
+def test_the_silence_of_hosts_counts_from_when_this_machine_is_back():
+    """The first host answers seconds before the others do."""
+    now = [1000.0]
+    views = [view(0, silent=0), view(1, silent=0), view(2, silent=0)]
+    for each in views:
+        each.clock, each.silent_since = (lambda: now[0]), 1000.0
+    handle = RunHandle(RunFolder(Path("no", "folder")), plan(facts(*map(host_facts, range(3)))))
+    now[0] += 600
+    observe.observation(handle, views, 30.0)
+    views[0].take({"begun": True, "alive": True, "ended": False}, b"")
+    for seconds, state in ((0, State.RUNNING), (29, State.RUNNING), (1, State.UNKNOWN)):
+        now[0] += seconds
+        seen = observe.observation(handle, views, 30.0)
+        assert [node.state for node in seen.nodes] == [State.RUNNING, state, state]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        HostKeyProblem("host h1: its host key has changed", hint="ssh-keygen -R h1"),
+        LoginRefused("host h1 does not let user me in", hint="ssh-copy-id h1"),
+        mirror.Unreadable("a node's report cannot be read: 'motd'", hint="look at it"),
+    ],
+)
+def test_a_host_that_answers_otherwise_is_not_lost(error):
+    _, (state, reason) = judged(view(0), view(1, silent=600, error=error))
+    assert state is State.RUNNING
+    assert reason.startswith(f"{error.message} (it answers, but there is no report for 600 s); ")
+    assert reason.endswith(error.hint)
 
 
 def test_a_pause_of_this_process_is_nobody_s_silence():

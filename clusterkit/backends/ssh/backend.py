@@ -124,7 +124,7 @@ class SshBackend(Backend, SupportsPreflight, SupportsFile, SupportsForget):
                     code = stream.exit_code(mirror.QUIET_SECONDS)
                     view.known = code != _REPORT_GONE
                     if view.known:
-                        raise Unavailable(
+                        raise mirror.Unreadable(
                             f"host {view.host}: the node's report failed: {stream.stderr.strip()}"
                         )
 

@@ -36,6 +36,12 @@ class HostUnreachable(Unavailable):
     """A host does not answer, or refuses the login; the message names it."""
 
 
+class LoginRefused(HostUnreachable):
+    """A host answers, and lets this user open no session."""
+
+    answered = True
+
+
 @dataclass(frozen=True)
 class Target:
     """A `Host` with the SSH configuration applied."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import paramiko
 
 from clusterkit import shell
-from clusterkit.backends.ssh.config import HostUnreachable, Target
+from clusterkit.backends.ssh.config import HostUnreachable, LoginRefused, Target
 from clusterkit.backends.ssh.known_hosts import check_key, known_keys
 
 KEEPALIVE_SECONDS = 5
@@ -214,9 +214,9 @@ def _agent_keys(target: Target, named: list[Path]) -> _Keys:
         agent.close()
 
 
-def _refused(target: Target, detail: object) -> HostUnreachable:
+def _refused(target: Target, detail: object) -> LoginRefused:
     key = f"-i {shell.quote(target.identities[0])} " if target.identities else ""
-    return HostUnreachable(
+    return LoginRefused(
         f"{target} does not let user {target.user} in: {detail}",
         hint=f"ssh-copy-id {key}-p {target.port} {target.login}, "
         "or name the right `ansible_user` and `ansible_ssh_private_key_file`",

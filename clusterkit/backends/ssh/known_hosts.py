@@ -25,6 +25,8 @@ from clusterkit.backends.ssh.config import HostUnreachable, Target
 class HostKeyProblem(HostUnreachable):
     """A host's key is not in ``known_hosts``, has changed, or is revoked."""
 
+    answered = True
+
 
 @dataclass(frozen=True)
 class KnownKey:

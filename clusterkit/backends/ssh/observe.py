@@ -42,22 +42,40 @@ def observation(handle: RunHandle, views: list[NodeView], lost_after: float) -> 
     """
     if all(not view.known for view in views):
         return None
-    # If no host answers, it is the submitter that is cut off.
-    cut_off = len(views) > 1 and all(view.silent_for() is not None for view in views)
-    nodes = tuple(_judge(view, lost_after, cut_off) for view in views)
+    _count_from_our_return([view for view in views if not _finished(view)])
+    nodes = tuple(_judge(view, lost_after) for view in views)
     ends = {view.node: view.files["exit.json"] for view in views if "exit.json" in view.files}
     return observed(nodes, ends)
 
 
-def _judge(view: NodeView, lost_after: float, cut_off: bool) -> NodeStatus:
+def _finished(view: NodeView) -> bool:
+    return view.ended or "exit.json" in view.files  # which is the last file of a report
+
+
+def _count_from_our_return(views: list[NodeView]) -> None:
+    """Have the silence of hosts begin when another one answers, after none of them did: it was
+    this machine that was cut off."""
+    cut_off = all([view.silent_since is not None for view in views])
+    for view in views:
+        if view.away and not cut_off and view.silent_since is not None:
+            view.silent_since = view.clock()
+        view.away = cut_off
+
+
+def _judge(view: NodeView, lost_after: float) -> NodeStatus:
     def status(state: State, reason: str) -> NodeStatus:
         return NodeStatus(node=view.node, host=view.host, state=state, reason=reason)
 
     silence = view.silent_for()
-    finished = view.ended or "exit.json" in view.files  # which is the last file of a report
-    if silence is not None and view.error is not None and not finished:
-        reason = f"{view.error.message} (no answer for {silence:.0f} s)"
-        if not lost_after or (silence >= lost_after and not cut_off):
+    finished = _finished(view)
+    if silence is not None and (error := view.error) is not None and not finished:
+        answer = "it answers, but there is no report" if error.answered else "no answer"
+        reason = f"{error.message} ({answer} for {silence:.0f} s)"
+        if error.answered and error.hint:
+            reason += f"; {error.hint}"
+        # Silence is no evidence of an end: where no host answers, or one answers otherwise, the
+        # run may go on.
+        if not lost_after or (silence >= lost_after and not (view.away or error.answered)):
             return status(State.UNKNOWN, reason)
         return status(State.RUNNING if view.begun else State.PENDING, reason)
     if not view.known:

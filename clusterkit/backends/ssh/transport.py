@@ -26,7 +26,7 @@ import paramiko
 
 from clusterkit import host_probe, shell
 from clusterkit.agent.files import allow_open_files
-from clusterkit.backends.ssh.config import HostUnreachable, Target, jump_host, resolve
+from clusterkit.backends.ssh.config import HostUnreachable, LoginRefused, Target, jump_host, resolve
 from clusterkit.backends.ssh.connection import connect, hang_up
 from clusterkit.cluster import Host
 from clusterkit.errors import SubmitFailed
@@ -222,7 +222,7 @@ class SshTransport(Transport):
                 return work(connection)
             except (paramiko.SSHException, EOFError, OSError) as error:
                 if isinstance(error, paramiko.ChannelException) and connection.is_active():
-                    raise HostUnreachable(
+                    raise LoginRefused(
                         f"host {name} refuses another session: {error}",
                         hint="MaxSessions in its sshd_config",
                     ) from None
