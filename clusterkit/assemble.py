@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from clusterkit import shell
-from clusterkit.agent import PEER_TOKEN
+from clusterkit.agent import COORDINATOR, PEER_TOKEN
 from clusterkit.agent.archive import ARCHIVE
 from clusterkit.batch import Batch
 from clusterkit.cluster import ClusterSpec, HostFacts
@@ -40,7 +40,7 @@ from clusterkit.spec import JobSpec, Launcher, launcher_of
 OWNED = frozenset({
     "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE",
     "LOCAL_WORLD_SIZE", "CLUSTERKIT_ATTEMPT", "CLUSTERKIT_GPUS", "CLUSTERKIT_PIPE",
-    IS_HOST.name, NODE_ADDRESS.name, NODE_DIR.name, PEER_TOKEN,
+    IS_HOST.name, NODE_ADDRESS.name, NODE_DIR.name, COORDINATOR, PEER_TOKEN,
 })  # fmt: skip
 """Variables that only clusterkit may set, besides those of `_run_environment`."""
 SHRINK_SECONDS = 5.0
@@ -156,6 +156,11 @@ class Placement:
         return self.job.restarts if together and not self.torch_elastic else 0
 
     @property
+    def watched(self) -> bool:
+        """Return whether agents watch ranks and each other; mpirun and torchrun watch their own."""
+        return self.starter != "mpirun" and not self.torch_elastic
+
+    @property
     def torch_elastic(self) -> bool:
         """Return whether torchrun itself restarts the ranks, with a changing number of nodes."""
         return self.topology.elastic and not self.job.shrinks
@@ -266,7 +271,7 @@ def assemble(placement: Placement) -> Assembly:
     agent = _agent_argv(placement)
     script = _node_script(placement, env, [agent, *commands])
     node_sh = PlanFile(places.file("node.sh"), text=script, mode=0o755)
-    secrets = (*job.secrets, PEER_TOKEN) if "--coordinator" in agent else job.secrets
+    secrets = (*job.secrets, PEER_TOKEN) if COORDINATOR in env else job.secrets
     return Assembly((node_sh, *files), tuple(notes), ("/bin/sh", node_sh.path), secrets)
 
 
@@ -290,7 +295,16 @@ def _environment(placement: Placement, run_env: Mapping[str, str]) -> dict[str, 
         **node_environment(placement.starter, placement.topology, placement.endpoint),
         **({"TORCHELASTIC_MAX_RESTARTS": str(job.restarts)} if placement.forked else {}),
         **run_env,
+        **_coordinator_address(placement),
     }
+
+
+def _coordinator_address(placement: Placement) -> dict[str, Word]:
+    """Return where node 0's agent listens, for nodes that watch each other."""
+    coordinator = placement.coordinator
+    if coordinator is None or not placement.watched or placement.launchers == 1:
+        return {}
+    return {COORDINATOR: Joined((coordinator.address, f":{coordinator.port}"))}
 
 
 def _run_environment(placement: Placement, sizes: Batch | None) -> dict[str, str]:
@@ -366,13 +380,12 @@ def _agent_argv(placement: Placement) -> list[Word]:
 
 
 def _coordinator_options(placement: Placement) -> list[Word]:
-    """Return the agent's options for watching other nodes; mpirun and torchrun watch their own."""
+    """Return the agent's options for watching other nodes."""
     job, topology, coordinator = placement.job, placement.topology, placement.coordinator
-    if coordinator is None or placement.starter == "mpirun" or placement.torch_elastic:
+    if coordinator is None or not placement.watched:
         return []
     options: list[Word] = []
     if placement.launchers > 1:
-        options += ["--coordinator", Joined((coordinator.address, f":{coordinator.port}"))]
         options += ["--lost-after", f"{placement.cluster.lost_after:g}"]
     changes: list[Word] = []
     if job.shrinks and topology.elastic:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import grp
 import os
+import pwd
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -58,8 +60,11 @@ def reason(error: OSError) -> str:
     return message[0].lower() + message[1:]
 
 
-def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
+def write_atomic(path: Path, data: bytes, mode: int | None = None) -> None:
     """Write a file under a temporary name and rename it.
+
+    Args:
+        mode: the file's, whatever the umask is; None: what the umask leaves of 666.
 
     Raises:
         RunFolderError: no space, no permission; the temporary file is removed.
@@ -67,10 +72,13 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        handle = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else 0o600
+        )
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-        temporary.chmod(mode)
+        if mode is not None:
+            temporary.chmod(mode)
         temporary.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -104,6 +112,25 @@ def write_new(contents: Mapping[Path, bytes]) -> list[Path]:
     for path in missing:
         write_atomic(path, contents[path])
     return missing
+
+
+def writable_by_others(path: Path) -> str | None:
+    """Return who besides this user and root may write to a folder, as ssh looks at one's home.
+
+    A group that has only this user, as Debian makes one for each, is this user.
+    """
+    status, user = path.stat(), os.getuid()
+    if status.st_mode & stat.S_IWOTH:
+        return "everybody"
+    if status.st_uid not in (user, 0) and user != 0:
+        return f"user {status.st_uid}"
+    if status.st_mode & stat.S_IWGRP and status.st_gid != 0:
+        with contextlib.suppress(KeyError):
+            group, name = grp.getgrgid(status.st_gid), pwd.getpwuid(user).pw_name
+            if group.gr_name == name and set(group.gr_mem) <= {name}:
+                return None
+        return f"group {status.st_gid}"
+    return None
 
 
 def size_of(path: Path) -> int:

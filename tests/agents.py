@@ -64,13 +64,16 @@ class Nodes:
             options += ["--spares", str(spares)]
         if wait:
             options += ["--rejoin", str(wait)]
+        others = {}
         if nodes > 1:
-            options += ["--coordinator", f"127.0.0.1:{self.port}"]
+            others["CLUSTERKIT_COORDINATOR"] = f"127.0.0.1:{self.port}"
+            others["CLUSTERKIT_PEER_TOKEN"] = "0123456789abcdef"
         self.agents[node] = subprocess.Popen(
             [sys.executable, "-c", run, "run", *options, "--", *argv],
             env={"PATH": os.environ["PATH"], "CLUSTERKIT_RUN_DIR": str(self.folder),
                  "CLUSTERKIT_NODE_DIR": self.path(node), "CLUSTERKIT_RUN_ID": "r",
-                 "CLUSTERKIT_ATTEMPT": "1", "NODE_RANK": str(node), "DIR": str(self.folder)},
+                 "CLUSTERKIT_ATTEMPT": "1", "NODE_RANK": str(node), "DIR": str(self.folder),
+                 **others},
         )  # fmt: skip
         self.started.append(self.agents[node])
 

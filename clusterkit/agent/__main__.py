@@ -29,7 +29,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--fork", type=int, default=0, metavar="N",
         help="fork the ranks: N words of the command are Python and its options")  # fmt: skip
     add("--tagged", action="store_true", help="the launcher tags lines with ranks")
-    add("--coordinator", metavar="ADDRESS:PORT", help="where node 0's agent listens")
     add("--nodes", type=int, default=1, help="how many nodes the run has")
     add("--lost-after", type=float, default=30.0, help="seconds of silence of a lost node")
     add("--rejoin", type=float, default=0.0, help="seconds to wait for lost nodes")

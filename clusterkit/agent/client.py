@@ -8,9 +8,9 @@ import queue
 import selectors
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from clusterkit.agent import clock, limits
+from clusterkit.agent import clock, limits, protocol
 from clusterkit.agent.connections import Line, Listener
 from clusterkit.agent.coordinator import Server
 from clusterkit.agent.member import Terms
@@ -21,11 +21,32 @@ from clusterkit.agent.protocol import Document
 from clusterkit.agent.worker import Worker
 
 
+class Meeting(NamedTuple):
+    """Where a run's agents meet."""
+
+    address: tuple[str, int]
+    """Node 0's, and the port at which its agent listens."""
+    token: bytes
+    others: bool
+    """Whether there are other nodes."""
+
+
+def take_meeting() -> Meeting:
+    """Take it out of this process's environment, which other users of the host cannot read."""
+    token = os.environ.pop(protocol.PEER_TOKEN, "").encode()
+    host, _, port = os.environ.pop(protocol.COORDINATOR, "").rpartition(":")
+    if port:
+        return Meeting((host, int(port)), token, True)
+    # A node alone decides by the same rules, over a connection to itself.
+    return Meeting(("127.0.0.1", 0), os.urandom(16), False)
+
+
 class Client:
     """One node's connection to the server, kept up until nothing is left to report.
 
     Where lost nodes do not come back (``wait`` 0), the launcher has been started before this is,
-    and the node leaves when that has ended.
+    and the node leaves when that has ended. Node 0 listens from here on, before it starts anything,
+    so that no program of the run or of another user has the port by then.
 
     Args:
         address: node 0's.
@@ -62,6 +83,16 @@ class Client:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._messages: queue.SimpleQueue[Document] = queue.SimpleQueue()
         self._wake, self._waker = socket.socketpair()
+        self._listener: Listener | None = None
+        self._problem: str | None = None  # why node 0 cannot listen
+        if node == 0:
+            try:
+                everyone = terms.nodes + terms.spares
+                self._listener = Listener(address, run, token, everyone)
+            except OSError as error:
+                # Without what `socket.create_server` adds.
+                reason = os.strerror(error.errno) if error.errno else str(error)
+                self._problem = f"port {self._port}: {reason}"
 
     # -- from the node's main loop
 
@@ -116,19 +147,15 @@ class Client:
         self._waker.close()
 
     def _follow(self) -> None:
-        try:
-            if self._node == 0 and self._server is None:
-                everyone = self._terms.nodes + self._terms.spares
-                listener = Listener(self._port, self._run, self._token, everyone)
-                membership = Membership(self._terms)
-                self._server = Server(listener, membership, self._on_message, self._warn)
-                self._server.start()
-                self._host, self._port = "127.0.0.1", listener.port
-        except OSError as error:
-            # Without what `socket.create_server` adds.
-            reason = os.strerror(error.errno) if error.errno else str(error)
-            self.peer.run_unwatched(f"port {self._port}: {reason}")
+        if self._problem is not None:
+            self.peer.run_unwatched(self._problem)
             return self._pass_orders()
+        if self._listener is not None and self._server is None:
+            membership = Membership(self._terms)
+            self._server = Server(self._listener, membership, self._on_message, self._warn)
+            self._server.start()
+            self._host = "::1" if self._host == "::1" else "127.0.0.1"
+            self._port = self._listener.port
         while not self.peer.done:
             if (line := self._connect()) is not None:
                 self._talk(line)
@@ -151,8 +178,8 @@ class Client:
             self.peer.disconnected(clock.awake(), str(error), refused)
             return None
         self.peer.connected(clock.awake())
-        line = Line(connection, self._selector)
-        line.introduce(self._token, {**self._run, "node": self._node, **self.peer.report()})
+        line = Line(connection, self._selector, self._token, accepted=False)
+        line.write({**self._run, "node": self._node, **self.peer.report()})
         return line
 
     def _talk(self, line: Line) -> None:

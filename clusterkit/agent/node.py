@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from clusterkit.agent import messages, protocol
-from clusterkit.agent.client import Client
+from clusterkit.agent.client import Client, take_meeting
 from clusterkit.agent.connections import is_free
 from clusterkit.agent.files import read_json
 from clusterkit.agent.fork import ForkLauncher
@@ -70,7 +70,7 @@ class Node:
         self.stopped_by: str | None = None  # the process that asked this node to end, or its reason
         self.causes: list[str] = []  # what else was done to this node that it may have failed of
         self.hang = ""  # how ranks hung when this attempt failed of it
-        self.token = os.environ.pop(protocol.PEER_TOKEN, "")  # not for the ranks
+        self.meeting = take_meeting()  # not for the ranks
         self.client: Client | None = None
         self.orders: queue.SimpleQueue[messages.Order] = queue.SimpleQueue()
         self.pause = AgentPause()
@@ -81,6 +81,8 @@ class Node:
         self.selector.register(self.wake, selectors.EVENT_READ, lambda: os.eventfd_read(self.wake))
         self.files = NodeFiles(folder, self.first_attempt, echo=options.echo, spare=spare)
         self.log = self.files.log
+        if not self.meeting.token:  # manifests that somebody applies by hand
+            self.files.warn(f"{protocol.PEER_TOKEN} is not set: any program can pose as a node")
         self.deadline: float | None = None  # when the run is over its time limit
         if options.time_limit is not None:
             left = options.time_limit - self.files.seconds_since_start()
@@ -98,10 +100,12 @@ class Node:
             code, self.reason = start_failure(error)
             return self._finish(code)
         rejoin = self.options.rejoin > 0
-        if not (rejoin and self.options.coordinator):
+        if self.meeting.others or self.terms.restarts:
+            self._make_client()
+        if not (rejoin and self.meeting.others):
             self._start()  # without waiting for other nodes
-        if self.options.coordinator or self.terms.restarts:
-            self._join()
+        if self.client is not None:
+            self.client.start()
         while True:
             if self.phase.runs and not self.launcher.running:
                 self._launcher_ended()
@@ -119,18 +123,14 @@ class Node:
 
     # -- the other nodes
 
-    def _join(self) -> None:
-        # A node alone decides by the same rules, over a connection to itself.
-        host, _, port = (self.options.coordinator or "127.0.0.1:0").rpartition(":")
-        token = self.token if self.options.coordinator else os.urandom(16).hex()
+    def _make_client(self) -> None:
         self.client = Client(
-            (host, int(port)), node=int(os.environ["NODE_RANK"]), terms=self.terms,
+            self.meeting.address, node=int(os.environ["NODE_RANK"]), terms=self.terms,
             run={"run": os.environ["CLUSTERKIT_RUN_ID"], "attempt": str(self.first_attempt)},
-            token=token.encode(), spare=self.phase is Phase.SPARE, on_order=self._order,
+            token=self.meeting.token, spare=self.phase is Phase.SPARE, on_order=self._order,
             on_message=self.watch.receive,
         )  # fmt: skip
         self.watch.send = self.client.send
-        self.client.start()
 
     def _order(self, order: messages.Order) -> None:
         """Take an order from another thread, for the main loop."""

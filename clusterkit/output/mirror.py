@@ -158,7 +158,7 @@ class NodeView:
             self.files[name] = payload
             self.changes += name != "usage.json"
             if self.folder is not None:
-                write_atomic(self.folder / name, payload)
+                write_atomic(self.folder / name, payload, 0o644)
 
     def _came_back(self) -> None:
         # Another agent runs there: how the previous one ended is obsolete.

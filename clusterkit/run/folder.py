@@ -36,7 +36,7 @@ from msgspec import Struct
 
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts
 from clusterkit.errors import BadInput, ClusterkitError, RunFolderError
-from clusterkit.files import locked, write_atomic
+from clusterkit.files import locked, writable_by_others, write_atomic
 from clusterkit.output.logs import GrowingFile, LogLine, NodeLog, marked, merged
 from clusterkit.plan import Plan, Step
 from clusterkit.run.status import RunStatus, State
@@ -178,7 +178,7 @@ class RunFolder:
 
         Raises:
             BadInput: the run exists already, or CLUSTERKIT_RUN_MODE does not let its owner use it.
-            RunFolderError: it cannot be made.
+            RunFolderError: it cannot be made, or others may write to the folder of all runs.
         """
         path = (base or home()) / "runs" / check_run_id(run_id)
         mode = os.environ.get("CLUSTERKIT_RUN_MODE") or "700"
@@ -188,8 +188,16 @@ class RunFolder:
                 hint="750 lets your group read new runs, 755 everybody",
             )
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir(mode=int(mode, 8))
+            path.parent.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o755, exist_ok=True)
+            for folder in (path.parent.parent, path.parent):
+                if who := writable_by_others(folder):
+                    raise RunFolderError(
+                        f"{folder} can be written by {who}, who could change what your runs execute",
+                        hint=f"chmod go-w {folder}, or set CLUSTERKIT_HOME to a folder of your own",
+                    )
+            path.mkdir(mode=0o700)
+            path.chmod(int(mode, 8))  # mkdir(2) would apply the umask
             return cls(path)
         except KeyboardInterrupt:
             with contextlib.suppress(OSError):
@@ -217,7 +225,8 @@ class RunFolder:
         """
         if not self.path.is_dir():
             raise RunFolderError(f"the folder of run {self.run_id} is gone")
-        write_atomic(self.path / name, data.encode() if isinstance(data, str) else data)
+        # The folder's own mode says who may read it, whatever the umask is.
+        write_atomic(self.path / name, data.encode() if isinstance(data, str) else data, 0o644)
 
     def write_json(self, name: str, document: object) -> None:
         self.write(name, msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")

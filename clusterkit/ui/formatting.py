@@ -18,7 +18,8 @@ _SEQUENCE = re.compile(
     r"|\x1b[]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # titles, links, clipboard
     r"|\x1b[ -/]*[0-~]?"
 )
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")
+# With U+202A to U+202E and U+2066 to U+2069, which reverse the order of the text after them.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str, *, colours: bool = True) -> str:
@@ -31,7 +32,11 @@ def printable(text: str, *, colours: bool = True) -> str:
         kept = r"\1" if colours and not os.environ.get("NO_COLOR") else ""
         text = _SEQUENCE.sub(kept, text)
         text += "\x1b[0m" if "\x1b" in text else ""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return _CONTROL.sub(lambda found: _escaped(ord(found[0])), text)
+
+
+def _escaped(number: int) -> str:
+    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
 
 
 def terminal_filter(stream: TextIO, *, colours: bool = True) -> Callable[[str], str]:

@@ -4,7 +4,7 @@
 
 const $ = (id) => document.getElementById(id);
 const report = $("data") && JSON.parse($("data").textContent);
-const token = new URLSearchParams(location.search).get("token") || "";
+const token = takeToken();
 const TABS = ["curves", "ranks", "events", "log", "config", "plan"];
 const DEFAULT_METRICS = "loss and tokens/s";
 const POINTS = 2000, MOST_LINES = 5000, PAUSE = 1000;
@@ -16,6 +16,17 @@ const state = {
 };
 
 // ---- requests
+
+// Keep the token for this tab, and take it out of the address bar and of the history.
+function takeToken() {
+  if (report) return "";
+  const given = new URLSearchParams(location.search).get("token");
+  if (given) {
+    sessionStorage.setItem("token", given);
+    history.replaceState(null, "", location.pathname + location.hash);
+  }
+  return given || sessionStorage.getItem("token") || "";
+}
 
 async function get(path, query = []) {
   if (report) {

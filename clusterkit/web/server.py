@@ -10,15 +10,21 @@ A request is refused unless
   rebinding, another site's name that resolves to this machine;
 * `Origin` and `Sec-Fetch-Site`, if the browser sends them, are those of our own page;
 * it has the token, in the URL or a header; for a change in a header, which no form and no link of
-  another page can set.
+  another page can set. The page itself holds no data and needs none: it keeps the token for its
+  tab, so that it can be reloaded by an address without it.
+
+A connection that has not shown the token is closed after _UNKNOWN_SECONDS, and the oldest one when
+there are too many.
 
 No path names a file: there are only the routes below, and run ids are checked.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import ipaddress
+import math
 import re
 import secrets
 import socket
@@ -48,6 +54,11 @@ _BODY_BYTES = 1 << 16
 _CONNECTIONS = 64
 """Most connections at once; more are closed, so that clients without a token cannot fill memory."""
 
+_UNKNOWN_SECONDS = 5.0
+"""Time in which a connection must send a request with the token."""
+_LARGEST = 1 << 53
+"""The largest number in a URL: the largest that JavaScript counts to."""
+
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": f"{page.policy()}; frame-ancestors 'none'",
@@ -75,6 +86,9 @@ class Server(ThreadingHTTPServer):
         self.token = secrets.token_urlsafe(32)
         self.stopping = threading.Event()
         self._free = threading.BoundedSemaphore(_CONNECTIONS)
+        self._unknown: dict[socket.socket, float] = {}
+        """When each connection that has not shown the token was opened, the oldest first."""
+        self._lock = threading.Lock()  # of `_unknown`
         try:
             family, *_, address = socket.getaddrinfo(
                 host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -104,16 +118,39 @@ class Server(ThreadingHTTPServer):
         super().shutdown()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+        if not self._free.acquire(blocking=False):
+            self._drop_unknown(time.monotonic(), most=1)
+            if not self._free.acquire(timeout=1.0):  # for that one's thread to end
+                return self.shutdown_request(request)
+        with self._lock:
+            self._unknown[request] = time.monotonic()
+        return super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.known(request)
             self._free.release()
+
+    def known(self, connection: socket.socket) -> None:
+        """Keep a connection that has shown the token; also forget one that has ended."""
+        with self._lock:
+            self._unknown.pop(connection, None)
+
+    def service_actions(self) -> None:
+        """Called twice a second by `serve_forever`."""
+        self._drop_unknown(time.monotonic() - _UNKNOWN_SECONDS, most=_CONNECTIONS)
+
+    def _drop_unknown(self, before: float, most: int) -> None:
+        """Close the oldest connections without token; the thread of each ends by that."""
+        with self._lock:
+            for connection in [
+                connection for connection, opened in self._unknown.items() if opened <= before
+            ][:most]:
+                del self._unknown[connection]
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), OSError):  # the browser closed the connection
@@ -139,12 +176,12 @@ class _Handler(BaseHTTPRequestHandler):
         self._headers_sent = False
         try:
             self._read_body()
-            url = urlsplit(self.path)
-            self._query = parse_qs(url.query)
-            self._authorize()
             if not self.path.startswith("/"):
                 raise _Refused(404, "this is not a proxy")
-            self._route(url.path)
+            path, _, query = self.path.partition("?")
+            self._query = parse_qs(query)
+            self._authorize(path)
+            self._route(path)
         except _Refused as refused:
             self._error(refused.status, refused.message, refused.hint)
         except ClusterkitError as error:
@@ -171,7 +208,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     # -- authorization -----------------------------------------------------
 
-    def _authorize(self) -> None:
+    def _authorize(self, path: str) -> None:
         host = self.headers.get("Host") or ""
         if len(self.headers.get_all("Host", [])) != 1 or not self._is_our_name(host):
             raise _Refused(403, f"this server is not {host[:80] or 'nameless'}",
@@ -182,6 +219,8 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(403, "another page asks")
         if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
             raise _Refused(403, "another page asks")
+        if path == "/":
+            return
         scheme, _, given = (self.headers.get("Authorization") or "").partition(" ")
         if scheme.lower() != "bearer":
             given = self._query.get("token", [""])[-1] if self.command == "GET" else ""
@@ -189,6 +228,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not hmac.compare_digest(given.encode(errors="replace"), self.server.token.encode()):
             raise _Refused(401, "the token is missing or wrong",
                            "open the whole address that `clusterkit web` printed")  # fmt: skip
+        self.server.known(self.connection)
 
     def _is_our_name(self, host: str) -> bool:
         """Tell whether a `Host` header names this server, with any port: a tunnel may change it."""
@@ -265,9 +305,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _number(self, name: str, kind: Callable[[str], Any]) -> Any:
         text = self._query.get(name, [""])[-1]
         try:
-            return kind(text) if text else None
+            value = kind(text) if text else None
         except ValueError:
-            raise _Refused(400, f"{name}={text[:40]}: not a number") from None
+            value = math.nan
+        if value is not None and not -_LARGEST <= value <= _LARGEST:
+            raise _Refused(400, f"{name}={text[:40]}: not a number, or too large")
+        return value
 
     # -- answers -----------------------------------------------------------
 

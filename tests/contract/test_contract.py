@@ -343,7 +343,7 @@ def test_nodes_that_watch_each_other_share_a_token_that_is_new_with_each_attempt
 ):
     alone, several = stage.plan(demo()), stage.plan(demo(nodes=2))
     assert not any(PEER_TOKEN in step.secrets for step in alone.steps)
-    watching = any("--coordinator" in (file.text or "") for file in several.files)
+    watching = any("CLUSTERKIT_COORDINATOR=" in (file.text or "") for file in several.files)
     assert watching == (stage.watch_each_other)
     given = []
     for attempt in (1, 2):

@@ -193,8 +193,10 @@ def test_term_ends_everything_and_says_that_it_was_asked_for(start, node_dir, ru
 def test_a_watch_port_that_is_taken_is_in_the_status_while_the_node_runs(start, node_dir, run_dir):
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
-        options = ["--coordinator", f"127.0.0.1:{port}", "--nodes", "2"]
-        names = {"NODE_RANK": "0", "CLUSTERKIT_RUN_ID": "r", "CLUSTERKIT_ATTEMPT": "1"}
+        options = ["--nodes", "2"]
+        names = {"NODE_RANK": "0", "CLUSTERKIT_RUN_ID": "r", "CLUSTERKIT_ATTEMPT": "1",
+                 "CLUSTERKIT_COORDINATOR": f"127.0.0.1:{port}",
+                 "CLUSTERKIT_PEER_TOKEN": "t"}  # fmt: skip
         waiting(start, run_dir, options=options, **names)
         wait_until(lambda: b"remarks" in (node_dir / "started.json").read_bytes())
     started = (node_dir / "started.json").read_bytes()

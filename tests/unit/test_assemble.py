@@ -140,7 +140,8 @@ def test_nodes_that_go_on_without_others_say_how_few_they_may_be():
     coordinator = Coordinator("10.0.0.1", 29502)
     made = assembled(spec, Topology(2, 3, 4), coordinator=coordinator)
     node = file_of(made, "node.sh").text
-    assert "--coordinator 10.0.0.1:29502 --lost-after 30 --rejoin 15 --min-nodes 2 --" in node
+    assert "CLUSTERKIT_COORDINATOR=10.0.0.1:29502\n" in node
+    assert "--lost-after 30 --rejoin 15 --min-nodes 2 --" in node
     assert "--restarts 1" in node
     assert "WORLD_SIZE=$((GROUP_WORLD_SIZE * 4))" in file_of(made, "rank.sh").text
     assert made.secrets == (agent.PEER_TOKEN,)
@@ -154,13 +155,15 @@ def test_spares_are_started_as_the_nodes_are():
     made = assembled(spec, Topology(2, 2, 4), coordinator=coordinator)
     node = file_of(made, "node.sh").text
     assert "--nodes 2 " in node
-    assert "--coordinator 10.0.0.1:29502 --lost-after 30 --rejoin 15 --spares 1 --" in node
+    assert "CLUSTERKIT_COORDINATOR=10.0.0.1:29502\n" in node
+    assert "--lost-after 30 --rejoin 15 --spares 1 --" in node
     made = assembled(
         msgspec.structs.replace(spec, nodes=1), Topology(1, 1, 4), coordinator=coordinator
     )
     node = file_of(made, "node.sh").text
     assert "--nodes 1 " in node
-    assert "--coordinator 10.0.0.1:29502 --lost-after 30 --rejoin 15 --spares 1 --" in node
+    assert "CLUSTERKIT_COORDINATOR=10.0.0.1:29502\n" in node
+    assert "--lost-after 30 --rejoin 15 --spares 1 --" in node
 
 
 def test_a_bucket_for_checkpoints_is_kept():

@@ -334,3 +334,36 @@ def test_an_interrupt_while_the_folder_is_made_leaves_none(clusterkit_home, monk
     with pytest.raises(KeyboardInterrupt):
         RunFolder.create("r")
     assert list((clusterkit_home / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_the_mode_that_is_asked_for_holds_under_any_umask(tmp_path, monkeypatch, umask):
+    monkeypatch.setenv("CLUSTERKIT_RUN_MODE", "750")
+    (tmp_path / "home").mkdir(mode=0o755)
+    before = os.umask(umask)
+    try:
+        made = RunFolder.create("demo", tmp_path / "home")
+        made.write("job.yaml", "x")
+    finally:
+        os.umask(before)
+    assert made.path.stat().st_mode & 0o777 == 0o750
+    assert (made.path / "job.yaml").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("place", [".", "runs"])
+def test_a_home_that_others_may_write_to_is_refused(tmp_path, place):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / place).chmod(0o777)
+    with pytest.raises(RunFolderError, match="can be written by everybody") as caught:
+        RunFolder.create("demo", tmp_path)
+    assert caught.value.hint.startswith(f"chmod go-w {tmp_path / place}")
+    (tmp_path / place).chmod(0o755)
+    RunFolder.create("demo", tmp_path)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="gives a folder to a group, as root alone can")
+def test_a_home_that_a_group_may_write_to_is_refused(tmp_path):
+    tmp_path.chmod(0o770)
+    os.chown(tmp_path, -1, 12345)
+    with pytest.raises(RunFolderError, match="can be written by group 12345"):
+        RunFolder.create("demo", tmp_path)

@@ -248,3 +248,14 @@ def test_the_local_transport_has_exactly_the_methods_of_the_protocol():
     for name in wanted:
         ours = inspect.signature(getattr(LocalTransport, name))
         assert ours == inspect.signature(getattr(Transport, name)), name
+
+
+def test_a_file_follows_the_umask_unless_its_mode_is_given(tmp_path):
+    before = os.umask(0o077)
+    try:
+        write_atomic(tmp_path / "report", b"")
+        write_atomic(tmp_path / "script", b"", 0o755)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "report").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "script").stat().st_mode & 0o777 == 0o755

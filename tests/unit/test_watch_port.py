@@ -1,7 +1,11 @@
 """The port at which a run's nodes watch each other: who is heard there, and who is not."""
 
 import contextlib
+import hashlib
+import hmac
+import io
 import json
+import os
 import queue
 import selectors
 import socket
@@ -83,6 +87,69 @@ def connect(port):
             assert time.monotonic() < deadline
 
 
+def proof(key, sender, number, text):
+    """The HMAC of a line: the sender is 1 where it has accepted the connection."""
+    return hmac.new(key, b"%d %d " % (sender, number) + text, hashlib.sha256).hexdigest().encode()
+
+
+class Wire(contextlib.AbstractContextManager):
+    """A node's connection, or a stranger's, written anew from what `Line` documents."""
+
+    def __init__(self, connection, token=TOKEN, accepted=0):
+        self.socket, self.accepted = connection, accepted
+        self.lines = connection.makefile("rb")
+        own = os.urandom(16).hex().encode()
+        connection.sendall(own + b"\n")
+        other = self.lines.readline().strip()
+        nonces = (own, other) if accepted else (other, own)
+        self.key = hmac.new(token, b" ".join(nonces), hashlib.sha256).digest()
+        self.sent = self.taken = 0
+
+    def __exit__(self, *_):
+        self.lines.close()
+        self.socket.close()
+
+    def signed(self, line):
+        text = line if isinstance(line, bytes) else json.dumps(line).encode()
+        self.sent += 1
+        return proof(self.key, self.accepted, self.sent, text) + b" " + text + b"\n"
+
+    def say(self, *lines):
+        say(self.socket, *(self.signed(line)[:-1] for line in lines))
+
+    def hear(self):
+        shown, _, text = self.lines.readline().strip().partition(b" ")
+        self.taken += 1
+        assert shown == proof(self.key, 1 - self.accepted, self.taken, text)
+        return json.loads(text)
+
+
+@contextlib.contextmanager
+def serving(listener, on_message):
+    """Have a thread serve it; yields how many unidentified connections there were each time."""
+    counts, ended = [], threading.Event()
+
+    def serve():
+        while not ended.is_set():
+            listener.receive(0.01, on_message)
+            counts.append(len(listener._unidentified))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield counts
+    finally:
+        ended.set()
+        thread.join(WAIT)
+
+
+def wait_until(true):
+    deadline = time.monotonic() + WAIT
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def say(connection, *lines):
     data = b"".join(
         (line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines
@@ -102,20 +169,25 @@ def closed(connection):
 STRANGERS = [
     (DEEP,),
     (b"x" * 100_000,),
+    (b"x" * 40,),
     (b"",),
     (HELLO, ENDED),
-    (b"wrong", HELLO, ENDED),
-    (TOKEN[:-1], HELLO, ENDED),
-    (TOKEN + b"\r", HELLO, ENDED),
-    (TOKEN, DEEP),
-    (TOKEN, b"no JSON"),
-    (TOKEN, [1]),
-    (TOKEN, {**RUN, "agent": "a"}),
-    *((TOKEN, {**RUN, "node": node}, ENDED)
+    (TOKEN, HELLO, ENDED),
+    (b"0" * 32, HELLO, ENDED),
+    (b"0" * 32, b"0" * 64 + b" " + json.dumps(HELLO).encode(), ENDED),
+]
+"""What a program that does not know the token sends."""
+NODES = [
+    (DEEP,),
+    (b"no JSON",),
+    ([1],),
+    ({**RUN, "agent": "a"},),
+    *(({**RUN, "node": node}, ENDED)
       for node in ("zz", "1", None, True, 1.0, -1, 2, 99, [], {})),
-    (TOKEN, {**HELLO, "run": "another"}, ENDED),
-    (TOKEN, {**HELLO, "attempt": "2"}, ENDED),
+    ({**HELLO, "run": "another"}, ENDED),
+    ({**HELLO, "attempt": "2"}, ENDED),
 ]  # fmt: skip
+"""What a node of another run sends, or no node."""
 
 
 @pytest.mark.parametrize("kind", [Watched, Rejoining])
@@ -125,11 +197,19 @@ def test_whoever_is_no_node_is_turned_away_and_changes_nothing(port, kind):
         with connect(port) as stranger:
             say(stranger, *lines)
             assert closed(stranger), lines
+    for lines in NODES:
+        with Wire(connect(port)) as stranger:
+            stranger.say(*lines)
+            assert closed(stranger.socket), lines
+    for token in (b"", b"wrong", TOKEN[:-1], TOKEN + b"\r"):
+        with Wire(connect(port), token) as stranger:
+            stranger.say(HELLO, ENDED)
+            assert closed(stranger.socket), token
     assert there.thread.is_alive()
     assert there.said.empty()
     # And a node is heard still.
-    with connect(port) as one:
-        say(one, TOKEN, HELLO, ENDED)
+    with Wire(connect(port)) as one:
+        one.say(HELLO, ENDED)
         # In the other kind it may have failed of an older node 0.
         stopped = Finish(stop=True, reason="node 1 failed")
         expected = stopped if kind is Watched else EndLauncher("node 1 failed")
@@ -139,45 +219,103 @@ def test_whoever_is_no_node_is_turned_away_and_changes_nothing(port, kind):
     there.end()
 
 
-def test_a_node_that_says_what_cannot_be_read_loses_its_connection_alone(port):
+def test_a_line_counts_once_in_its_place_and_its_direction(port):
+    """What somebody between two nodes may do: repeat, swap, change, take from another one."""
     there = Watched(port)
-    with connect(port) as one:
-        say(one, TOKEN, HELLO, DEEP[:4000])
-        assert closed(one)
-        with connect(port) as again:
-            say(again, TOKEN, HELLO, {**ENDED, "exit_code": "x"})
-            assert closed(again)
-    assert there.hears() == Finish(stop=True, reason="the launcher of node 1 is gone")
+    spied = []
+    with Wire(connect(port)) as one:
+        hello, ended = one.signed(HELLO), one.signed(ENDED)
+        spied = [hello, ended]
+        say(one.socket, hello[:-1])
+        mirrored = one.lines.readline()
+    for lines in (
+        lambda wire: spied,  # of another connection
+        lambda wire: [wire.signed(HELLO), mirrored],
+        lambda wire: [first := wire.signed(HELLO), first],
+        lambda wire: [wire.signed(HELLO), wire.signed(ENDED)][::-1],
+        lambda wire: [wire.signed(ENDED).replace(b'"exit_code": 7', b'"exit_code": 0')],
+    ):
+        with Wire(connect(port)) as stranger:
+            say(stranger.socket, b"".join(lines(stranger))[:-1])
+            assert closed(stranger.socket)
+    assert there.said.get(timeout=WAIT) == Finish(
+        stop=True, reason="the launcher of node 1 is gone"
+    )
+    assert there.said.empty()
+    there.end()
+
+
+STOP = {"action": "stop", "coordinator": "c", "sequence": 1, "text": "an attacker's words"}
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        lambda nonce: (STOP,),
+        lambda nonce: (b"0" * 32, STOP),
+        lambda nonce: (nonce, STOP),
+        lambda nonce: (b"0" * 32, b"0" * 64 + b" " + json.dumps(STOP).encode()),
+    ],
+)
+def test_who_has_the_port_first_learns_no_token_and_is_not_obeyed(port, attack, monkeypatch):
+    monkeypatch.setattr(limits, "PEER_MEET_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", port)) as server:
+        there = Watched(port, node=1)
+        heard = b""
+        connection, _ = server.accept()
+        with connection, connection.makefile("rb") as lines:
+            nonce = lines.readline()
+            say(connection, *attack(nonce.strip()))
+            heard += nonce + lines.read()
+        assert TOKEN not in heard
+        order = there.hears()
+    assert isinstance(order, Warn)
+    assert order.text.startswith("the other nodes are not watched: node 0 cannot be reached")
+
+
+def test_runs_of_this_machine_alone_listen_at_its_loopback_address(port):
+    def listens(address, at):
+        with contextlib.closing(Listener((address, 0), RUN, TOKEN, 2)) as listener:
+            try:
+                socket.create_connection((at, listener.port), WAIT).close()
+            except ConnectionRefusedError:
+                return False
+            return True
+
+    assert listens("127.0.0.1", "127.0.0.1")
+    assert not listens("127.0.0.1", "127.0.0.2")
+    assert listens("gpu1", "127.0.0.2")
+    if socket.has_dualstack_ipv6():
+        assert listens("gpu1", "::1")
+        assert listens("::1", "::1")
 
 
 def test_connections_that_say_nothing_are_closed(monkeypatch):
     monkeypatch.setattr(limits, "HELLO_SECONDS", 0.0)
-    with contextlib.closing(Listener(0, RUN, TOKEN, 2)) as listener:
+    with contextlib.closing(Listener(("", 0), RUN, TOKEN, 2)) as listener:
         silent = connect(listener._server.getsockname()[1])
         with silent:
             silent.settimeout(0.01)
             while True:
                 listener.receive(0.01, lambda *_: None)
                 with contextlib.suppress(TimeoutError):
-                    assert silent.recv(1) == b""
-                    break
+                    if silent.recv(64) == b"":  # after its nonce
+                        break
 
 
 def test_no_more_than_so_many_unidentified_are_kept_and_a_node_still_comes_in(monkeypatch):
     monkeypatch.setattr(limits, "UNIDENTIFIED", 3)
     heard = []
     with (
-        contextlib.closing(Listener(0, RUN, TOKEN, 2)) as listener,
+        contextlib.closing(Listener(("", 0), RUN, TOKEN, 2)) as listener,
         contextlib.ExitStack() as stack,
     ):
-        port = listener._server.getsockname()[1]
         for _ in range(20):
-            stack.enter_context(connect(port))
-        one = stack.enter_context(connect(port))
-        say(one, TOKEN, HELLO)
-        while not heard:
-            listener.receive(1.0, lambda line, message: heard.append((line.node, message)))
-            assert len(listener._unidentified) <= 3
+            stack.enter_context(connect(listener.port))
+        with serving(listener, lambda line, message: heard.append((line.node, message))) as most:
+            stack.enter_context(Wire(connect(listener.port))).say(HELLO)
+            wait_until(lambda: heard)
+        assert max(most) <= 3
         assert heard == [(1, HELLO)]
         assert len(listener.selector.get_map()) <= 1 + 3 + 1
 
@@ -186,9 +324,13 @@ def test_what_a_full_buffer_does_not_take_is_sent_later():
     here, there = socket.socketpair()
     with here, there, selectors.DefaultSelector() as selector:
         here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        line = Line(here, selector)
+        line = Line(here, selector, TOKEN, accepted=False)
         sent = [{"n": number, "text": "x" * 100} for number in range(200)]
-        for message in sent:
+        for message in sent[:100]:
+            line.write(message)
+        wire = Wire(there, accepted=1)
+        line.receive(selectors.EVENT_READ)  # its nonce
+        for message in sent[100:]:
             line.write(message)
         assert line._unsent
         received = b""
@@ -196,7 +338,8 @@ def test_what_a_full_buffer_does_not_take_is_sent_later():
             received += there.recv(1 << 16)
             for key, events in selector.select(0):
                 key.data.receive(events)
-        assert [json.loads(text) for text in received.splitlines()] == sent
+        wire.lines = io.BytesIO(received)
+        assert [wire.hear() for _ in sent] == sent
         assert not line.closed
         for _ in range(2000):
             line.write(sent[0])
@@ -206,23 +349,33 @@ def test_what_a_full_buffer_does_not_take_is_sent_later():
 
 def test_what_was_said_last_is_sent_before_the_connection_ends(monkeypatch):
     monkeypatch.setattr(limits, "PEER_SECONDS", float(WAIT))
-    listener = Listener(0, RUN, TOKEN, 2)
-    with connect(listener._server.getsockname()[1]) as one:
-        heard = []
-        say(one, TOKEN, HELLO)
-        while not heard:
-            listener.receive(1.0, lambda line, message: heard.append(line))
+    listener = Listener(("", 0), RUN, TOKEN, 2)
+    heard = []
+    with serving(listener, lambda line, message: heard.append(line)):
+        one = Wire(connect(listener.port))
+        one.say(HELLO)
+        wait_until(lambda: heard)
+    with one:
         (line,) = heard
         line._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         while not line._unsent:
             line.write({"text": "x" * 1000})
         line.write({"stop": "why"})
         received = []
-        reader = threading.Thread(target=lambda: received.extend(one.makefile("rb")))
+        reader = threading.Thread(target=lambda: received.extend(one.lines))
         reader.start()
         listener.close()
         reader.join(WAIT)
-    assert json.loads(received[-1]) == {"stop": "why"}
+    assert json.loads(received[-1].partition(b" ")[2]) == {"stop": "why"}
+
+
+def test_what_was_said_before_the_other_end_answered_is_sent_as_well():
+    here, there = socket.socketpair()
+    with here, there, selectors.DefaultSelector() as selector:
+        line = Line(here, selector, TOKEN, accepted=False)
+        line.write({"failed": 1})
+        threading.Thread(target=line.flush, args=(WAIT,)).start()
+        assert Wire(there, accepted=1).hear() == {"failed": 1}
 
 
 def test_a_program_that_holds_node_0_s_port_is_nobody_s_failure(port, monkeypatch):
@@ -280,14 +433,12 @@ def test_a_pause_of_node_0_is_nobody_s_silence(port, kind, monkeypatch):
     paused = clock.Awake(lambda: time.monotonic() + pause[0])
     monkeypatch.setattr(clock, "awake", paused)
     there = kind(port)
-    with connect(port) as one, one.makefile("rb") as lines:
-        say(one, TOKEN, HELLO)
-        assert lines.readline()
+    with Wire(connect(port)) as one:
+        one.say(HELLO)
+        assert one.hear()
         pause[0] = 1000.0
         turned = paused()
         while paused() < turned + 1.0:
-            assert (
-                json.loads(lines.readline())["action"] != "stop"
-            )  # a sign of life: it looks around
+            assert one.hear()["action"] != "stop"  # a sign of life: it looks around
     assert there.said.empty()
     there.end()

@@ -127,7 +127,7 @@ class LogWriter:
             self._attempt = number
             self._file.close()
             self._file = self._open()
-        write_atomic(folder / f"{name}.json", document)
+        write_atomic(folder / f"{name}.json", document, 0o644)
         self._notify()
 
     def _line(self, line: bytes) -> bytes:

@@ -69,7 +69,7 @@ class Copy(mirror.NodeView):
         if name is None or self.folder is None or not _NAME.fullmatch(name):
             return
         if (at := header.get("at")) is None:
-            write_atomic(self.folder / name, payload)
+            write_atomic(self.folder / name, payload, 0o644)
         elif at == size_of(self.folder / name):  # else a part before it could not be written
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             self._append(name, payload)

@@ -11,7 +11,8 @@ from clusterkit.yaml_text import comment
 _HEAD = """set -eu
 # Values travel through standard input: no argument list holds them.
 give() {
-    printf "export %s='%s'\\n" "$1" "$(printf %s "$2" | sed "s/'/'\\\\\\\\''/g")"
+    given=$(printf '%s.' "$2" | sed "s/'/'\\\\''/g")  # $() would drop newlines at the end
+    printf "export %s='%s'\\n" "$1" "${given%.}"
 }
 """
 

@@ -1,5 +1,6 @@
 """The server of `clusterkit web`, asked through real sockets: who is answered, and with what."""
 
+import contextlib
 import http.client
 import json
 import re
@@ -14,6 +15,7 @@ from clusterkit.errors import Unavailable
 from clusterkit.output import prometheus
 from clusterkit.run.folder import RunFolder
 from clusterkit.run.status import NodeStatus, RunStatus, State
+from clusterkit.web import page
 from clusterkit.web import server as servers
 from clusterkit.web.server import Server
 
@@ -101,8 +103,11 @@ def test_every_route_is_in_the_list_above():
     } == {*EVERY_PATH} - {("GET", "/nothing")}
 
 
-def test_without_the_token_nothing_is_told(server):
+def test_without_the_token_only_the_page_without_data_is_told(server):
+    assert ask(server, "/", token=None).body == page.render()
     for method, path in EVERY_PATH:
+        if (method, path) == ("GET", "/"):
+            continue
         for token in (None, "wrong", "ä", server.token[:-1], server.token + "x"):
             answer = ask(server, path, method, token=token)
             assert answer.status == 401, (path, token)
@@ -232,19 +237,61 @@ def test_an_address_that_cannot_be_taken_is_told(server):
         Server("192.0.2.1", 0)
 
 
-def test_more_connections_than_a_person_has_are_turned_away(server):
+@pytest.fixture
+def held(server):
+    """As many connections as the server serves, each with what it has sent."""
     port = server.server_address[1]
-    held = [socket.create_connection(("127.0.0.1", port)) for _ in range(servers._CONNECTIONS)]
-    try:
-        # Each of them has been taken once it was answered.
-        for one in held:
-            one.sendall(b"GET /api/runs HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert one.recv(12) == b"HTTP/1.1 401"
-        with socket.create_connection(("127.0.0.1", port)) as one:
+    with contextlib.ExitStack() as stack:
+
+        def hold(request):
+            found = []
+            for _ in range(servers._CONNECTIONS):
+                one = stack.enter_context(socket.create_connection(("127.0.0.1", port), 60))
+                one.sendall(request)
+                found.append(one)
+            return found
+
+        yield hold
+
+
+def test_more_connections_with_the_token_than_a_person_has_are_turned_away(server, held):
+    request = f"GET /api/runs HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {server.token}"
+    for one in held(f"{request}\r\n\r\n".encode()):
+        assert one.recv(12) == b"HTTP/1.1 200"
+    with socket.create_connection(server.server_address, 60) as one:
+        assert one.recv(1) == b""
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: localhost\r\n"])
+def test_connections_of_anybody_do_not_keep_out_who_has_the_token(server, held, sent, monkeypatch):
+    monkeypatch.setattr(servers, "_UNKNOWN_SECONDS", 600.0)
+    first, *_ = held(sent)
+    assert ask(server, "/api/runs").status == 200
+    with contextlib.suppress(ConnectionResetError):
+        assert first.recv(1) == b""
+
+
+def test_a_connection_that_does_not_show_the_token_is_closed_in_time(server, monkeypatch):
+    monkeypatch.setattr(servers, "_UNKNOWN_SECONDS", 0.0)
+    with socket.create_connection(server.server_address, 60) as one:
+        one.sendall(b"GET / HTTP/1.1\r\n")
+        with contextlib.suppress(ConnectionResetError):
             assert one.recv(1) == b""
-    finally:
-        for one in held:
-            one.close()
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["http://[x/", "http://localhost/api/runs", "*"]
+    + [f"/api/runs/{{run}}/{rest}" for rest in (
+        "line?at=99999999999999999999", "line?at=-99999999999999999999", "log?before=1" + "0" * 30,
+        "log?node=9" + "0" * 5000, "series?from=nan", "series?to=inf", "series?points=x")],
+)  # fmt: skip
+def test_what_is_no_path_and_no_number_is_refused(server, run, path, capfd):
+    for token in (None, ""):
+        answer = ask(server, path.format(run=run.id), token=token)
+        refused = 401 if token is None else 400
+        assert answer.status == (refused if "{run}" in path else 404), answer.json
+    assert "Traceback" not in capfd.readouterr().err
 
 
 # ---------------------------------------------------------------- with what
