@@ -115,7 +115,7 @@ def write_new(contents: Mapping[Path, bytes]) -> list[Path]:
 
 
 def writable_by_others(path: Path) -> str | None:
-    """Return who besides this user and root may write to a folder, as ssh looks at one's home.
+    """Return who besides this user and root may change what is in a folder; compare sshd(8).
 
     A group that has only this user, as Debian makes one for each, is this user.
     """

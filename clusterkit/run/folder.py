@@ -23,6 +23,7 @@ import heapq
 import os
 import posixpath
 import re
+import stat
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -191,9 +192,11 @@ class RunFolder:
             path.parent.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
             path.parent.mkdir(mode=0o755, exist_ok=True)
             for folder in (path.parent.parent, path.parent):
-                if who := writable_by_others(folder):
+                # In a sticky folder, such as /tmp, others cannot replace what is ours.
+                sticky = folder != path.parent and folder.stat().st_mode & stat.S_ISVTX
+                if not sticky and (who := writable_by_others(folder)):
                     raise RunFolderError(
-                        f"{folder} can be written by {who}, who could change what your runs execute",
+                        f"{folder} can be written by {who}, who could change what runs execute",
                         hint=f"chmod go-w {folder}, or set CLUSTERKIT_HOME to a folder of your own",
                     )
             path.mkdir(mode=0o700)
