@@ -289,7 +289,7 @@ def _remove_lost(objects: RunObjects, items: list[Object]) -> set[str]:
     """Remove by force the pods on nodes that do not answer, which cannot report their end."""
     ready = cache(objects.node_ready)
     lost: set[str] = set()
-    for pod in (read_pod(each, None) for each in items):
+    for pod in (read_pod(each, None, objects.flavor.container) for each in items):
         not_ready = pod.host and ready(pod.host) is False
         if pod.terminating and (not_ready or pod.unreachable_since is not None):
             lost.add(pod.name)

@@ -43,6 +43,7 @@ class Flavor(ABC):
         api: API group and version.
         index: label that holds a pod's node rank; None: there is only node 0.
         host: format of the name by which the other pods reach a node's.
+        container: name of a pod's container that runs the node; as the operator wants it.
         operator: the controller that creates its pods; empty: Kubernetes itself.
         besides: further kinds of its API of which a run has an object.
     """
@@ -51,6 +52,7 @@ class Flavor(ABC):
     api: ClassVar[str]
     index: ClassVar[str | None]
     host: ClassVar[str]
+    container: ClassVar[str]
     operator: ClassVar[str] = ""
     besides: ClassVar[tuple[str, ...]] = ()
 
@@ -87,6 +89,7 @@ class PyTorchJob(Flavor):
 
     kind, api, host = "PyTorchJob", "kubeflow.org/v1", "{name}-worker-{node}"
     index = "training.kubeflow.org/replica-index"
+    container = "pytorch"
     operator = "Kubeflow's training operator"
 
     def render(self, shape: Shape) -> list[Object]:
@@ -96,7 +99,7 @@ class PyTorchJob(Flavor):
         worker = {
             "replicas": shape.topology.nodes,
             "restartPolicy": policy,
-            "template": template(shape, "pytorch", rank=f"metadata.labels['{self.index}']"),
+            "template": template(shape, self.container, rank=f"metadata.labels['{self.index}']"),
         }
         spec = {
             # The operator takes a job for done when Worker 0 is, while others may still be at
@@ -113,6 +116,7 @@ class MPIJob(Flavor):
     kind, api = "MPIJob", "kubeflow.org/v2beta1"
     host = "{name}-worker-{node}.{name}.{namespace}.svc"
     index = None  # there is one launcher, and it is node 0
+    container = "mpi"
     operator = "Kubeflow's MPI operator"
 
     def render(self, shape: Shape) -> list[Object]:
@@ -121,11 +125,11 @@ class MPIJob(Flavor):
             "ports": [{"name": "ssh", "containerPort": SSH_PORT}],
             "readinessProbe": {"tcpSocket": {"port": SSH_PORT}, "periodSeconds": 2},
         }
-        launcher = template(shape, "mpi", rank=None, ranks=False)
+        launcher = template(shape, self.container, rank=None, ranks=False)
         sshd: tuple[str, ...] = ("clusterkit-sshd",)
         if shape.copied:
             sshd = ("sh", "-c", f"{shape.unpack}exec {sshd[0]}")
-        worker = template(shape, "mpi", rank=None, role="worker", command=sshd, more=probe)
+        worker = template(shape, self.container, rank=None, role="worker", command=sshd, more=probe)
         spec = {
             "slotsPerWorker": shape.topology.nproc_per_node,
             "sshAuthMountPath": SSH_KEYS,
@@ -147,6 +151,7 @@ class PlainJob(Flavor):
 
     kind, api, host = "Job", "batch/v1", "{name}-{node}.{name}"
     index = "batch.kubernetes.io/job-completion-index"
+    container = "train"
 
     def render(self, shape: Shape) -> list[Object]:
         network = {
@@ -161,8 +166,8 @@ class PlainJob(Flavor):
             "completionMode": "Indexed",
             "completions": shape.topology.nodes,
             "parallelism": shape.topology.nodes,
-            **_replacement(shape, "train"),
-            "template": template(shape, "train", rank=rank, subdomain=shape.name),
+            **_replacement(shape, self.container),
+            "template": template(shape, self.container, rank=rank, subdomain=shape.name),
         }
         return [service, self.job(shape, spec)]
 
@@ -192,6 +197,7 @@ class JobSet(Flavor):
 
     kind, api, host = "JobSet", "jobset.x-k8s.io/v1alpha2", "{name}-node-0-{node}.{name}"
     index = PlainJob.index
+    container = "node"
     operator = "JobSet"
 
     def render(self, shape: Shape) -> list[Object]:
@@ -212,8 +218,9 @@ class JobSet(Flavor):
 
 def _replicated(shape: Shape, **keys: Any) -> Object:
     """Return the one Job of a JobSet, with further keys of its spec."""
-    pod = template(shape, "node", rank=f"metadata.annotations['{PlainJob.index}']")
-    spec = {**keys, **_replacement(shape, "node"), "template": pod}
+    name = JobSet.container
+    pod = template(shape, name, rank=f"metadata.annotations['{PlainJob.index}']")
+    spec = {**keys, **_replacement(shape, name), "template": pod}
     return {"name": "node", "template": {"spec": spec}}
 
 

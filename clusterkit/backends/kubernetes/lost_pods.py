@@ -43,7 +43,8 @@ def unreachable_since(pod: Mapping[str, Any]) -> float | None:
         return None
     conditions = conditions_of(pod)
     ready, containers = (conditions.get(each, {}) for each in ("Ready", "ContainersReady"))
-    if ready.get("status") == "False" and containers.get("status") == "True":
+    gated = ready.get("reason") == "ReadinessGatesNotReady"  # also by the kubelet
+    if ready.get("status") == "False" and containers.get("status") == "True" and not gated:
         return unix(ready.get("lastTransitionTime"))
     if conditions.get("DisruptionTarget", {}).get("reason") == "DeletionByTaintManager":
         return unix(pod["metadata"].get("deletionTimestamp"))  # when it should have ended

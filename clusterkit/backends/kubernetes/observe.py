@@ -55,8 +55,12 @@ def read_pods(
     handle: RunHandle, objects: RunObjects, items: Sequence[Mapping[str, Any]]
 ) -> dict[str, Pod]:
     """Read the pods of the attempt, by name: those started for it, or for the newest before it."""
-    now, index = time.time(), objects.flavor.index
-    found = [read_pod(each, index, now) for each in items if attempt_of(each) <= handle.attempt]
+    now, flavor = time.time(), objects.flavor
+    found = [
+        read_pod(each, flavor.index, flavor.container, now)
+        for each in items
+        if attempt_of(each) <= handle.attempt
+    ]
     newest = max((pod.attempt for pod in found), default=0)
     return {pod.name: pod for pod in found if pod.attempt == newest > 0}
 

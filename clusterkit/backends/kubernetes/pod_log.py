@@ -231,7 +231,8 @@ class LogFollower:
         found = self._objects.find(self._objects.pod_path(self._pod.name))
         if found is None:
             return True
-        now, pod = read_pod(found, None), self._pod
+        pod = self._pod
+        now = read_pod(found, None, pod.container)
         return now.uid != pod.uid or now.restarts != pod.restarts or now.exit_code is not None
 
     def abandon(self) -> None:

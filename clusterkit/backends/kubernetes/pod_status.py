@@ -32,6 +32,8 @@ PHASES: Mapping[str, State] = {
     "Succeeded": State.SUCCEEDED,
     "Failed": State.FAILED,
 }
+_CREATING = (None, "ContainerCreating", "PodInitializing")
+"""Why a container waits that is about to start, as far as its own status says."""
 STUCK_REASONS = ("InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError")
 """Why a container waits for ever, until its manifest is changed."""
 # A kubelet that could not read a Secret within 1 s tries again (pkg/kubelet/util/manager, 1.34).
@@ -54,8 +56,11 @@ class Pod(Struct, frozen=True, kw_only=True):
         host: node of the cluster; empty: not scheduled.
         waits_for: what a pending pod waits for.
         stuck: whether that will not come.
-        started: whether its container has started.
-        reason: the container's: ``OOMKilled``, ``Error``, ``Completed``.
+        container: name of the container that runs the node; what follows is of that one.
+        started: whether it has started.
+        exit_code: None: it has not ended.
+        restartable: whether the kubelet starts it again although it has ended.
+        reason: ``OOMKilled``, ``Error``, ``Completed``.
         termination_message: the agent's ``exit.json``.
         unreachable_since: from when its node has not answered; it may come back.
         lost: whether that is so long ago that the node counts as gone.
@@ -75,6 +80,7 @@ class Pod(Struct, frozen=True, kw_only=True):
     stuck: bool = field(default=False, name="hopeless")
     started: bool = False
     exit_code: int | None = None
+    restartable: bool = False
     reason: str | None = None
     termination_message: str | None = field(default=None, name="last_words")
     unreachable_since: float | None = field(default=None, name="silent_since")
@@ -124,11 +130,15 @@ class Pod(Struct, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- reading
 
 
-def read_pod(document: Mapping[str, Any], index: str | None, now: float | None = None) -> Pod:
+def read_pod(
+    document: Mapping[str, Any], index: str | None, container: str, now: float | None = None
+) -> Pod:
     """Read a pod from the API server's document; if that is malformed its phase is ``unreadable``.
 
     Args:
         index: label that holds the node's rank; None: it is node 0.
+        container: name of the container that runs the node. A pod may have any others, which the
+            user or an admission webhook has added: their states are not the node's.
         now: Unix time; None: without the time that it has waited.
     """
     meta = document["metadata"]
@@ -136,23 +146,24 @@ def read_pod(document: Mapping[str, Any], index: str | None, now: float | None =
     number = "0" if index is None else str(labels.get(index, ""))
     node = int(number) if labels.get(ROLE) == "node" and number.isdigit() else None
     try:
-        return _read(document, node, now)
+        return _read(document, node, container, now)
     except (KeyError, TypeError, AttributeError, ValueError, IndexError):
         return Pod(
             name=meta["name"], uid=str(meta.get("uid", "")), node=node, phase="unreadable",
-            attempt=attempt_of(document),
+            attempt=attempt_of(document), container=container,
         )  # fmt: skip
 
 
-def _read(document: Mapping[str, Any], node: int | None, now: float | None) -> Pod:
+def _read(document: Mapping[str, Any], node: int | None, container: str, now: float | None) -> Pod:
     meta, spec, status = document["metadata"], document.get("spec") or {}, document["status"]
-    container_status = (status.get("containerStatuses") or [{}])[0]
-    state = container_status.get("state") or {}
+    own = _named(status.get("containerStatuses"), container)
+    state = own.get("state") or {}
     ended = state.get("terminated")
     if ended is None and status.get("phase") in ("Failed", "Succeeded"):
-        ended = (container_status.get("lastState") or {}).get("terminated")
-    waits_for, stuck = _waiting(document, state, now)
-    container = (spec.get("containers") or [{}])[0]
+        ended = (own.get("lastState") or {}).get("terminated")
+    started = state.get("running") is not None or ended is not None
+    waits_for, stuck = (None, False) if started else _waiting(document, container, now)
+    resources = _named(spec.get("containers"), container).get("resources", {})
     pod = Pod(
         name=meta["name"],
         uid=meta.get("uid", ""),
@@ -161,12 +172,12 @@ def _read(document: Mapping[str, Any], node: int | None, now: float | None) -> P
         host=spec.get("nodeName") or "",
         waits_for=waits_for,
         stuck=stuck,
-        started=state.get("running") is not None or ended is not None,
+        started=started,
         unreachable_since=unreachable_since(document),
-        memory_limit=container.get("resources", {}).get("limits", {}).get("memory"),
+        memory_limit=resources.get("limits", {}).get("memory"),
         removed_by=_disruption(document),
-        restarts=int(container_status.get("restartCount", 0)),
-        container=container.get("name", ""),
+        restarts=int(own.get("restartCount", 0)),
+        container=container,
         terminating=bool(meta.get("deletionTimestamp")),
         has_finalizers=bool(meta.get("finalizers")),
         attempt=attempt_of(document),
@@ -174,13 +185,20 @@ def _read(document: Mapping[str, Any], node: int | None, now: float | None) -> P
     )
     if ended is None:
         return pod
+    code, policy = int(ended.get("exitCode", -1)), spec.get("restartPolicy")
     return replace(
         pod,
-        exit_code=int(ended.get("exitCode", -1)),
+        exit_code=code,
+        restartable=policy == "Always" or (policy == "OnFailure" and code != 0),
         reason=ended.get("reason"),
         termination_message=ended.get("message"),
         finished_at=unix(ended.get("finishedAt")),
     )
+
+
+def _named(items: Any, name: str) -> Mapping[str, Any]:
+    """Return the item with this name; empty: there is none."""
+    return next((each for each in items or () if each["name"] == name), {})
 
 
 def attempt_of(document: Mapping[str, Any]) -> int:
@@ -190,34 +208,62 @@ def attempt_of(document: Mapping[str, Any]) -> int:
 
 
 def _waiting(
-    document: Mapping[str, Any], state: Mapping[str, Any], now: float | None
+    document: Mapping[str, Any], container: str, now: float | None
 ) -> tuple[str | None, bool]:
-    """Return what a pod waits for, and whether in vain."""
-    if (document.get("status") or {}).get("phase") not in ("Pending", None):
+    """Return what a pod waits for whose container has not started, and whether in vain."""
+    spec, status = document.get("spec") or {}, document["status"]
+    inits, others = status.get("initContainerStatuses") or (), status.get("containerStatuses")
+    if status.get("phase") == "Failed":
+        return next(filter(None, map(_init_failure, inits)), None), False
+    if status.get("phase") not in ("Pending", None):
         return None, False
     scheduled = conditions_of(document).get("PodScheduled", {})
     if scheduled.get("status") == "False":
         return _unscheduled(scheduled), False
-    waiting = state.get("waiting")
-    if waiting is None:
-        return "not scheduled yet" if not scheduled else "its container is being created", False
-    reason, message = str(waiting.get("reason", "")), str(waiting.get("message") or "")
-    image = ((document.get("spec") or {}).get("containers") or [{}])[0].get("image")
+    # Containers are created one after the other, init containers first: while its own is not, the
+    # node waits for what another one waits for.
+    waits = {container: {}} | {
+        each["name"]: (each.get("state") or {}).get("waiting") or {}
+        for each in (*inits, *(others or ()))
+    }
+    name = container
+    if waits[container].get("reason") in _CREATING:
+        held = (each for each, found in waits.items() if found.get("reason") not in _CREATING)
+        name = next(held, container)
+    whose = "its container" if name == container else f"its container {name}"
+    reason, message = waits[name].get("reason"), str(waits[name].get("message") or "")
+    if reason is None:
+        return "its container is being created" if scheduled else "not scheduled yet", False
+    specs = (*(spec.get("initContainers") or ()), *(spec.get("containers") or ()))
+    image = _named(specs, name).get("image")
     since = unix(scheduled.get("lastTransitionTime"))
     seconds = 0.0 if now is None or since is None else now - since
-    stuck = reason in STUCK_REASONS
+    # The node's container starts although a sidecar beside it does not.
+    needed = name == container or any(each["name"] == name for each in inits)
+    stuck = needed and reason in STUCK_REASONS
     if reason == "InvalidImageName":
         return f"image name {image} is not valid", stuck
     if reason in ("ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull"):
         cause = f"image {image} cannot be pulled: {_pull_error(reason, message)}"
-        return cause, stuck or seconds > PULL_SECONDS
-    if stuck:
-        cause = f"its container cannot be created: {message or reason}"
-        return cause, _TRIED_AGAIN.search(message) is None
-    if reason in ("ContainerCreating", "PodInitializing"):
+        return cause, stuck or (needed and seconds > PULL_SECONDS)
+    if reason in STUCK_REASONS:
+        cause = f"{whose} cannot be created: {message or reason}"
+        return cause, stuck and _TRIED_AGAIN.search(message) is None
+    if reason in _CREATING:
         for_seconds = f" for {seconds:.0f} s" if seconds >= 5 else ""
-        return f"its container is being created, or its image pulled{for_seconds}", False
-    return f"{reason}{f': {message}' if message else ''}", False
+        return f"{whose} is being created, or its image pulled{for_seconds}", False
+    said = f"{reason}{f': {message}' if message else ''}"
+    return said if name == container else f"{whose}: {said}", False
+
+
+def _init_failure(status: Mapping[str, Any]) -> str | None:
+    """Return how an init container failed; None: it has not."""
+    ended = (status.get("state") or {}).get("terminated") or {}
+    if not (code := ended.get("exitCode")):
+        return None
+    said = str(ended.get("message") or "").strip().rpartition("\n")[2]
+    more = f": {said}" if said else ""
+    return f"its init container {status['name']} failed with exit code {code}{more}"
 
 
 def _unscheduled(scheduled: Mapping[str, Any]) -> str:
@@ -394,7 +440,7 @@ def node_status(
         if pod.gone:
             return _ended(node, pod, ours=ours)
     if pod.exit_code is not None:
-        if pod.phase == "Running" and replaceable and not pod.gone:
+        if pod.restartable and pod.phase == "Running" and not pod.gone:
             return status(State.RUNNING)
         return _ended(node, pod, ours=ours)
     if pod.gone == "replaced":
@@ -412,7 +458,9 @@ def node_status(
             return status(State.PENDING, f"its pod was removed; {REPLACEMENT}")
         cause = pod.removed_by or "somebody deleted it, or the namespace"
         return status(State.FAILED, f"its pod is gone: {cause}")
-    state = PHASES.get(pod.phase, State.UNKNOWN)
+    # While a sidecar waits, say for its image, the pod of a node that runs is Pending.
+    phase = "Running" if pod.started and pod.phase == "Pending" else pod.phase
+    state = PHASES.get(phase, State.UNKNOWN)
     if state is State.FAILED or state is State.SUCCEEDED:
         # No container has ended: none was ever started.
         reason = pod.removed_by or pod.waits_for or f"its pod is {pod.phase}"

@@ -404,3 +404,41 @@ def test_the_command_line_follows_a_run_to_its_end(kube, own_home):
     assert done.returncode == 5, done.stderr
     assert "here is 1" in done.stderr
     assert api.get(done.stdout.strip()).status().state is State.FAILED
+
+
+# ---------------------------------------------------------------- other containers in its pods
+
+RESTRICTED = {
+    "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]},
+}  # fmt: skip
+
+
+def sidecar(name, script, **more):
+    return {
+        "name": name, "image": "clusterkit:cpu", "imagePullPolicy": "IfNotPresent",
+        "command": ["sh", "-c", script], "securityContext": RESTRICTED, **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flavor", "launcher"),
+    [
+        ("pytorchjob", "forkserver"), ("job", "forkserver"), ("mpijob", "mpirun"),
+        pytest.param("trainjob", "forkserver", marks=pytest.mark.thorough),
+        pytest.param("jobset", "forkserver", marks=pytest.mark.thorough),
+    ],
+)  # fmt: skip
+def test_sidecars_neither_end_a_run_nor_keep_it(flavor, launcher, submit, kube):
+    """Statuses are sorted by name, so that of ``a-done`` comes before the node's own."""
+    patch = {
+        "containers": [sidecar("a-done", "exit 0"), sidecar("zz-forever", "exec sleep 3600")],
+        "initContainers": [
+            sidecar("b-native", "exec sleep 3600", restartPolicy="Always"),
+        ],
+    }
+    beats = "for i in 1 2 3 4 5 6 7 8; do echo beat $i; sleep 1; done"
+    run = submit(beats, launcher=launcher, on={"flavor": flavor, "patch": patch})
+    assert run.wait(240).state is State.SUCCEEDED, run.status()
+    texts = [line.text for line in run.logs() if line.rank is not None]
+    assert texts.count("beat 8") == run.plan.world_size
+    assert kube.there() == set()

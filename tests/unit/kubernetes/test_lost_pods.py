@@ -32,6 +32,10 @@ TAINTED = [holds("DisruptionTarget", "True", reason="DeletionByTaintManager")]
         # Its kubelet says it: a probe fails, or it ends.
         (pod(conditions=[holds("Ready", "False"), holds("ContainersReady", "False")]), None),
         (pod(conditions=[holds("Ready", "True"), holds("ContainersReady", "True")]), None),
+        (
+            pod(conditions=[holds("Ready", "False", reason="ReadinessGatesNotReady"), SILENT[1]]),
+            None,
+        ),
         # It had not begun: only that it does not end tells.
         (pod(phase="Pending", conditions=TAINTED, deletionTimestamp=AT), NOW),
         (pod(phase="Pending", deletionTimestamp=AT), None),

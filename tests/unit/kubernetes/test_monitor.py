@@ -47,7 +47,10 @@ def pod(code=None):
     return {
         "metadata": {"name": "demo-1-worker-0", "uid": "u", "labels": LABELS},
         "spec": {"nodeName": "node-1", "containers": [{"name": "pytorch"}]},
-        "status": {"phase": phase, "containerStatuses": [{"state": state, "restartCount": 0}]},
+        "status": {
+            "phase": phase,
+            "containerStatuses": [{"name": "pytorch", "state": state, "restartCount": 0}],
+        },
     }
 
 
@@ -225,10 +228,16 @@ def test_what_a_pod_shows_while_it_is_deleted_does_not_hide_why_it_never_began(
     waits, leaves = pod(), pod()
     waits["spec"]["containers"][0]["image"] = "a/b:1"
     waiting = {"waiting": {"reason": "ErrImageNeverPull"}}
-    waits["status"] = {"phase": "Pending", "containerStatuses": [{"state": waiting}]}
+    waits["status"] = {
+        "phase": "Pending",
+        "containerStatuses": [{"name": "pytorch", "state": waiting}],
+    }
     leaves["metadata"] = leaves["metadata"] | {"deletionTimestamp": "2026-11-22T04:01:00Z"}
     unknown = {"terminated": {"exitCode": 137, "reason": "ContainerStatusUnknown"}}
-    leaves["status"] = {"phase": "Failed", "containerStatuses": [{"state": unknown}]}
+    leaves["status"] = {
+        "phase": "Failed",
+        "containerStatuses": [{"name": "pytorch", "state": unknown}],
+    }
     known = {}
     for items in ([waits], [leaves], []):  # as it is removed, and gone
         pods = read_pods(handle, objects, items)
@@ -280,8 +289,11 @@ def test_what_an_mpijob_s_workers_wait_for_is_said_of_its_launcher(server, trans
     server.pod["metadata"] = server.pod["metadata"] | {
         "labels": LABELS | {"clusterkit/role": "worker"}
     }
-    server.pod["spec"]["containers"][0]["image"] = "a/b:1"
-    server.pod["status"] = {"phase": "Pending", "containerStatuses": [{"state": waiting}]}
+    server.pod["spec"]["containers"][0] |= {"name": "mpi", "image": "a/b:1"}
+    server.pod["status"] = {
+        "phase": "Pending",
+        "containerStatuses": [{"name": "mpi", "state": waiting}],
+    }
     (node,) = BACKEND.status(handle, transport).nodes
     assert "image a/b:1 cannot be pulled" in node.reason
     assert node.state is State.FAILED

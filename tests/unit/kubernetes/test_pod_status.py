@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from clusterkit.agent import OVER_TIME_LIMIT
+from clusterkit.backends.kubernetes import pod_status
 from clusterkit.backends.kubernetes.pod_status import (
     DELETED,
     Pod,
@@ -15,7 +16,6 @@ from clusterkit.backends.kubernetes.pod_status import (
     causes,
     needs_events,
     node_status,
-    read_pod,
     updated,
     without,
 )
@@ -26,15 +26,21 @@ AT = "2026-11-22T04:00:00Z"
 T0 = 1795320000.0
 
 
+def read_pod(told, index, now=None):
+    return pod_status.read_pod(told, index, "pytorch", now)
+
+
 def document(phase="Running", state=None, *, conditions=(), node=0, uid="u1", **more):
     status = {"phase": phase, "conditions": list(conditions)}
     if state is not None:
-        status["containerStatuses"] = [{"state": state, "restartCount": 0}]
+        status["containerStatuses"] = [{"name": "pytorch", "state": state, "restartCount": 0}]
     labels = {"clusterkit/role": "node", "clusterkit/attempt": "1", INDEX: str(node)}
     meta = {"name": f"r-worker-{node}", "uid": uid, "labels": labels}
     spec = {
         "nodeName": "node-1",
-        "containers": [{"image": "a/b:1", "resources": {"limits": {"memory": "200Mi"}}}],
+        "containers": [
+            {"name": "pytorch", "image": "a/b:1", "resources": {"limits": {"memory": "200Mi"}}}
+        ],
     }
     return {
         "metadata": meta | more.pop("meta", {}), "spec": spec, "status": status | more,
@@ -120,6 +126,85 @@ def waiting(reason, message=""):
 )  # fmt: skip
 def test_what_a_pod_means(told, expected):
     assert seen(told) == expected
+
+
+def beside(told, state, name="istio-proxy", *, init=False, policy="Never", **more):
+    """The pod with another container, which an admission webhook has put first."""
+    where = "initContainerStatuses" if init else "containerStatuses"
+    other = {"name": name, "state": state, "restartCount": 9, **more}
+    statuses = [other, *told["status"].get(where, ())]
+    kind = "initContainers" if init else "containers"
+    specs = [{"name": name, "image": "mesh/proxy:1"}, *told["spec"].get(kind, ())]
+    spec = told["spec"] | {kind: specs, "restartPolicy": policy}
+    return told | {"spec": spec, "status": told["status"] | {where: statuses}}
+
+
+GOES_ON = Rejoin(forced=True)
+DONE, FAULT = ended(0, reason="Completed"), ended(3)
+PULLS = waiting("ImagePullBackOff", "dial tcp: lookup x: no such host")
+
+
+@pytest.mark.parametrize("policy", ["Never", "OnFailure"])
+@pytest.mark.parametrize("init", [False, True])
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        (document(state=RUNS), (State.RUNNING, None, None)),
+        # The pod itself is Running until its last container has ended.
+        (document(state=ended(0, words_of(0))), (State.SUCCEEDED, 0, None)),
+        (document("Failed", ended(0, words_of(0))), (State.SUCCEEDED, 0, None)),
+        (document("Succeeded", ended(0, words_of(0))), (State.SUCCEEDED, 0, None)),
+    ],
+)
+@pytest.mark.parametrize("other", [RUNS, DONE, FAULT, PULLS])
+def test_the_state_of_another_container_is_not_the_node_s(other, told, expected, init, policy):
+    for rejoin in (None, GOES_ON):
+        found = seen(beside(told, other, init=init, policy=policy), rejoin=rejoin)
+        assert found == expected
+
+
+def test_a_node_that_runs_does_while_a_sidecar_waits_for_its_image():
+    told = beside(document("Pending", RUNS, conditions=[SCHEDULED]), PULLS)
+    assert seen(told, now=T0 + 1000) == (State.RUNNING, None, None)
+    told = beside(document("Pending", ended(3, words_of(3)), conditions=[SCHEDULED]), PULLS)
+    assert seen(told, now=T0 + 1000)[:2] == (State.FAILED, 3)
+
+
+def test_a_node_s_own_container_is_read_whatever_is_beside_it():
+    pod = read_pod(beside(document(state=RUNS), RUNS), INDEX)
+    assert (pod.container, pod.restarts, pod.memory_limit) == ("pytorch", 0, "200Mi")
+    pod = read_pod(
+        beside(document(state=ended(1, words_of(1))), ended(137, "", "OOMKilled")), INDEX
+    )
+    assert (pod.exit_code, pod.reason) == (1, "Error")
+
+
+@pytest.mark.parametrize("policy", ["OnFailure", "Always"])
+def test_a_container_that_the_kubelet_starts_again_has_not_ended(policy):
+    told = document(state=ended(1, words_of(1)))
+    told["spec"]["restartPolicy"] = policy
+    assert seen(told, replaced=True) == (State.RUNNING, None, None)
+
+
+def test_what_an_init_container_waits_for_is_what_the_node_waits_for():
+    told = document("Pending", waiting("PodInitializing"), conditions=[SCHEDULED])
+    told = beside(told, PULLS, "istio-init", init=True)
+    words = "image mesh/proxy:1 cannot be pulled: its registry does not answer"
+    assert seen(told, now=T0 + 59) == (State.PENDING, None, words)
+    assert seen(told, now=T0 + 61) == (State.FAILED, None, words)
+    told = document("Pending", waiting("ContainerCreating"), conditions=[SCHEDULED])
+    assert seen(beside(told, PULLS), now=T0 + 61)[0] is State.PENDING  # it starts without a sidecar
+    crash = waiting("CrashLoopBackOff", "back-off 10s")
+    told = document("Pending", waiting("PodInitializing"), conditions=[SCHEDULED])
+    assert seen(beside(told, crash, "fetch", init=True))[2] == (
+        "its container fetch: CrashLoopBackOff: back-off 10s"
+    )
+
+
+def test_an_init_container_that_failed_is_why_a_node_never_began():
+    told = beside(document("Failed", waiting("PodInitializing")), FAULT, "fetch", init=True)
+    words = "its init container fetch failed with exit code 3"
+    assert seen(told) == (State.FAILED, None, words)
 
 
 SLOW = "failed to sync secret cache: timed out waiting for the condition"
@@ -228,7 +313,6 @@ def test_a_pod_in_another_s_place_is_a_failure_unless_the_run_is_elastic():
     assert seen(now, before, replaced=True) == (State.RUNNING, None, None)
 
 
-GOES_ON = Rejoin(forced=True)
 LEAVING = {"deletionTimestamp": AT}
 TAINTED = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}
 STOPPED = words_of(143, "stopped on request")
