@@ -58,6 +58,10 @@ class Observation(Struct, frozen=True, kw_only=True):
     """Whether the platform will still start the nodes that are pending; until then, a node in an
     unknown state is not lost."""
 
+    removed: str | None = None
+    """By what the object that owns the nodes was removed from the platform, a decision that ends
+    the run; None: it was not."""
+
     @property
     def late(self) -> bool:
         """Whether the agents have ended the run at its time limit."""

@@ -77,7 +77,8 @@ backends backends.node_status backends.ports backends.placing backends.probing
 backends.local backends.ssh backends.compose backends.kubernetes backends.slurm
 backends.ssh.config backends.ssh.variables backends.compose.engine
 backends.compose.compose_file backends.slurm.queue backends.slurm.tail
-backends.kubernetes.objects backends.kubernetes.lost_pods
+backends.kubernetes.objects backends.kubernetes.lost_pods backends.kubernetes.connect
+backends.kubernetes.pod
 backends.kubernetes.nodes backends.slurm.login
 backends.ssh.inventory backends.ssh.known_hosts
 backends.ssh.connection
@@ -97,7 +98,8 @@ doctor.kubernetes.checks.*
 doctor.kubernetes.checks
 doctor.kubernetes backends.slurm.doctor
 backends.kubernetes.observe
-backends.kubernetes.pod_log backends.kubernetes.apply
+backends.kubernetes.pod_log
+backends.kubernetes.apply
 backends.kubernetes.place backends.kubernetes.monitor
 backends.slurm.remote_runs
 backends.*.backend

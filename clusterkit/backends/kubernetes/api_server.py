@@ -9,25 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import ssl
-import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from email.utils import parsedate_to_datetime
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
-import yaml
-
+from clusterkit.backends.kubernetes.connect import connect, context_of
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.lost_pods import JSON, force
 from clusterkit.backends.kubernetes.nodes import is_ready
 from clusterkit.backends.kubernetes.objects import MANAGER, RUN, Object, as_yaml, plural
-from clusterkit.backends.kubernetes.pod_status import Pod
+from clusterkit.backends.kubernetes.pod import Pod
 from clusterkit.cluster import KubernetesCluster
-from clusterkit.errors import BadInput, RunFolderError, SubmitFailed, Unavailable
+from clusterkit.errors import ClusterkitError, RunFolderError, SubmitFailed, Unavailable
 from clusterkit.plan import KubernetesNative, Plan
 from clusterkit.transport import Completed, Environment, LocalTransport, Transport
 
@@ -36,9 +34,11 @@ if TYPE_CHECKING:
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
-MAX_CONNECTIONS = 1000
+RENEW_SECONDS = 5.0
+"""Least time between two readings of a kubeconfig whose credentials were not accepted."""
 PARALLEL_REQUESTS = 8
 APPLY_PATCH = "application/apply-patch+yaml"
+_BETWEEN = "a proxy, or a login that has expired: `kubectl get --raw /version` should fail too"
 
 
 class Refusal(Unavailable):
@@ -77,6 +77,10 @@ class Unreachable(Unavailable):
     """The API server does not answer."""
 
 
+class Unreadable(Unreachable):
+    """Something answers for the API server: a proxy, or a login page. It may stop to."""
+
+
 class Context(NamedTuple):
     """A context of a kubeconfig; None: the current context, the default file."""
 
@@ -95,6 +99,8 @@ class KubeTransport(LocalTransport):
     def __init__(self) -> None:
         self.handlers: dict[tuple[str, ...], Callable[[Mapping[str, str]], None]] = {}
         self._clients: dict[Context, ApiClient] = {}
+        self._renew_at: dict[Context, float] = {}
+        self._dates: dict[Context, tuple[float, float]] = {}
         self._lock = threading.Lock()
 
     def run(
@@ -135,11 +141,32 @@ class KubeTransport(LocalTransport):
         for each in clients.values():
             each.rest_client.pool_manager.clear()
 
+    def time(self, to: Context) -> float:
+        """Return the Unix time by the server's clock: that of this machine may differ from it, and
+        from the times in the server's objects."""
+        date, at = self._dates.get(to, (time.time(), time.monotonic()))
+        return date + time.monotonic() - at
+
     def _client(self, to: Context) -> ApiClient:
         with self._lock:
             if to not in self._clients:
                 self._clients[to] = connect(*to)
             return self._clients[to]
+
+    def _renew(self, to: Context, client: ApiClient) -> bool:
+        """Read the kubeconfig again, after a client's credentials were not accepted: tokens and
+        certificates are replaced in it, or by its exec plugin. Returns whether there is a new
+        client."""
+        with self._lock:
+            if self._clients.get(to) is not client:
+                return True  # another thread has done it
+            if time.monotonic() < self._renew_at.get(to, 0.0):
+                return False
+            self._renew_at[to] = time.monotonic() + RENEW_SECONDS
+            with contextlib.suppress(ClusterkitError):
+                self._clients[to] = connect(*to)
+                return True
+            return False
 
     def _request(
         self, to: Context, method: str, path: str, body: object = None, content: str = JSON
@@ -147,39 +174,64 @@ class KubeTransport(LocalTransport):
         """Send a request and return the response, unread. Raises as `request`."""
         import urllib3
 
-        client = self._client(to)
-        headers = {"Accept": "application/json, */*", "User-Agent": "clusterkit"}
-        data = None
-        if body is not None:
-            headers["Content-Type"] = content
-            data = (as_yaml(body) if content == APPLY_PATCH else json.dumps(body)).encode()
-        # Adds the credentials, which the client renews.
-        found = client.param_serialize(
-            method, path, header_params=headers, auth_settings=["BearerToken"]
-        )
-        # For streams as well, whose timeout is set anew by each read: the server begins at once,
-        # but for the log of a pod on a node that was just lost it waits two minutes for that node.
-        timeout = urllib3.Timeout(connect=CONNECT_SECONDS, read=ANSWER_SECONDS)
-        try:
-            response = client.rest_client.pool_manager.request(
-                method, found[1], body=data, headers=found[2], timeout=timeout,
-                preload_content=False, retries=False,
-            )  # fmt: skip
-            if response.status >= 400:
-                answer = response.read()
-                response.release_conn()
-                raise _refusal(response.status, answer, client)
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise _unreachable(error, client) from error
+        for again in (True, False):
+            client = self._client(to)
+            try:
+                response = _send(client, method, path, body, content)
+                if response.status == 401 and again and self._renew(to, client):
+                    response.read()
+                    response.release_conn()
+                    continue
+                with contextlib.suppress(ValueError, TypeError):
+                    date = parsedate_to_datetime(response.headers["Date"]).timestamp()
+                    self._dates[to] = (date, time.monotonic())
+                web_page = response.headers.get("Content-Type", "").startswith("text/html")
+                if web_page or response.status >= 300:
+                    answer = response.read()
+                    response.release_conn()
+                    raise _refusal(response.status, answer, client, web_page=web_page)
+            except (urllib3.exceptions.HTTPError, OSError) as error:
+                # A certificate that has expired is refused in the handshake by some.
+                tls = isinstance(_cause(error), ssl.SSLError)
+                if tls and again and self._renew(to, client):
+                    continue
+                raise _unreachable(error, client) from error
+            break
         return response
 
 
+def _send(client: ApiClient, method: str, path: str, body: object, content: str) -> Any:
+    """Send a request and return the response, unread."""
+    import urllib3
+
+    headers = {"Accept": "application/json, */*", "User-Agent": "clusterkit"}
+    data = None
+    if body is not None:
+        headers["Content-Type"] = content
+        data = (as_yaml(body) if content == APPLY_PATCH else json.dumps(body)).encode()
+    # Adds the credentials, which the client renews.
+    found = client.param_serialize(
+        method, path, header_params=headers, auth_settings=["BearerToken"]
+    )
+    # For streams as well, whose timeout is set anew by each read: the server begins at once,
+    # but for the log of a pod on a node that was just lost it waits two minutes for that node.
+    timeout = urllib3.Timeout(connect=CONNECT_SECONDS, read=ANSWER_SECONDS)
+    return client.rest_client.pool_manager.request(
+        method, found[1], body=data, headers=found[2], timeout=timeout,
+        preload_content=False, retries=False,
+    )  # fmt: skip
+
+
 class RawStream:
-    """An answer that is read while the server sends it."""
+    """An answer that is read while the server sends it.
+
+    Attributes:
+        broken: whether the connection broke before the server had sent all.
+    """
 
     def __init__(self, response: Any) -> None:
         self._response = response
-        self._closed = False
+        self._closed = self.broken = False
 
     def read(self, timeout: float | None = None) -> bytes:
         """Return the next bytes; ``b""`` at the end or if the connection broke.
@@ -198,6 +250,7 @@ class RawStream:
         except (TimeoutError, urllib3.exceptions.ReadTimeoutError) as error:
             raise SubmitFailed("the API server stopped sending") from error
         except (urllib3.exceptions.HTTPError, OSError, ValueError, AttributeError):
+            self.broken = True
             return b""
         return data
 
@@ -218,7 +271,15 @@ class RawStream:
         self.close()
 
 
-def _refusal(status: int, answer: bytes, client: ApiClient) -> Unavailable:
+def _refusal(
+    status: int, answer: bytes, client: ApiClient, *, web_page: bool = False
+) -> Unavailable:
+    if web_page or status < 400:
+        return Unreadable(
+            f"HTTP {status}: not the API server answers at {client.configuration.host}, but "
+            "something in between: it sends a web page, or to another address",
+            hint=_BETWEEN,
+        )
     if status == 401:
         return Unavailable(
             f"the API server {client.configuration.host} does not accept your credentials",
@@ -233,127 +294,22 @@ def _refusal(status: int, answer: bytes, client: ApiClient) -> Unavailable:
     return _REFUSALS.get(reason, Refusal)(message, reason)
 
 
-def _unreachable(error: Exception, client: ApiClient) -> Unreachable:
-    cause: BaseException = error
-    while (deeper := getattr(cause, "reason", None) or cause.__cause__) is not None:
+def _cause(error: BaseException) -> BaseException:
+    """Return the error by which this one was caused in the end."""
+    while (deeper := getattr(error, "reason", None) or error.__cause__) is not None:
         if not isinstance(deeper, BaseException):
             break
-        cause = deeper
+        error = deeper
+    return error
+
+
+def _unreachable(error: Exception, client: ApiClient) -> Unreachable:
+    cause = _cause(error)
     reason = str(cause).rpartition(": ")[2] or type(cause).__name__
     return Unreachable(
         f"the API server {client.configuration.host} does not answer: {reason}",
         hint="is the cluster up, and the VPN? `kubectl cluster-info` should say",
     )
-
-
-# ---------------------------------------------------------------- connecting
-
-_CONNECTING = threading.Lock()
-
-
-def connect(kubeconfig: str | None, context: str | None) -> ApiClient:
-    """Make a client for a context of a kubeconfig; in a pod without one, for the pod's own cluster.
-
-    Raises:
-        BadInput: there is no such file, context or user in it.
-        Unavailable: the package is not installed.
-    """
-    try:
-        from kubernetes import client, config
-    except ImportError:
-        raise not_installed() from None
-    named = kubeconfig or os.environ.get("KUBECONFIG")
-    files = [Path(part).expanduser() for part in (named or "~/.kube/config").split(":") if part]
-    existing = [path for path in files if path.is_file()]
-    settings = client.Configuration()
-    settings.retries = False
-    # urllib3 warns of each connection beyond these; as many logs may be followed at once.
-    settings.connection_pool_maxsize = MAX_CONNECTIONS
-    in_pod = not named and "KUBERNETES_SERVICE_HOST" in os.environ
-    if not existing and not in_pod:
-        raise BadInput(
-            f"kubeconfig: there is no {files[0]}",
-            hint="kubeconfig: PATH in the cluster entry, or export KUBECONFIG=PATH",
-            cluster="kubeconfig",
-        )
-    try:
-        if not existing:
-            config.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
-            return client.ApiClient(settings)
-        # The client writes keys to files, which it remembers for all threads in a global table.
-        with _CONNECTING, tempfile.TemporaryDirectory(prefix="clusterkit-") as folder:
-            try:
-                config.load_kube_config(  # type: ignore[no-untyped-call]
-                    config_file=os.pathsep.join(map(str, existing)),
-                    context=context,
-                    client_configuration=settings,
-                    persist_config=False,
-                    temp_file_path=folder,
-                )
-                return _with_keys_in_memory(client.ApiClient(settings))
-            finally:
-                # Else the next client would get files of this folder, which is gone then.
-                config.kube_config._cleanup_temp_files()  # type: ignore[no-untyped-call]
-    except config.ConfigException as error:
-        reason = str(error).removeprefix("Invalid kube-config file. ")
-        if context is not None and context in reason:
-            raise BadInput(
-                f"context: {existing[0]} has no context {context!r}",
-                hint="`kubectl config get-contexts` lists them",
-                cluster="context",
-            ) from None
-        raise BadInput(
-            f"kubeconfig: {existing[0] if existing else files[0]}: {reason}", cluster="kubeconfig"
-        ) from None
-    except (yaml.YAMLError, OSError, ValueError, TypeError, KeyError) as error:
-        reason = str(error).splitlines()[0]
-        raise BadInput(
-            f"kubeconfig: {existing[0]} cannot be read: {reason}", cluster="kubeconfig"
-        ) from None
-
-
-def context_of(cluster: KubernetesCluster) -> tuple[str, str]:
-    """Return the names of the context and of the namespace."""
-    try:
-        from kubernetes import config
-    except ImportError:
-        raise not_installed() from None
-    try:
-        contexts, active = config.list_kube_config_contexts(cluster.kubeconfig)  # type: ignore[no-untyped-call]
-        chosen = next((each for each in contexts if each["name"] == cluster.context), active)
-        own = chosen["context"].get("namespace")
-    except (config.ConfigException, yaml.YAMLError, OSError, ValueError, TypeError, KeyError):
-        # In a pod there is no kubeconfig; `connect` reports what is wrong with one.
-        return cluster.context or "", cluster.namespace or "default"
-    return str(chosen["name"]), str(cluster.namespace or own or "default")
-
-
-def not_installed() -> Unavailable:
-    return Unavailable(
-        "backend kubernetes needs the package kubernetes",
-        hint="python -m pip install 'clusterkit[kubernetes]'",
-    )
-
-
-def _with_keys_in_memory(client: ApiClient) -> ApiClient:
-    """Load certificates and key now: private keys do not stay on the disk while a run lasts."""
-    from urllib3.util.ssl_ import create_urllib3_context
-
-    settings, pools = client.configuration, client.rest_client.pool_manager
-    context = create_urllib3_context()
-    if not settings.verify_ssl:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    elif settings.ssl_ca_cert:
-        context.load_verify_locations(settings.ssl_ca_cert)
-    else:
-        context.load_default_certs()
-    if settings.cert_file:
-        context.load_cert_chain(settings.cert_file, settings.key_file)
-    for name in ("ca_certs", "ca_cert_data", "cert_file", "key_file"):
-        pools.connection_pool_kw.pop(name, None)
-    pools.connection_pool_kw["ssl_context"] = context
-    return client
 
 
 # ---------------------------------------------------------------- objects on a server
@@ -376,10 +332,31 @@ class Server:
         """Send a request and return the body of the answer."""
         return self._transport.request(self._context, method, path, body, content)
 
+    def time(self) -> float:
+        """Return the Unix time by the server's clock."""
+        return self._transport.time(self._context)
+
     def get(self, path: str) -> Object:
         """Return the object or list at a path."""
-        found: Object = json.loads(self.request("GET", path))
-        return found
+        return _decoded(self.request("GET", path), path)
+
+    def items(self, path: str) -> list[Object]:
+        """Return the objects that are listed at a path."""
+        return self.listed(path)[0]
+
+    def listed(self, path: str) -> tuple[list[Object], str]:
+        """Return the objects that are listed at a path, and the version at which to begin a watch.
+
+        Raises:
+            Unreadable: what answers is no list.
+        """
+        found = self.get(path)
+        items = (found["items"] or []) if "items" in found else None
+        if not isinstance(items, list) or not all(
+            isinstance(each, dict) and isinstance(each.get("metadata"), dict) for each in items
+        ):
+            raise unreadable(path, "a list of objects")
+        return items, str((found.get("metadata") or {}).get("resourceVersion", ""))
 
     def find(
         self, path: str, absent: type[Refusal] | tuple[type[Refusal], ...] = NotFound
@@ -392,24 +369,46 @@ class Server:
 
     def post(self, path: str, body: Object) -> Object:
         """Create an object and return it as the server has it."""
-        found: Object = json.loads(self.request("POST", path, body))
-        return found
+        return _decoded(self.request("POST", path, body), path)
 
     def apply(self, path: str, body: Object) -> Object:
         """Create or change the object at a path (server-side apply), and return it."""
         path += f"?fieldManager={MANAGER}&force=true&fieldValidation=Strict"
-        applied: Object = json.loads(self.request("PATCH", path, body, APPLY_PATCH))
-        return applied
+        return _decoded(self.request("PATCH", path, body, APPLY_PATCH), path)
 
     def delete(self, path: str) -> None:
         """Delete what is at a path, and in the background what that owns. Idempotent."""
         joined = "&" if "?" in path else "?"
         with contextlib.suppress(NotFound):
-            self.request("DELETE", f"{path}{joined}propagationPolicy=Background")
+            _decoded(self.request("DELETE", f"{path}{joined}propagationPolicy=Background"), path)
 
     def stream(self, path: str) -> RawStream:
         """Open a watch, or a log that is followed."""
         return self._transport.stream(self._context, path)
+
+
+def _decoded(text: str, path: str) -> Object:
+    """Return the object that the server sent.
+
+    Raises:
+        Unreadable: it is none: a proxy in between may answer anything with 200.
+    """
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise unreadable(path, "a JSON object")
+    return found
+
+
+def unreadable(path: str, expected: str) -> Unreadable:
+    """Return the error that what was expected is not what was sent for a path."""
+    return Unreadable(
+        f"the answer to {path.partition('?')[0]} is not {expected}: something in between answers "
+        "for the API server",
+        hint=_BETWEEN,
+    )
 
 
 class ClusterServer(Server):
@@ -462,9 +461,7 @@ class RunObjects(Server):
     def events(self, field_selector: str) -> list[dict[str, Any]]:
         """Return the namespace's events that a field selector chooses."""
         chosen = quote(field_selector, safe="")
-        listed = self.get(f"{self.path('v1', 'Event')}?fieldSelector={chosen}")
-        found: list[dict[str, Any]] = listed["items"]
-        return found
+        return self.items(f"{self.path('v1', 'Event')}?fieldSelector={chosen}")
 
     @cached_property
     def namespace_deleted(self) -> bool:

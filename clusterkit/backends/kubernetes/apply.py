@@ -25,11 +25,13 @@ from clusterkit.backends.kubernetes.api_server import (
     Refusal,
     RunObjects,
     Unreachable,
+    Unreadable,
 )
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.lost_pods import MERGE_PATCH
 from clusterkit.backends.kubernetes.objects import ATTEMPT, USER, Object, new_object
-from clusterkit.backends.kubernetes.pod_status import read_pod
+from clusterkit.backends.kubernetes.pod import Pod, read_pod
+from clusterkit.backends.kubernetes.pod_log import fetch_logs
 from clusterkit.backends.kubernetes.pods import STOP_EXTRA, code_of
 from clusterkit.backends.node_status import folder_exists
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
@@ -206,12 +208,15 @@ def remove(handle: RunHandle, transport: Transport) -> None:
         return
     job, *others = _paths(plan, objects)
     try:
+        removed = observe.Removed()
         if folder_exists(handle):
             pods = observe.list_pods(handle, transport)
-            observe.write_known(handle, observe.known_after(observe.read_known(handle), pods, plan))
-            if observe.removed_pods(handle) is None:
-                ended = frozenset(pod.name for pod in pods.values() if pod.running)
-                observe.write_removed(handle, observe.Removed(ended))
+            known = observe.known_after(observe.read_known(handle), pods, plan)
+            _bring_logs(handle, transport, [known[name] for name in pods])
+            observe.write_known(handle, known)
+            ended = frozenset(pod.name for pod in pods.values() if pod.running)
+            removed = observe.removed_pods(handle) or observe.Removed(ended)
+            observe.write_removed(handle, removed)
         # Before the pods, so that nothing creates new ones.
         objects.delete(job)
         _delete_pods(objects)
@@ -219,15 +224,32 @@ def remove(handle: RunHandle, transport: Transport) -> None:
             objects.delete(path)
         lost = _await_gone(plan, objects)
         if folder_exists(handle):
-            before = observe.removed_pods(handle) or observe.Removed()
-            after = msgspec.structs.replace(before, lost=before.lost | lost, complete=True)
-            if after != before:
-                observe.write_removed(handle, after)
+            removed = msgspec.structs.replace(removed, lost=removed.lost | lost, complete=True)
+            observe.write_removed(handle, removed)
     except ClusterkitError as error:
         raise Unavailable(
             f"could not end run {plan.run_id}: {error.message}",
             hint=f"clusterkit cancel {plan.run_id} again, once it answers",
         ) from error
+
+
+def _bring_logs(handle: RunHandle, transport: Transport, pods: list[Pod]) -> None:
+    """Copy what is not in the run's folder of the logs of pods, before these are deleted.
+
+    Raises:
+        Unreadable: something else answers for the API server.
+    """
+
+    def bring(pod: Pod) -> None:
+        try:
+            fetch_logs(handle, transport, [pod])
+        except Unreadable:
+            raise
+        except ClusterkitError:
+            pass  # it is on a node that does not answer, or the disk is full
+
+    with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
+        list(pool.map(bring, (pod for pod in pods if not pod.logged)))
 
 
 def _paths(plan: Plan, objects: RunObjects) -> list[str]:
@@ -268,7 +290,7 @@ def _await_gone(plan: Plan, objects: RunObjects) -> frozenset[str]:
         now = time.monotonic()
         late = now > grace_ends
         # During the grace period it only matters whether there are any.
-        items = objects.get(objects.pods_path(**({} if late else {"limit": "1"})))["items"]
+        items = objects.items(objects.pods_path(**({} if late else {"limit": "1"})))
         if not items:
             return frozenset(lost)
         if now > deleted_at + DELETE_SECONDS:

@@ -98,12 +98,23 @@ def ask(method: str, path: str, body: object = None, content: str = JSON) -> Any
         return json.load(answer)
 
 
-def poll(pods: str, selector: str, seconds: float) -> bool:
-    """Remove pods that are lost for so many seconds; returns whether any pod has not ended."""
+def poll(pods: str, selector: str, seconds: float, silent: dict[Any, float]) -> bool:
+    """Remove pods that are lost for so many seconds; returns whether any pod has not ended.
+
+    Args:
+        silent: since when pods were seen to be silent, by this machine's monotonic clock, whose
+            time of day may differ from the server's; kept from poll to poll.
+    """
     listed = ask("GET", f"{pods}?labelSelector={quote(selector, safe='')}")["items"]
+    before, now = silent.copy(), time.monotonic()
+    silent.clear()
     for each in listed:
         since, meta = unreachable_since(each), each["metadata"]
-        if since is not None and time.time() > since + seconds:
+        if since is None:
+            continue
+        key = (meta["uid"], since)
+        silent[key] = before.get(key, now)
+        if now >= silent[key] + seconds:
             print(f"{meta['name']}: its node does not answer: removed by force", flush=True)
             path, held = f"{pods}/{meta['name']}", bool(meta.get("finalizers"))
             with contextlib.suppress(OSError):  # removed by another, or tried again
@@ -114,13 +125,18 @@ def poll(pods: str, selector: str, seconds: float) -> bool:
 def main(namespace: str, selector: str, seconds: str) -> None:
     """Poll until the run has ended."""
     last_error, alive = "", time.monotonic()
+    silent: dict[Any, float] = {}
     while time.monotonic() < alive + IDLE_SECONDS:
         try:
-            if poll(f"/api/v1/namespaces/{namespace}/pods", selector, float(seconds)):
+            path = f"/api/v1/namespaces/{namespace}/pods"
+            if poll(path, selector, float(seconds), silent):
                 alive = time.monotonic()
             last_error = ""
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (
+            OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError
+        ) as error:  # fmt: skip
             alive = time.monotonic()
+            silent.clear()  # what has happened meanwhile is not known
             if str(error) != last_error:
                 last_error = str(error)
                 print(last_error, file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,27 +15,30 @@ from msgspec.structs import replace
 from clusterkit.backends.base import Observation
 from clusterkit.backends.kubernetes import observe
 from clusterkit.backends.kubernetes.api_server import RawStream, RunObjects
+from clusterkit.backends.kubernetes.pod import Pod
 from clusterkit.backends.kubernetes.pod_log import (
     LOG_SECONDS,
     RETRY_SECONDS,
     LogFollower,
+    Worker,
     fetch_logs,
 )
 from clusterkit.backends.kubernetes.pod_status import (
-    Pod,
     cause_from_events,
     needs_events,
     updated,
     without,
 )
 from clusterkit.backends.node_status import folder_exists
-from clusterkit.errors import ClusterkitError
+from clusterkit.errors import ClusterkitError, SubmitFailed
 from clusterkit.run.folder import RunHandle
 from clusterkit.run.status import State
 from clusterkit.transport import Transport
 
 WATCH_SECONDS = 280
 """How long a watch lasts before the server ends it."""
+SILENT_SECONDS = 100.0
+"""After how long a watch on which nothing comes is opened anew."""
 REFRESH_SECONDS = 5.0
 """How often states are worked out anew although nothing changed, and why pods are missing."""
 
@@ -48,10 +52,8 @@ def status_now(handle: RunHandle, transport: Transport) -> Observation | None:
         listed = observe.list_pods(handle, transport)
     except ClusterkitError as error:
         return observe.observation(handle, before, transport, unreachable=error.message)
-    pods, objects = (
-        observe.known_after(before, listed, handle.plan),
-        RunObjects(handle.plan, transport),
-    )
+    objects = RunObjects(handle.plan, transport)
+    pods = observe.known_after(before, listed, handle.plan)
     if not listed and (unknown := observe.ended_elsewhere(handle, pods, objects)) is not None:
         return unknown
     if handle.plan.restarts:
@@ -61,7 +63,9 @@ def status_now(handle: RunHandle, transport: Transport) -> Observation | None:
     waits_for = (
         None if observe.all_nodes_had_pods(handle.plan, pods) else observe.why_no_pods(objects)
     )
-    return observe.observation(handle, pods, transport, waits_for=waits_for)
+    long_ago = objects.time() - handle.plan.lost_after
+    lost = {pod.uid for pod in pods.values() if (pod.unreachable_since or math.inf) < long_ago}
+    return observe.observation(handle, pods, transport, waits_for=waits_for, lost=lost)
 
 
 class PodWatch:
@@ -70,7 +74,7 @@ class PodWatch:
     Attributes:
         pods: all that are known, by name; replaced by a new dict at each change.
         listed: whether the API server has listed them yet.
-        unreachable: why the API server does not answer.
+        unreachable: why the pods cannot be seen now.
     """
 
     def __init__(self, handle: RunHandle, objects: RunObjects, notify: Callable[[], None]) -> None:
@@ -82,46 +86,54 @@ class PodWatch:
         self.pods = observe.read_known(handle)
         self.listed = False
         self.unreachable: str | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._worker = Worker(self._run)
+        self.ensure, self.join = self._worker.ensure, self._worker.join
 
     def _run(self) -> None:
         while not self._closed.is_set():
             try:
                 # After a watch has ended, the next list shows what was missed.
                 self._follow(self._list())
-            except ClusterkitError as error:
+            except Exception as error:
+                # Whatever it is, it is this machine's trouble or the connection's, not the run's.
+                why = f"the pods cannot be followed: {type(error).__name__}: {error}"
+                if isinstance(error, ClusterkitError):
+                    why = error.message
                 news = self.unreachable is None
                 with self.lock:
-                    self.unreachable = error.message
+                    self.unreachable = why
                 if news:
                     self._notify()
                 self._closed.wait(RETRY_SECONDS)
 
     def _list(self) -> str:
         """List all pods, and return the version at which to begin a watch."""
-        found = self._objects.get(self._objects.pods_path())
-        pods = self._with_causes(observe.read_pods(self._handle, self._objects, found["items"]))
+        items, version = self._objects.listed(self._objects.pods_path())
+        pods = self._with_causes(observe.read_pods(self._handle, self._objects, items))
         with self.lock:
             self.pods = observe.known_after(self.pods, pods, self._handle.plan)
             self.listed, self.unreachable = True, None
         self._notify()
-        return str(found["metadata"]["resourceVersion"])
+        return version
 
     def _follow(self, version: str) -> None:
-        """Take the events of one watch, until it ends."""
+        """Take the events of one watch, until it ends or nothing comes."""
+        # With bookmarks the server sends something about every minute.
         path = self._objects.pods_path(
-            watch="1", resourceVersion=version, timeoutSeconds=str(WATCH_SECONDS)
-        )
+            watch="1", resourceVersion=version, allowWatchBookmarks="true",
+            timeoutSeconds=str(WATCH_SECONDS),
+        )  # fmt: skip
         rest = b""
         with self._objects.stream(path) as stream:
             self._stream = stream
-            while not self._closed.is_set() and (data := stream.read(WATCH_SECONDS + 20)):
-                *lines, rest = (rest + data).split(b"\n")
-                for event in map(json.loads, lines):
-                    if event["type"] == "ERROR":  # the version is too old
-                        return
-                    self._take(event)
+            with contextlib.suppress(SubmitFailed):
+                while not self._closed.is_set() and (data := stream.read(SILENT_SECONDS)):
+                    *lines, rest = (rest + data).split(b"\n")
+                    for event in map(json.loads, lines):
+                        if event["type"] == "ERROR":  # the version is too old
+                            return
+                        if event["type"] != "BOOKMARK":
+                            self._take(event)
 
     def _take(self, event: Mapping[str, Any]) -> None:
         pods = observe.read_pods(self._handle, self._objects, [event["object"]])
@@ -153,9 +165,6 @@ class PodWatch:
         if self._stream is not None:
             self._stream.close()
 
-    def join(self) -> None:
-        self._thread.join(2 * RETRY_SECONDS)
-
 
 class PodMonitor:
     """The states of an attempt's nodes, while its pods are watched and their logs followed."""
@@ -174,27 +183,32 @@ class PodMonitor:
         self._ask_at = time.monotonic() + REFRESH_SECONDS
         self._logs: dict[tuple[str, str, int], LogFollower] = {}
         self._ended_at: dict[str, float] = {}
+        self._silent: dict[tuple[str, float], float] = {}
+        self._lost_pods: frozenset[str] = frozenset()
         self._force_at: dict[str, float] = {}
 
     def status(self) -> Observation | None:
         if not folder_exists(self._handle):
             return None
+        self._watch.ensure()
         now, plan = time.monotonic(), self._handle.plan
         changed = self._changed.is_set()
         self._changed.clear()
         with self._watch.lock:
             pods, listed = self._watch.pods, self._watch.listed
             unreachable = self._watch.unreachable
-        if pods != self._recorded:
-            self._recorded = pods
-            observe.write_known(self._handle, pods)
-        if unreachable is None:
+        if unreachable is not None:
+            # What has happened meanwhile is not known, as little as that nothing has.
+            self._silent = {}
+        else:
             if not listed:
                 return observe.observation(self._handle, pods, self._transport)
             if now >= self._ask_at and not observe.all_nodes_had_pods(plan, pods):
                 self._ask_at = now + REFRESH_SECONDS
                 waits_for = observe.why_no_pods(self._objects)
                 changed, self._waits_for = changed or waits_for != self._waits_for, waits_for
+            lost = self._lost(pods, now, plan.lost_after)
+            changed, self._lost_pods = changed or lost != self._lost_pods, lost
             if plan.replace_lost:
                 self._remove_lost(pods, now)
         if self._last is None or changed or now >= self._refresh_at:
@@ -205,20 +219,45 @@ class PodMonitor:
             self._last = observe.observation(
                 self._handle, pods, self._transport, waits_for=self._waits_for,
                 unreachable=unreachable, incomplete_logs=incomplete, unseen=State.PENDING,
+                lost=self._lost_pods,
             )  # fmt: skip
+        known = {name: self._with_log(pod) for name, pod in pods.items()}
+        if known != self._recorded:
+            self._recorded = known
+            observe.write_known(self._handle, known)
         return self._last
 
+    def _lost(self, pods: Mapping[str, Pod], now: float, seconds: float) -> frozenset[str]:
+        """Return the uids of pods whose nodes of the cluster have not answered for so long.
+
+        Seen by this machine's monotonic clock: its time of day may differ from the server's.
+        """
+        silent = ((pod.uid, pod.unreachable_since) for pod in pods.values() if not pod.gone)
+        self._silent = {
+            (uid, since): self._silent.get((uid, since), now)
+            for uid, since in silent
+            if since is not None
+        }
+        return frozenset(uid for (uid, _), at in self._silent.items() if now >= at + seconds)
+
     def _remove_lost(self, pods: Mapping[str, Pod], now: float) -> None:
-        """Remove by force pods on lost nodes, as the run's watcher in the cluster does if any."""
-        long_ago = time.time() - self._handle.plan.lost_after
+        """Remove by force pods on lost nodes, as the run's watcher in the cluster does if any.
+
+        By then their ranks, which do not hear of node 0, have ended.
+        """
+        plan = self._handle.plan
+        lost = self._lost(pods, now, plan.lost_after + plan.stop_grace)
         for pod in pods.values():
-            since = pod.unreachable_since
-            if pod.gone or pod.node is None or since is None or since > long_ago:
+            if pod.node is None or pod.uid not in lost:
                 continue
             if now >= self._force_at.get(pod.uid, now):
                 self._force_at[pod.uid] = now + REFRESH_SECONDS
                 with contextlib.suppress(ClusterkitError):
                     self._objects.force(pod)
+
+    def _with_log(self, pod: Pod) -> Pod:
+        log = self._logs.get((pod.name, pod.uid, pod.restarts))
+        return replace(pod, logged=True) if log is not None and log.complete.is_set() else pod
 
     def _incomplete_logs(self, pods: Mapping[str, Pod], now: float) -> frozenset[str]:
         """Follow the logs of all pods; returns the names of those that have ended a short time ago
@@ -244,6 +283,7 @@ class PodMonitor:
             self._logs[key] = LogFollower(
                 self._handle, pod, self._transport, self._closed, self._changed.set
             )
+        self._logs[key].ensure()
         return self._logs[key]
 
     def close(self) -> None:
@@ -252,6 +292,6 @@ class PodMonitor:
         self._watch.close()
         for log in self._logs.values():
             log.close()
-        self._watch.join()
+        self._watch.join(2 * RETRY_SECONDS)
         for log in self._logs.values():
-            log.thread.join(2 * RETRY_SECONDS)
+            log.join(2 * RETRY_SECONDS)

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -15,15 +14,14 @@ from msgspec.structs import replace
 from clusterkit.agent import next_attempt
 from clusterkit.agent.report import read_from
 from clusterkit.backends.base import Observation
-from clusterkit.backends.kubernetes.api_server import RunObjects
+from clusterkit.backends.kubernetes.api_server import NotFound, RunObjects
+from clusterkit.backends.kubernetes.objects import Object
+from clusterkit.backends.kubernetes.pod import Pod, attempt_of, read_pod
 from clusterkit.backends.kubernetes.pod_status import (
-    Pod,
     Rejoin,
-    attempt_of,
     by_node,
     causes,
     node_status,
-    read_pod,
     updated,
     without,
 )
@@ -48,14 +46,14 @@ def list_pods(handle: RunHandle, transport: Transport) -> dict[str, Pod]:
         Unavailable: the API server does not answer.
     """
     objects = RunObjects(handle.plan, transport)
-    return read_pods(handle, objects, objects.get(objects.pods_path())["items"])
+    return read_pods(handle, objects, objects.items(objects.pods_path()))
 
 
 def read_pods(
     handle: RunHandle, objects: RunObjects, items: Sequence[Mapping[str, Any]]
 ) -> dict[str, Pod]:
     """Read the pods of the attempt, by name: those started for it, or for the newest before it."""
-    now, flavor = time.time(), objects.flavor
+    now, flavor = objects.time(), objects.flavor
     found = [
         read_pod(each, flavor.index, flavor.container, now)
         for each in items
@@ -67,6 +65,9 @@ def read_pods(
 
 def known_after(known: Mapping[str, Pod], listed: Mapping[str, Pod], plan: Plan) -> dict[str, Pod]:
     """Return the record of an attempt's pods after all that exist were listed."""
+    # On a full disk it is not recorded that an attempt was removed: its pods are still known.
+    newest = max((pod.attempt for pod in listed.values()), default=0)
+    known = {name: pod for name, pod in known.items() if pod.attempt >= newest}
     present = {pod.uid for pod in listed.values()}
     gone = {pod.uid for pod in known.values()} - present
     return without(updated(known, listed, replaceable=replaces(plan)), gone)
@@ -81,6 +82,7 @@ def observation(
     unreachable: str | None = None,
     incomplete_logs: frozenset[str] = frozenset(),
     unseen: State = State.UNKNOWN,
+    lost: Collection[str] = (),
 ) -> Observation:
     """Return the states of the run's nodes.
 
@@ -90,15 +92,23 @@ def observation(
         unreachable: why the API server does not answer.
         incomplete_logs: names of pods that have ended and whose logs are still to come.
         unseen: the nodes' state if no pod was ever seen and the API server does not answer.
+        lost: uids of pods whose nodes of the cluster have not answered for `lost_after`.
     """
-    plan, removed = handle.plan, removed_pods(handle) or Removed()
-    pods = {name: _with_lost(pod, removed, plan.lost_after) for name, pod in pods.items()}
-    rejoin = Rejoin(forced=plan.replace_lost) if plan.rejoin else None
-    if rejoin is not None and unreachable is None:
-        missing = any(rejoin.waits(pod) is not None for pod in by_node(pods.values()).values())
-        if missing and not _job_active(RunObjects(plan, transport)):
-            rejoin = None
+    plan, ended_here = handle.plan, removed_pods(handle)
+    removed = ended_here or Removed()
+    pods = {
+        name: replace(pod, lost=name in removed.lost if pod.gone else pod.uid in lost)
+        for name, pod in pods.items()
+    }
     of_nodes = by_node(pods.values())
+    rejoin = Rejoin(forced=plan.replace_lost) if plan.rejoin else None
+    decision = None
+    if unreachable is None and ended_here is None and _missing(of_nodes, plan.nodes):
+        objects = RunObjects(plan, transport)
+        job = _job(objects)
+        decision = _removal(job, objects)
+        if decision is not None or (job is not None and state_of(job).final):
+            rejoin = None
     # An MPIJob's launcher, its only node, is created once all workers are ready.
     worker = next((pod for pod in pods.values() if pod.node is None and pod.waits_for), None)
     nodes, exit_reports = [], {}
@@ -120,6 +130,9 @@ def observation(
             found = judge_running(node, found.host, _agent_file(handle, node, "started.json"))
         if pod is not None and pod.name in incomplete_logs and found.state.final:
             found = replace(found, state=State.RUNNING, reason=None)
+        over = pod is None or (pod.removed and (pod.gone or pod.exit_code is not None))
+        if decision is not None and over:  # one that has ended by itself has its own reason
+            found = replace(found, state=State.CANCELLED, reason=decision)
         if unreachable is not None and not found.state.final:
             found = replace(found, state=found.state if pods else unseen, reason=unreachable)
         nodes.append(found)
@@ -128,14 +141,8 @@ def observation(
     # The end of a pod that was replaced is not why the run ended.
     ended_pods = of_nodes.values() if plan.rejoin else pods.values()
     result = observed(nodes, exit_reports)
-    return replace(result, causes=(*causes(ended_pods, removed.ended), *result.causes))
-
-
-def _with_lost(pod: Pod, removed: Removed, lost_after: float) -> Pod:
-    since = pod.unreachable_since
-    if pod.gone:
-        return replace(pod, lost=pod.name in removed.lost)
-    return replace(pod, lost=since is not None and since < time.time() - lost_after)
+    found_causes = (*causes(ended_pods, removed.ended), *result.causes)
+    return replace(result, causes=found_causes, removed=decision)
 
 
 def _next_attempt(handle: RunHandle, node: int) -> bytes | None:
@@ -148,13 +155,33 @@ def _agent_file(handle: RunHandle, node: int, name: str) -> bytes | None:
     return read_from(handle.folder.node_dir(handle.attempt, node) / name)
 
 
-def _job_active(objects: RunObjects) -> bool:
-    """Whether the run's job can still create pods; True if that is unknown."""
+def _missing(pods: Mapping[int, Pod], nodes: int) -> bool:
+    """Whether a node has no pod, or one that somebody or the cluster removes."""
+    return len(pods) < nodes or any(pod.removed or pod.lost for pod in pods.values())
+
+
+def _job(objects: RunObjects) -> Object | None:
+    """Return the run's job; None: there is none. Empty if it is unknown."""
     try:
-        job = objects.find(objects.job_path)
+        return objects.get(objects.job_path)
+    except NotFound as error:
+        # A server that does not serve the kind (yet) names no object.
+        return None if f'"{objects.name}"' in error.detail else {}
     except ClusterkitError:
-        return True
-    return job is not None and not state_of(job).final
+        return {}
+
+
+def _removal(job: Object | None, objects: RunObjects) -> str | None:
+    """Return by what the run's job, which owns all of it, was removed; None: it was not. Whoever
+    does that wants the run to end."""
+    if job is not None and "deletionTimestamp" not in job.get("metadata", {}):
+        return None
+    if objects.namespace_deleted:
+        return f"its namespace, {objects.namespace}, is being deleted"
+    return (
+        f"{objects.flavor.kind} {objects.name} is gone: somebody deleted it, or the run was "
+        "cancelled or has ended on another machine"
+    )
 
 
 def ended_elsewhere(
@@ -162,15 +189,15 @@ def ended_elsewhere(
 ) -> Observation | None:
     """Return UNKNOWN for an attempt that had not ended when it was seen last, and has neither pods
     nor a job. None: its job exists, or clusterkit has ended it from this machine."""
-    with contextlib.suppress(ClusterkitError):
-        began = any(pod.exit_code is None for pod in pods.values())
-        if began and removed_pods(handle) is None and objects.find(objects.job_path) is None:
-            nodes = [
-                NodeStatus(node=node, host=pod.host, state=State.UNKNOWN, reason=ENDED_ELSEWHERE)
-                for node, pod in by_node(pods.values()).items()
-            ]
-            return observed(nodes, {})
-    return None
+    ended = pods and all(pod.exit_code is not None for pod in pods.values())
+    if ended or removed_pods(handle) is not None or _job(objects) is not None:
+        return None
+    hosts = {node: pod.host for node, pod in by_node(pods.values()).items()}
+    nodes = [
+        NodeStatus(node=node, host=hosts.get(node, ""), state=State.UNKNOWN, reason=ENDED_ELSEWHERE)
+        for node in range(handle.plan.nodes)
+    ]
+    return observed(nodes, {})
 
 
 def all_nodes_had_pods(plan: Plan, pods: Mapping[str, Pod]) -> bool:
@@ -245,9 +272,6 @@ def removed_pods(handle: RunHandle) -> Removed | None:
 
 
 def write_removed(handle: RunHandle, removed: Removed) -> None:
-    """Record what clusterkit has ended.
-
-    Raises:
-        RunFolderError: that cannot be done.
-    """
-    handle.folder.write_json(_REMOVED.format(handle.attempt), removed)
+    """Record what clusterkit has ended; on a full disk it ends all the same."""
+    with contextlib.suppress(ClusterkitError):
+        handle.folder.write_json(_REMOVED.format(handle.attempt), removed)

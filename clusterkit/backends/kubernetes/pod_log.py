@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import threading
 import time
@@ -14,9 +16,14 @@ from typing import BinaryIO
 from urllib.parse import quote
 
 from clusterkit.agent import NODE_FILE, next_attempt
-from clusterkit.backends.kubernetes.api_server import PARALLEL_REQUESTS, RawStream, RunObjects
-from clusterkit.backends.kubernetes.pod_status import Pod, read_pod
-from clusterkit.errors import ClusterkitError
+from clusterkit.backends.kubernetes.api_server import (
+    PARALLEL_REQUESTS,
+    RawStream,
+    RunObjects,
+    unreadable,
+)
+from clusterkit.backends.kubernetes.pod import Pod, read_pod
+from clusterkit.errors import ClusterkitError, RunFolderError
 from clusterkit.files import write_atomic
 from clusterkit.output.logs import HEAD
 from clusterkit.output.mirror import NodeView, folder_lock
@@ -26,6 +33,11 @@ from clusterkit.transport import Transport
 RETRY_SECONDS = 1.0
 LOG_SECONDS = 15.0
 """How long to wait for the rest of the log of a pod that has ended."""
+QUIET_SECONDS = 120.0
+"""After how long a stream on which nothing comes is opened anew: one that a load balancer has
+dropped says nothing either."""
+LAST_SECONDS = 3.0
+"""How long a stream may go on after its container has ended, before all is read once more."""
 TAIL_BYTES = 1 << 20
 _STAMPED = re.compile(rb"([0-9T:.-]{19,29})Z (.*)\Z", re.DOTALL)
 _FILE = re.compile(
@@ -38,15 +50,25 @@ def fetch_logs(handle: RunHandle, transport: Transport, pods: Iterable[Pod]) -> 
 
     Raises:
         Unavailable: the API server does not answer.
+        RunFolderError: the folder cannot be written to.
     """
     objects = RunObjects(handle.plan, transport)
 
     def fetch(pod: Pod) -> None:
-        with folder_lock(_view(handle, pod)) as view:
-            if view.folder is not None:
-                with LogWriter(handle.folder, pod) as writer:
-                    writer.feed(objects.request("GET", writer.path(objects)).encode())
-                    writer.end()
+        try:
+            with folder_lock(_view(handle, pod)) as view:
+                if view.folder is not None:
+                    with LogWriter(handle.folder, pod) as writer:
+                        path = writer.path(objects)
+                        text = objects.request("GET", path).encode()
+                        if text and not _STAMPED.match(text.partition(b"\n")[0]):
+                            raise unreadable(path, "a pod's log")
+                        writer.feed(text)
+                        writer.end()
+        except OSError as error:
+            raise RunFolderError(
+                f"{error.strerror}: {error.filename or handle.folder.path}"
+            ) from None
 
     started = [pod for pod in pods if pod.node is not None and pod.started]
     with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
@@ -99,7 +121,18 @@ class LogWriter:
     def _open(self) -> BinaryIO:
         path = self._folder.node_dir(self._attempt, self._node)
         path.mkdir(parents=True, exist_ok=True)
-        return (path / "log").open("ab", buffering=0)
+        file = (path / "log").open("a+b", buffering=0)
+        # Part of a line was written before the disk was full: it comes again.
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - TAIL_BYTES))
+        last = file.read()
+        file.truncate(size - len(last) + last.rfind(b"\n") + 1)
+        return file
+
+    def _write(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            left = left[self._file.write(left) :]
 
     def feed(self, data: bytes) -> None:
         """Write the lines that are new."""
@@ -109,10 +142,10 @@ class LogWriter:
             if (match := _FILE.match(line)) is None:
                 new.append(line)
             else:
-                self._file.write(b"".join(new))
+                self._write(b"".join(new))
                 new = []
                 self._write_file(match[1].decode(), match[2])
-        self._file.write(b"".join(new))
+        self._write(b"".join(new))
 
     def end(self) -> None:
         """Write a last line that has no newline."""
@@ -163,8 +196,28 @@ def _tail(path: Path) -> list[bytes]:
         return file.read().split(b"\n")[:-1]
 
 
+class Worker:
+    """A thread that is started again where it died, or could not be started."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._thread: threading.Thread | None = None
+
+    def ensure(self) -> None:
+        """Start the thread, unless it runs."""
+        if self._thread is None or not self._thread.is_alive():
+            thread = threading.Thread(target=self._work, daemon=True)
+            with contextlib.suppress(RuntimeError):  # no thread is left: the next call tries again
+                thread.start()
+                self._thread = thread
+
+    def join(self, seconds: float) -> None:
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+
 class LogFollower:
-    """A thread that copies the log of a pod into the run's folder while it is written.
+    """Copies the log of a pod into the run's folder while it is written, in a thread.
 
     Attributes:
         complete: set once the container has ended and all of its log is in the folder.
@@ -187,53 +240,68 @@ class LogFollower:
         self._stream: RawStream | None = None
         self._abandoned = False
         self._awake = threading.Event()
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
+        self._ended = threading.Event()
+        self._close_at = 0.0
+        self._worker = Worker(self._run)
+
+    def ensure(self) -> None:
+        """Let the thread run until the log is complete."""
+        if not (self.complete.is_set() or self._closed.is_set()):
+            self._worker.ensure()
 
     def _run(self) -> None:
         view = _view(self._handle, self._pod)
-        with folder_lock(view, lambda: not self._closed.wait(0.1)) as view:
-            if view.folder is None or self._follow():
-                self.complete.set()
-
-    def _follow(self) -> bool:
-        """Copy until the log ends or is abandoned; False: the monitor was closed before."""
         pause = RETRY_SECONDS
-        while not self._closed.is_set():
-            began, ended = time.monotonic(), False
-            try:
-                ended = self._pull()
-                # Streams that end at once are opened less and less often.
-                brief = time.monotonic() < began + RETRY_SECONDS
-                pause = min(2 * pause, LOG_SECONDS) if brief else RETRY_SECONDS
-            except ClusterkitError:
-                pause = RETRY_SECONDS  # the watch of the pods reports it
-            if ended or self._abandoned:
-                return True
-            self._awake.wait(pause)
-        return False
+        with folder_lock(view, lambda: not self._closed.wait(0.1)) as view:
+            if view.folder is None:  # it cannot be written to now, or this was closed
+                self._closed.wait(RETRY_SECONDS)
+                return
+            while not self._closed.is_set():
+                began = time.monotonic()
+                try:
+                    if self._copy():
+                        return self.complete.set()
+                    # Streams that end at once are opened less and less often.
+                    brief = time.monotonic() < began + RETRY_SECONDS
+                    pause = min(2 * pause, LOG_SECONDS) if brief else RETRY_SECONDS
+                except ClusterkitError:
+                    pause = RETRY_SECONDS  # the watch of the pods reports it
+                except Exception:
+                    pause = LOG_SECONDS  # this machine's, such as a full disk; or a proxy's
+                if self._abandoned:
+                    return self.complete.set()
+                self._awake.wait(pause)
+                self._awake.clear()
 
-    def _pull(self) -> bool:
-        """Copy what is new; returns whether the log has ended."""
+    def _copy(self) -> bool:
+        """Copy what is new; returns whether that is all there will be."""
+        # Of a container that has ended before, all is sent. Else the stream may have broken, or the
+        # log have been cut off where its node died.
+        last = self._ended.is_set()
         with LogWriter(self._handle.folder, self._pod, self._notify) as writer:
-            with self._objects.stream(writer.path(self._objects) + "&follow=true") as stream:
-                self._stream = stream
-                while not self._closed.is_set() and (data := stream.read(None)):
+            query = "" if last else "&follow=true"
+            with self._objects.stream(writer.path(self._objects) + query) as stream:
+                self._stream = None if last else stream
+                while not self._closed.is_set() and (data := stream.read(QUIET_SECONDS)):
                     writer.feed(data)
-            # The connection may have broken while the container runs.
-            if ended := self._container_has_ended():
+            self._stream = None
+            if self._closed.is_set():
+                return False
+            if last and not stream.broken:
                 writer.end()
-            return ended
-
-    def _container_has_ended(self) -> bool:
-        if self._closed.is_set():
-            return False
+                return True
         found = self._objects.find(self._objects.pod_path(self._pod.name))
         if found is None:
             return True
         pod = self._pod
         now = read_pod(found, None, pod.container)
-        return now.uid != pod.uid or now.restarts != pod.restarts or now.exit_code is not None
+        if now.uid == pod.uid and now.restarts == pod.restarts:
+            if now.exit_code is None:
+                return False
+            self._ended.set()
+            self._awake.set()
+            return False
+        return True
 
     def abandon(self) -> None:
         """Stop: the pod is gone, and the rest of its log with it."""
@@ -241,10 +309,20 @@ class LogFollower:
         self.close()
 
     def container_ended(self) -> None:
-        """Retry at once: all of the log is there."""
-        self._awake.set()
+        """Read all that there is. A stream that still waits for more does so in vain."""
+        now, stream = time.monotonic(), self._stream
+        if not self._ended.is_set():
+            self._close_at = now + LAST_SECONDS
+            self._ended.set()
+            self._awake.set()
+        elif stream is not None and now >= self._close_at:
+            self._close_at = now + LAST_SECONDS
+            stream.close()
 
     def close(self) -> None:
         self._awake.set()
-        if self._stream is not None:
-            self._stream.close()
+        if (stream := self._stream) is not None:
+            stream.close()
+
+    def join(self, seconds: float) -> None:
+        self._worker.join(seconds)

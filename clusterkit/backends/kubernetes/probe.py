@@ -21,6 +21,7 @@ from clusterkit.backends.kubernetes.api_server import (
 )
 from clusterkit.backends.kubernetes.flavors import FLAVORS, choose
 from clusterkit.backends.kubernetes.nodes import best_node, gpus_of, selected, usable
+from clusterkit.backends.kubernetes.objects import Object
 from clusterkit.backends.kubernetes.rbac import CREATE_WATCHER, ROLE_HINT, Right, denied
 from clusterkit.backends.ports import default_ports
 from clusterkit.backends.probing import assumed_host, interpreter
@@ -73,14 +74,13 @@ def survey(
         version = pool.submit(server.get, "/version")
         watcher = () if cluster.watcher is False else CREATE_WATCHER
         missing = pool.submit(_denied, watcher, server)
-        listed = None if on_cpus else pool.submit(server.find, "/api/v1/nodes", Refusal)
+        listed = None if on_cpus else pool.submit(_nodes, server)
         apis = pool.map(lambda flavor: server.find(f"/apis/{flavor.api}", Refusal), operated)
     try:
         number = str(version.result().get("gitVersion", "?"))
     except Refusal as error:
         raise Unavailable(f"{error.message} (/version)") from None
-    found = None if listed is None else listed.result()
-    nodes = None if found is None else found["items"]
+    nodes = None if listed is None else listed.result()
     kubernetes = KubernetesFacts(
         version=number,
         context=server.context_name,
@@ -132,11 +132,19 @@ def count_nodes(cluster: KubernetesCluster, transport: Transport) -> int:
         Unavailable: we may not look.
     """
     try:
-        nodes = ClusterServer(cluster, transport).get("/api/v1/nodes")["items"]
+        nodes = ClusterServer(cluster, transport).items("/api/v1/nodes")
     except Refusal as error:
         cause = f"how many nodes the cluster has is unknown: {error.message}"
         raise Unavailable(cause, hint="--nodes N") from None
     return sum(selected(node, cluster) and usable(node, cluster) for node in nodes)
+
+
+def _nodes(server: Server) -> list[Object] | None:
+    """Return the cluster's nodes; None: we may not look."""
+    try:
+        return server.items("/api/v1/nodes")
+    except Refusal:
+        return None
 
 
 def _user() -> str:

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from clusterkit.backends.base import Recovered, RemoteRun
-from clusterkit.backends.kubernetes.api_server import Refusal, Server
+from clusterkit.backends.kubernetes.api_server import NotFound, Refusal, Server
 from clusterkit.backends.kubernetes.flavors import FLAVORS, Flavor
 from clusterkit.backends.kubernetes.lost_pods import unix
 from clusterkit.backends.kubernetes.objects import (
@@ -23,7 +23,7 @@ from clusterkit.backends.kubernetes.objects import (
     Object,
     object_name,
 )
-from clusterkit.backends.kubernetes.pod_status import attempt_of
+from clusterkit.backends.kubernetes.pod import attempt_of
 from clusterkit.backends.kubernetes.pods import PROJECT
 from clusterkit.backends.kubernetes.rbac import ROLE_HINT
 from clusterkit.cluster import Facts, KubernetesCluster
@@ -100,14 +100,15 @@ def listing(server: Server) -> list[RemoteRun]:
     def ask(flavor: Flavor) -> list[RemoteRun]:
         path = server.path(flavor.api, flavor.kind)
         try:
-            found = server.find(f"{path}?labelSelector={selector}")
+            found = server.items(f"{path}?labelSelector={selector}")
+        except NotFound:
+            return []  # the cluster does not serve that kind
         except Refusal as error:
             raise Unavailable(
                 f"the runs of namespace {server.namespace} cannot be listed: {error.message}",
                 hint=ROLE_HINT,
             ) from None
-        # None: the cluster does not serve that kind.
-        return [read(each, flavor) for each in (found or {}).get("items", ())]
+        return [read(each, flavor) for each in found]
 
     with ThreadPoolExecutor(len(FLAVORS)) as pool:
         found = [run for runs in pool.map(ask, FLAVORS.values()) for run in runs]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from clusterkit.backends.kubernetes.api_server import not_installed
+from clusterkit.backends.kubernetes.connect import not_installed
 from clusterkit.backends.kubernetes.objects import quantity
 from clusterkit.cluster import KubernetesCluster
 from clusterkit.errors import BadInput, about, did_you_mean

@@ -2,12 +2,15 @@
 
 import base64
 import json
+import socket
+import ssl
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
+from clusterkit.backends.kubernetes import api_server
 from clusterkit.backends.kubernetes.api_server import (
     Conflict,
     Context,
@@ -28,11 +32,11 @@ from clusterkit.backends.kubernetes.api_server import (
     RunObjects,
     Server,
     Unreachable,
-    connect,
 )
 from clusterkit.backends.kubernetes.apply import apply
+from clusterkit.backends.kubernetes.connect import connect
+from clusterkit.backends.kubernetes.pod import Pod
 from clusterkit.backends.kubernetes.pod_log import LogWriter
-from clusterkit.backends.kubernetes.pod_status import Pod
 from clusterkit.errors import BadInput, SubmitFailed, Unavailable
 from clusterkit.plan import KubernetesNative
 from clusterkit.run.folder import MADE, RunFolder
@@ -307,6 +311,56 @@ def test_credentials_that_are_not_accepted_are_named(server, api):
     server.answers["/x"] = (401, {"reason": "Unauthorized", "message": "Unauthorized"})
     with pytest.raises(Unavailable, match="does not accept your credentials"):
         api.get("/x")
+
+
+def test_a_token_that_was_replaced_in_the_kubeconfig_is_read_again(
+    server, api, config, monkeypatch
+):
+    refused = (401, {"reason": "Unauthorized", "message": "Unauthorized"})
+    server.answers["/x"] = (200, [refused, (200, {"a": 1}), refused, refused, (200, {"a": 1})])
+    assert api.get("/y")
+    file = Path(config)
+    file.write_text(file.read_text().replace("t0ken", "newer"))
+    assert api.get("/x") == {"a": 1}
+    headers = [{k.lower(): v for k, v in asked[3].items()} for asked in server.asked]
+    assert [each["authorization"] for each in headers] == [
+        "Bearer t0ken", "Bearer t0ken", "Bearer newer",
+    ]  # fmt: skip
+    # Not at each request: an exec plugin may ask somebody.
+    with pytest.raises(Unavailable, match="does not accept your credentials"):
+        api.get("/x")
+    monkeypatch.setattr(api_server, "RENEW_SECONDS", 0.0)
+    api._transport._renew_at.clear()
+    assert api.get("/x") == {"a": 1}
+    # A file that is just being written changes nothing.
+    file.write_text("{")
+    server.answers["/x"] = refused
+    with pytest.raises(Unavailable, match="does not accept your credentials"):
+        api.get("/x")
+    assert api.get("/y")
+
+
+def test_an_exec_plugin_s_certificate_is_asked_for_again(tmp_path, with_keys, monkeypatch):
+    """It is refused in the handshake once it has expired."""
+    asked = []
+    plain = api_server.connect
+    monkeypatch.setattr(api_server, "connect", lambda *to: asked.append(to) or plain(*to))
+
+    def refused(*_):
+        raise ssl.SSLError("tlsv13 alert certificate expired")
+
+    monkeypatch.setattr(api_server, "_send", refused)
+    transport = KubeTransport()
+    with pytest.raises(Unreachable, match="certificate expired"):
+        transport.request(Context(with_keys, "c"), "GET", "/x")
+    assert len(asked) == 2
+    transport.close()
+
+
+def test_connections_are_kept_alive(api):
+    pools = api._transport._client(api._context).rest_client.pool_manager
+    options = pools.connection_pool_kw["socket_options"]
+    assert (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1) in options
 
 
 def test_a_server_that_is_away_is_named(server, api):

@@ -70,9 +70,15 @@ def asked(monkeypatch):
 def test_a_pod_is_removed_by_force_once_its_node_was_silent_for_so_long(
     late, removed, asked, monkeypatch
 ):
-    monkeypatch.setattr(lost_pods.time, "time", lambda: NOW + late)
-    assert poll("/pods", "run=r", 30.0)
-    (listing, *rest) = asked
+    silent, clock = {}, [1.0]
+    monkeypatch.setattr(lost_pods.time, "monotonic", lambda: clock[0])
+    # The time of day of the watcher's node counts for nothing.
+    monkeypatch.setattr(lost_pods.time, "time", lambda: NOW + 1e6)
+    assert poll("/pods", "run=r", 30.0, silent)
+    assert len(asked) == 1
+    clock[0] += late
+    assert poll("/pods", "run=r", 30.0, silent)
+    (_, listing, *rest) = asked
     assert listing[:2] == ("GET", "/pods?labelSelector=run%3Dr")
     gone = {"gracePeriodSeconds": 0, "preconditions": {"uid": "u-r-1"}}
     let_go = {"metadata": {"uid": "u-r-1", "finalizers": None}}
@@ -83,4 +89,4 @@ def test_a_pod_is_removed_by_force_once_its_node_was_silent_for_so_long(
 def test_pods_that_have_all_ended_are_nothing_to_stay_for(monkeypatch):
     ended = {"items": [pod(phase="Succeeded"), pod(phase="Failed")]}
     monkeypatch.setattr(lost_pods, "ask", lambda *_: ended)
-    assert not poll("/pods", "run=r", 30.0)
+    assert not poll("/pods", "run=r", 30.0, {})

@@ -1,10 +1,12 @@
 """Following a run's pods: an API server as a small server of HTTP plays it."""
 
 import dataclasses
+import errno
 import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -12,10 +14,11 @@ import yaml
 
 from clusterkit import backends
 from clusterkit.agent import NODE_FILE, STOPPED
-from clusterkit.backends.kubernetes import api_server
-from clusterkit.backends.kubernetes.api_server import KubeTransport, RunObjects
+from clusterkit.backends.kubernetes import api_server, pod_log
+from clusterkit.backends.kubernetes import monitor as monitor_module
+from clusterkit.backends.kubernetes.api_server import KubeTransport, NotFound, RunObjects
 from clusterkit.backends.kubernetes.apply import remove
-from clusterkit.backends.kubernetes.monitor import PodMonitor
+from clusterkit.backends.kubernetes.monitor import PodMonitor, PodWatch
 from clusterkit.backends.kubernetes.observe import (
     Removed,
     known_after,
@@ -26,8 +29,9 @@ from clusterkit.backends.kubernetes.observe import (
     write_known,
     write_removed,
 )
+from clusterkit.backends.kubernetes.pod_log import LogWriter
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
-from clusterkit.errors import Unavailable
+from clusterkit.errors import RunFolderError, Unavailable
 from clusterkit.run.folder import MADE, RunFolder, RunHandle
 from clusterkit.run.status import State
 from clusterkit.spec import JobSpec
@@ -62,7 +66,11 @@ class Server(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.pod = pod()
-        self.job = None
+        self.job = {"metadata": {}, "spec": {}}
+        self.answer = None  # what a proxy answers to everything but logs
+        self.hangs = None  # a part of a log, after which nothing comes
+        self.date = None
+        self.leaving = False  # whether its namespace is being deleted
         self.events = []
         self.log = [LINE]
         self.deleted = []
@@ -80,9 +88,16 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
+    def date_time_string(self, timestamp=None):
+        return self.server.date or super().date_time_string(timestamp)
+
     def _send(self, document, status=200):
+        if self.server.answer is not None:
+            document, status = self.server.answer, 200
         data = document if isinstance(document, bytes) else json.dumps(document).encode()
         self.send_response(status)
+        if data.startswith(b"<html"):
+            self.send_header("Content-Type", "text/html; charset=utf-8")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -93,6 +108,15 @@ class Handler(BaseHTTPRequestHandler):
             if self.server.logs_asked < self.server.mute:
                 self.server.logs_asked += 1
                 self.server.over.wait(60)
+                return
+            if (part := self.server.hangs) is not None and "follow" in self.path:
+                self.protocol_version = "HTTP/1.1"
+                self.send_response(200)
+                self.send_header("Transfer-Encoding", "chunked")
+                self.end_headers()
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
+                self.server.over.wait(60)
+                self.close_connection = True
                 return
             self._send("".join(f"{line[:26]}500Z {line}\n" for line in self.server.log).encode())
         elif "watch=1" in self.path:
@@ -109,9 +133,11 @@ class Handler(BaseHTTPRequestHandler):
         elif path.endswith("/events"):
             self._send({"items": self.server.events})
         elif path.endswith("/namespaces/ns"):
-            self._send({"metadata": {"deletionTimestamp": "2026-11-22T04:00:00Z"}})
+            at = {"deletionTimestamp": "2026-11-22T04:00:00Z"} if self.server.leaving else {}
+            self._send({"metadata": at})
         else:
-            self._send({"reason": "NotFound", "message": "no"}, 404)
+            name = path.rpartition("/")[2]
+            self._send({"reason": "NotFound", "message": f'things "{name}" not found'}, 404)
 
     def do_DELETE(self):
         self.server.deleted.append(self.path.partition("?")[0].rpartition("namespaces/ns/")[2])
@@ -204,6 +230,7 @@ def test_a_node_that_does_not_answer_for_a_moment_is_not_lost(server, transport,
 
 
 def test_a_namespace_that_is_being_deleted_is_the_cause(server, transport, handle):
+    server.leaving = True
     server.end(143)
     server.pod["metadata"] = server.pod["metadata"] | {"deletionTimestamp": "2026-11-22T04:00:00Z"}
     words = json.dumps({"exit_code": 143, "reason": STOPPED})
@@ -254,7 +281,6 @@ def test_what_was_not_seen_to_end_and_is_gone_has_ended_nobody_knows_how(server,
     """Somebody may have taken it up elsewhere, where it succeeded."""
     write_known(handle, read_pods(handle, RunObjects(handle.plan, transport), [server.pod]))
     server.deleted.append("pods")
-    server.job = {"spec": {}}
     assert BACKEND.status(handle, transport).state is State.FAILED
     server.job = None
     (node,) = BACKEND.status(handle, transport).nodes
@@ -264,10 +290,226 @@ def test_what_was_not_seen_to_end_and_is_gone_has_ended_nobody_knows_how(server,
     assert BACKEND.status(handle, transport).state is State.CANCELLED
 
 
+HTML = b"<html><title>Sign in</title></html>"
+
+
+@pytest.mark.parametrize("answer", [HTML, b"<!doctype", {}, {"items": 3}, [], {"items": [3]}, None])
+def test_what_a_proxy_answers_is_unknown_and_the_run_goes_on(answer, server, transport, handle):
+    monitor = PodMonitor(handle, transport)
+    try:
+        until(monitor, lambda seen: seen.state is State.RUNNING)
+        if answer is None:  # a watch of which every event is nonsense
+            server.pod = None
+            server.changed.set()
+        else:
+            server.answer = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+            server.changed.set()
+        seen = until(monitor, lambda seen: seen.nodes[0].reason is not None)
+        assert seen.state is State.RUNNING
+        with pytest.raises(Unavailable, match="could not end run demo-1"):
+            remove(handle, transport)
+        assert server.deleted == []
+        server.answer, server.pod = None, pod(0)
+        until(monitor, lambda seen: seen.state is State.SUCCEEDED)
+    finally:
+        monitor.close()
+    assert log_of(handle) == [LINE]
+
+
+def test_runs_that_a_proxy_hides_are_not_said_not_to_exist(server, transport, handle):
+    server.answer = b"{}"
+    kube = handle.plan.native
+    cluster = KubernetesCluster(kubeconfig=kube.kubeconfig, context="c", namespace="ns")
+    with pytest.raises(Unavailable, match="is not a list of objects"):
+        BACKEND.listing(cluster, transport)
+
+
+def test_a_removal_that_only_a_proxy_has_heard_of_is_none(server, transport, handle):
+    for answer in (HTML, b"ok"):
+        server.answer = answer
+        with pytest.raises(Unavailable):
+            RunObjects(handle.plan, transport).delete("/x")
+
+
+def test_a_watch_that_died_or_could_not_be_started_is_started_again(
+    server, transport, handle, monkeypatch
+):
+    run, started = PodWatch._run, []
+
+    def dies(self):
+        started.append(self)
+        if len(started) > 1:
+            run(self)
+
+    def refuses(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(PodWatch, "_run", dies)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuses)
+        monitor = PodMonitor(handle, transport)
+        assert monitor.status().state is State.PENDING
+    try:
+        until(monitor, lambda seen: seen.state is State.RUNNING)
+        assert len(started) == 2
+    finally:
+        monitor.close()
+
+
+def test_a_log_stream_that_freezes_is_opened_anew(server, transport, handle, monkeypatch):
+    monkeypatch.setattr(pod_log, "QUIET_SECONDS", 0.3)
+    later = LINE.replace("hello", "later")
+    server.hangs = f"{LINE[:26]}500Z {LINE}\n".encode()
+    monitor = PodMonitor(handle, transport)
+    try:
+        until(monitor, lambda _: heard(handle))
+        server.hangs = None
+        server.log.append(later)
+        until(monitor, lambda _: log_of(handle) == [LINE, later])
+    finally:
+        monitor.close()
+
+
+def test_the_end_of_a_log_comes_although_its_stream_is_frozen(
+    server, transport, handle, monkeypatch
+):
+    """Behind a load balancer that has dropped the connection, and told neither side."""
+    monkeypatch.setattr(pod_log, "LAST_SECONDS", 0.3)
+    later = LINE.replace("hello", "later")
+    server.hangs = f"{LINE[:26]}500Z {LINE}\n".encode()
+    monitor = PodMonitor(handle, transport)
+    try:
+        until(monitor, lambda _: heard(handle))
+        server.log.append(later)
+        server.end(0)
+        until(monitor, lambda seen: seen.state is State.SUCCEEDED)
+    finally:
+        monitor.close()
+    assert log_of(handle) == [LINE, later]
+    assert read_known(handle)["demo-1-worker-0"].logged
+
+
+SILENT = [
+    {"type": "Ready", "status": "False", "lastTransitionTime": "2026-11-22T04:00:00Z"},
+    {"type": "ContainersReady", "status": "True"},
+]
+
+
+def test_a_clock_that_is_ahead_of_the_server_s_loses_no_pod(server, transport, handle, monkeypatch):
+    server.date = "Sun, 22 Nov 2026 04:00:20 GMT"
+    server.pod["status"]["conditions"] = SILENT
+    plan = msgspec.structs.replace(handle.plan, lost_after=30.0, replace_lost=True)
+    handle = dataclasses.replace(handle, plan=plan)
+    assert BACKEND.status(handle, transport).state is State.RUNNING
+    assert RunObjects(plan, transport).time() == pytest.approx(1795320020, abs=15)
+    clock = [1000.0]
+    monkeypatch.setattr(monitor_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monitor = PodMonitor(handle, transport)
+    try:
+        until(monitor, lambda seen: seen.state is State.RUNNING)
+        clock[0] += 29
+        assert monitor.status().state is State.RUNNING
+        clock[0] += 2
+        assert monitor.status().state is State.UNKNOWN
+        assert server.deleted == []
+        # Its ranks have `stop_grace` to end.
+        clock[0] += plan.stop_grace
+        monitor.status()
+        assert server.deleted == ["pods/demo-1-worker-0"]
+    finally:
+        monitor.close()
+
+
+def test_a_node_is_not_lost_while_the_api_server_is_away(server, transport, handle, monkeypatch):
+    server.pod["status"]["conditions"] = SILENT
+    clock = [1000.0]
+    monkeypatch.setattr(monitor_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monitor = PodMonitor(handle, transport)
+    try:
+        until(monitor, lambda seen: seen.state is State.RUNNING)
+        server.answer = HTML
+        server.changed.set()
+        until(monitor, lambda seen: seen.nodes[0].reason is not None)
+        clock[0] += 1000
+        server.answer = None
+        until(monitor, lambda seen: seen.nodes[0].reason is None)
+        assert monitor.status().state is State.RUNNING
+    finally:
+        monitor.close()
+
+
+STOPPED_WORDS = json.dumps({"exit_code": 143, "reason": STOPPED})
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+@pytest.mark.parametrize("how", ["gone", "foreground", "never seen"])
+def test_whoever_deletes_the_job_ends_the_run(how, restarts, server, transport, run_of):
+    handle = run_of(restarts=restarts)
+    if how == "never seen":
+        server.deleted.append("pods")
+    monitor = PodMonitor(handle, transport)
+    try:
+        if how != "never seen":
+            until(monitor, lambda seen: seen.state is State.RUNNING)
+        server.job = {"metadata": {"deletionTimestamp": "x"}} if how == "foreground" else None
+        if how != "never seen":
+            ends = pod(143)
+            ends["metadata"] = ends["metadata"] | {"deletionTimestamp": "2026-11-22T04:00:00Z"}
+            ends["status"]["containerStatuses"][0]["state"]["terminated"]["message"] = STOPPED_WORDS
+            server.pod = ends
+            server.changed.set()
+        seen = until(monitor, lambda seen: seen.state.final)
+    finally:
+        monitor.close()
+    assert seen.state is State.CANCELLED
+    assert seen.removed == seen.nodes[0].reason
+    assert seen.removed.startswith("PyTorchJob demo-1 is gone: somebody deleted it, or the run")
+
+
+def test_a_job_that_is_not_served_for_a_moment_is_not_gone(server, transport, run_of):
+    handle = run_of(restarts=1)
+    server.pod["metadata"] = server.pod["metadata"] | {"deletionTimestamp": "2026-11-22T04:00:00Z"}
+    server.job = {"reason": "x"}
+
+    def not_served(self, path):
+        if "pytorchjobs" in path:
+            raise NotFound("the server could not find the requested resource")
+        return get(self, path)
+
+    get = RunObjects.get
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunObjects, "get", not_served)
+        seen = BACKEND.status(handle, transport)
+    assert (seen.state, seen.removed) == (State.PENDING, None)
+
+
+def test_a_full_disk_keeps_nothing_in_the_cluster(server, transport, handle, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(LogWriter, "_open", full)
+    monkeypatch.setattr(RunFolder, "write", raising_full)
+    remove(handle, transport)
+    assert {"pytorchjobs/demo-1", "pods", "configmaps/demo-1", "secrets/demo-1"} <= set(
+        server.deleted
+    )
+
+
+def raising_full(*_):
+    raise RunFolderError("No space left on device")
+
+
+def test_logs_that_were_not_read_are_before_their_pods_are_deleted(server, transport, handle):
+    server.end(0)
+    remove(handle, transport)
+    assert log_of(handle) == [LINE]
+    assert "pods" in server.deleted
+
+
 def event(message, at, kind="PyTorchJob", name="demo-1", reason="FailedCreatePod"):
     return {
-        "reason": reason, "involvedObject": {"kind": kind, "name": name}, "message": message,
-        "lastTimestamp": f"2026-11-22T04:00:{at:02}Z",
+        "metadata": {}, "reason": reason, "involvedObject": {"kind": kind, "name": name},
+        "message": message, "lastTimestamp": f"2026-11-22T04:00:{at:02}Z",
     }  # fmt: skip
 
 

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from clusterkit.agent import OVER_TIME_LIMIT
-from clusterkit.backends.kubernetes import pod_status
+from clusterkit.backends.kubernetes import pod
+from clusterkit.backends.kubernetes.pod import Pod
 from clusterkit.backends.kubernetes.pod_status import (
     DELETED,
-    Pod,
     Rejoin,
     by_node,
     cause_from_events,
@@ -27,7 +27,7 @@ T0 = 1795320000.0
 
 
 def read_pod(told, index, now=None):
-    return pod_status.read_pod(told, index, "pytorch", now)
+    return pod.read_pod(told, index, "pytorch", now)
 
 
 def document(phase="Running", state=None, *, conditions=(), node=0, uid="u1", **more):
