@@ -17,7 +17,8 @@ import signal
 import struct
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -67,13 +68,43 @@ def _set_environment(before: Mapping[str, str], wanted: Mapping[str, str]) -> No
 
 
 def _renew_process_state() -> None:
-    """Draw again what imported modules drew at random for their process; set the thread's id."""
-    if (numpy := sys.modules.get("numpy.random")) is not None:
-        numpy.seed()
-    if (process := sys.modules.get("multiprocessing.process")) is not None:
-        process.current_process().authkey = os.urandom(32)
-    with contextlib.suppress(AttributeError):
+    """Create anew what imported modules, by their names, have created for their process.
+
+    tests/unit/test_process_state.py finds what is missing here. What handles forks itself: Python's
+    ``random``, the locks of ``logging``, ``threading`` and ``concurrent.futures``, names of
+    ``tempfile``, OpenSSL, ``filelock``.
+    """
+
+    def renew(name: str, create: Callable[[Any], object]) -> None:
+        if (module := sys.modules.get(name)) is not None:
+            create(module)
+
+    # Not torch.seed(), which seeds GPUs as well, and so starts CUDA.
+    renew("torch", lambda torch: torch.default_generator.seed())
+    renew("numpy.random", lambda numpy: numpy.seed())
+    renew("multiprocessing.process", _renew_authkey)
+    with contextlib.suppress(AttributeError):  # what has no public name
         vars(threading.Thread)["_set_native_id"](threading.main_thread())
+    with contextlib.suppress(AttributeError):
+        renew("logging", _renew_start_time)
+    with contextlib.suppress(AttributeError):
+        renew("sympy.core.random", lambda sympy: (sympy.rng.seed(), sympy._assumptions_rng.seed()))
+    with contextlib.suppress(AttributeError):
+        renew("transformers.utils.hub", _renew_session)
+
+
+def _renew_authkey(process: Any) -> None:
+    process.current_process().authkey = os.urandom(32)
+
+
+def _renew_start_time(logging: Any) -> None:
+    """Set the time that ``%(relativeCreated)d`` counts from: of the import; from 3.13 on in ns."""
+    is_float = isinstance(logging._startTime, float)
+    logging._startTime = time.time() if is_float else time.time_ns()
+
+
+def _renew_session(hub: Any) -> None:
+    hub.SESSION_ID = hub.uuid4().hex
 
 
 def set_title(argv: list[str], env: Mapping[str, str]) -> bool:

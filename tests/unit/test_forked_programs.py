@@ -1,32 +1,13 @@
 """A forked program does what it does under ``python program.py``: output, exit code, files."""
 
 import difflib
-import os
 import re
-import selectors
-import subprocess
-import sys
-import zipfile
-from argparse import Namespace
-from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import pytest
 
-from clusterkit.agent.fork import ForkLauncher
+from tests.forked import Case, servers
 
 ADDRESS = re.compile(r"0x[0-9a-f]+|(?<=started )[0-9]+")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One command line: interpreter options, program, arguments; and what lies in its folder."""
-
-    text: str = ""
-    argv: tuple[str, ...] = ("program.py",)
-    python: tuple[str, ...] = ()
-    files: dict[str, str | bytes] = field(default_factory=dict)
-    env: dict[str, str] = field(default_factory=dict)
 
 
 STATE = """
@@ -261,18 +242,6 @@ PROGRAMS = {
 }  # fmt: skip
 
 
-def lay_out(case, folder):
-    folder.mkdir()
-    for name, content in {"program.py": case.text, **case.files}.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if name.endswith(".zip"):
-            with zipfile.ZipFile(path, "w") as archive:
-                archive.writestr(zipfile.ZipInfo("__main__.py"), content)
-        else:
-            path.write_bytes(content if isinstance(content, bytes) else content.encode())
-
-
 def contents(folder):
     files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     return {
@@ -280,69 +249,10 @@ def contents(folder):
     }
 
 
-class Launcher(ForkLauncher):
-    """Leaves the ranks' pipes to the test, and the server's output where that of the test goes."""
-
-    def _new_output(self):
-        return os.dup(2)
-
-
-class Forked:
-    """A server per way to start Python, and what its forks print."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.selector = selectors.DefaultSelector()
-        self.servers = {}
-        os.mkfifo(folder / "pipe-0")
-        self.pipe = os.open(folder / "pipe-0", os.O_RDWR | os.O_NONBLOCK)
-        self.null = os.open(os.devnull, os.O_WRONLY)
-
-    def server(self, case):
-        key = case.python, tuple(case.env.items())
-        if key not in self.servers:
-            argv = [sys.executable, *case.python, "program.py"]
-            options = Namespace(nproc=1, nodes=1, fork=len(argv) - 1, argv=argv, tagged=False)
-            log = SimpleNamespace(ranks=[])
-            self.servers[key] = Launcher(options, self.folder, log, self.selector)
-        return self.servers[key]
-
-    def run(self, case):
-        """Output and exit code; to be called in the program's folder."""
-        server = self.server(case)
-        server._program = list(case.argv)
-        assert server.start() is None
-        data = b""
-        while not server.ends:
-            for key, _ in self.selector.select():
-                key.data()
-            data += self.read()
-        assert server.failure is None
-        return data, server.ends[0]["exit_code"]
-
-    def read(self):
-        try:
-            return os.read(self.pipe, 1 << 20)
-        except BlockingIOError:
-            return b""
-
-    def close(self):
-        for server in self.servers.values():
-            server.close()
-        self.selector.close()
-        for handle in (self.pipe, self.null):
-            os.close(handle)
-
-
 @pytest.fixture(scope="module")
 def forked(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        for name in [name for name in os.environ if name.startswith(("PYTHON", "PYTEST", "COV"))]:
-            patch.delenv(name)
-        servers = Forked(tmp_path_factory.mktemp("node"))
-        yield servers
-        servers.close()
+    with servers(tmp_path_factory) as found:
+        yield found
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -351,25 +261,13 @@ def test_as_under_python(name, forked, tmp_path, monkeypatch):
     for variable, value in case.env.items():
         monkeypatch.setenv(variable, value)
     folder, found = tmp_path / "folder", []
-    for fork in (False, True):
-        lay_out(case, folder)
+    for run in (forked.run_alone, lambda case: forked.run(case)[0]):
+        case.lay_out(folder)
         monkeypatch.chdir(folder)
-        if fork:
-            output, code = forked.run(case)
-            header, _, output = output.partition(b"\n")
-            assert header.startswith(b"@clusterkit-rank 0 ")
-        else:
-            server = forked.server(case)
-            server._starts = 1
-            done = subprocess.run(
-                [sys.executable, *case.python, *map(os.fsencode, case.argv)],
-                env=server._rank_environment(0), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT, process_group=0, check=False,
-            )  # fmt: skip
-            server._starts, output, code = 0, done.stdout, done.returncode
+        output, code = run(case)
         text = ADDRESS.sub("N", output.decode(errors="replace"))
         found.append((code, text.splitlines(), contents(folder)))
         monkeypatch.chdir(tmp_path)
-        folder.rename(tmp_path / f"folder-{fork}")
+        folder.rename(tmp_path / f"folder-{len(found)}")
     differs = "\n".join(difflib.unified_diff(found[0][1], found[1][1], "python", "forked", n=0))
     assert found[1] == found[0], differs
