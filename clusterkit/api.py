@@ -83,12 +83,30 @@ class ListedRun(RunStatus, frozen=True, kw_only=True):
 
 def plan(job: Job, **options: Any) -> Plan:
     """Return exactly what `submit` would do; options as for `prepare`."""
-    if options.get("run_id") is None:
-        options["run_id"] = lambda name: f"{run_folder.slug(name)}-plan"
+    with _planned(job, options) as ready:
+        return ready.plan
+
+
+def write_plan(job: Job, out: str | os.PathLike[str], **options: Any) -> int:
+    """Write what `plan` returns into a folder, to start it by hand; return the number of files.
+
+    Options as for `prepare`. In the folder that the plan names for the run, `status` and the other
+    verbs then follow what is started.
+
+    Raises:
+        ClusterkitError: as `submit`; a run has begun in that folder already.
+    """
+    from clusterkit.run.launch import write_plan as write
+
+    return write(_planned(job, options), out)
+
+
+def _planned(job: Job, options: dict[str, Any]) -> Prepared:
     from clusterkit.run.launch import prepare
 
-    with prepare(job, **options) as ready:
-        return ready.plan
+    if options.get("run_id") is None:
+        options["run_id"] = lambda name: f"{run_folder.slug(name)}-plan"
+    return prepare(job, **options)
 
 
 def submit(job: Job, **options: Any) -> Run:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import click
 
 from clusterkit import api, backends
 from clusterkit.cli.common import JobVerb, json_option, plan_options, verb
-from clusterkit.files import write_atomic
 from clusterkit.ui.spinner import spinner
 
 
@@ -57,16 +54,14 @@ def command(
             text = api.plan_as(job, form=form, **options)
         click.echo(text, nl=False)
         return
+    if out is not None:
+        with probing:
+            count = api.write_plan(job, out, **options)
+        click.echo(f"{count} files written to {out}", err=True)
+        return
     with probing:
         plan = api.plan(job, **options)
-    if out is not None:
-        for file in plan.files:
-            relative = os.path.relpath(file.path, plan.run_dir)
-            write_atomic(Path(out, relative), file.content(), file.mode)
-        write_atomic(Path(out, "plan.json"), plan.to_json())
-        write_atomic(Path(out, "plan.txt"), plan.to_text().encode())
-        click.echo(f"{len(plan.files) + 2} files written to {out}", err=True)
-    elif as_json:
+    if as_json:
         click.echo(plan.to_json().decode())
     else:
         click.echo(plan.to_text(), nl=False)

@@ -24,6 +24,7 @@ from clusterkit.backends.base import (
 )
 from clusterkit.cluster import ClusterSpec, Facts
 from clusterkit.errors import BadInput, CapabilityError, ClusterkitError, RunFolderError
+from clusterkit.files import write_atomic
 from clusterkit.jobfile import loader, request
 from clusterkit.output.track import check_trackers
 from clusterkit.plan import Note, Plan
@@ -225,19 +226,7 @@ def _start(
             lock = folder.hold()
             assert lock is not None  # the folder is new
             with lock:
-                folder.write_json("job.json", ready.job)
-                entry = {"backend": ready.backend.name} | msgspec.to_builtins(ready.cluster)
-                folder.write_json("cluster.json", entry)
-                folder.save_plan(ready.facts, ready.plan)
-                submission = Submission(
-                    run=folder.run_id,
-                    job=ready.job.name,
-                    cluster=ready.cluster_name,
-                    backend=ready.backend.name,
-                    created_at=created_at,
-                    clusterkit=clusterkit.__version__,
-                )
-                folder.write_json("run.json", submission)
+                _record(folder, ready, created_at)
                 complete(folder)
                 if adopt:
                     supervise.spawn(folder, lock, adopt=True)
@@ -251,6 +240,46 @@ def _start(
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
     return Run(folder)
+
+
+def _record(folder: RunFolder, ready: Prepared, created_at: float) -> None:
+    """Write what describes a run."""
+    folder.write_json("job.json", ready.job)
+    entry = {"backend": ready.backend.name} | msgspec.to_builtins(ready.cluster)
+    folder.write_json("cluster.json", entry)
+    folder.save_plan(ready.facts, ready.plan)
+    submission = Submission(
+        run=folder.run_id,
+        job=ready.job.name,
+        cluster=ready.cluster_name,
+        backend=ready.backend.name,
+        created_at=created_at,
+        clusterkit=clusterkit.__version__,
+    )
+    folder.write_json("run.json", submission)
+
+
+def write_plan(ready: Prepared, out: str | os.PathLike[str]) -> int:
+    """Write a plan's files, to be started by hand; return their number. Closes ``ready``.
+
+    In the folder that the plan names for its run, the files of a run are written as well: then
+    `status`, `logs` and the like follow what is started there.
+
+    Raises:
+        BadInput: that run exists already.
+        RunFolderError: a file cannot be written.
+    """
+    with ready:
+        plan, base = ready.plan, Path(out)
+        if base.resolve() == Path(plan.run_dir).resolve():
+            folder = RunFolder.create(plan.run_id, Path(plan.run_dir).parents[1])
+            _record(folder, ready, time.time())
+        contents = {os.path.relpath(file.path, plan.run_dir): file for file in plan.files}
+        for relative, file in contents.items():
+            write_atomic(base / relative, file.content(), file.mode)
+        write_atomic(base / "plan.json", plan.to_json())
+        write_atomic(base / "plan.txt", plan.to_text().encode())
+        return len(contents) + 2
 
 
 def send_trees(ready: Prepared, progress: Progress | None = None) -> None:

@@ -38,17 +38,21 @@ class Slurm(LocalTransport):
         return Completed(tuple(argv), 0, text, "")
 
 
-def job(state="RUNNING", number=7, reason="None", start="N/A"):
-    return f"{number}|{state}|{start}|{reason}\n"
+RUN_DIR = "/home/u/runs/demo-1"
+
+
+def job(state="RUNNING", number=7, reason="None", start="N/A", folder=RUN_DIR):
+    return f"{number}|{state}|{start}|{reason}|{folder}\n"
 
 
 # ---------------------------------------------------------------- what commands print
 
 
-def test_jobs_are_read_and_lines_of_another_form_passed_over():
+def test_jobs_are_read_and_lines_of_another_form_passed_over(plan):
+    made = plan()
     text = "a plugin complains\n" + job(number=12) + job("PENDING", 9, "(ReqNodeNotAvail, x|y)")
-    transport = Slurm(squeue=text)
-    found = queue.jobs_of("demo-1", queue.HERE, transport)
+    transport = Slurm(squeue=text.replace(RUN_DIR, made.run_dir))
+    found = queue.jobs_of(made, transport)
     assert [(each.id, each.state) for each in found] == [(9, "PENDING"), (12, "RUNNING")]
     assert "--name=demo-1" in transport.asked[0]
     assert found[0].waiting == (
@@ -156,7 +160,7 @@ def test_what_versions_of_slurm_print_is_read():
         assert seen.facts.most_nodes == most, version
         assert " ".join(str(len(node.gpus)) for node in seen.nodes) == gpus, version
         assert [node.name for node in seen.nodes if node.usable] == usable.split(), version
-        jobs = queue.parse(found["squeue"])
+        jobs = queue.parse(found["squeue"], RUN_DIR)
         assert [job.means.value for job in jobs] == states.split(), version
 
 
@@ -169,10 +173,55 @@ def test_a_probe_starts_one_process():
     assert facts.port + 1 == facts.watch_port
 
 
-def test_a_controller_that_is_away_is_unavailable():
+def test_a_controller_that_is_away_is_unavailable(plan):
     away = "error: Unable to contact slurm controller (connect failure)"
     with pytest.raises(Unavailable, match="Unable to contact slurm controller"):
-        queue.jobs_of("demo-1", queue.HERE, Slurm(squeue=away))
+        queue.jobs_of(plan(), Slurm(squeue=away))
+
+
+def test_a_job_of_the_same_name_in_another_folder_is_not_the_run_s(plan):
+    """Another user's, or of another CLUSTERKIT_HOME: `cancel` by root would signal it."""
+    made = plan()
+    text = job(number=8, folder="/home/other/runs/demo-1") + job(number=5, folder=made.run_dir)
+    text += job(number=9, folder=f"/else{made.run_dir}") + job(number=10, folder="")
+    transport = Slurm(squeue=text)
+    assert [each.id for each in queue.jobs_of(made, transport)] == [5]
+    assert f"--user={os.getuid()}" in transport.asked[0]
+
+
+@pytest.mark.parametrize(
+    ("owner", "answers", "code", "printed"),
+    [
+        (None, "", 0, "began\n"),
+        ("7", "", 0, "began\n"),  # requeued
+        ("6", "COMPLETED\n", 0, "began\n"),
+        ("6", "PENDING\n", 0, "began\n"),
+        ("6", "slurm_load_jobs error: Invalid job id specified\n", 0, "began\n"),
+        ("6", "COMPLETING\nslurm_load_jobs error: Unable to contact\nFAILED\n", 0, "began\n"),
+        ("6", "RUNNING\n", 75, ""),
+    ],
+)
+def test_two_jobs_of_one_plan_never_run_at_once(plan, tmp_path, owner, answers, code, printed):
+    (text,) = (file.text for file in plan().files if file.path.endswith("slurm.sh"))
+    loop = text.partition("# Two jobs of one plan")[2].partition("# Slurm may start")[0]
+    bin = tmp_path / "bin"
+    bin.mkdir()
+    (tmp_path / "answers").write_text(answers)
+    # Says one line of its answers each time.
+    (bin / "squeue").write_text(f"#!/bin/sh\ncd {tmp_path}; head -n 1 answers; sed -i 1d answers\n")
+    (bin / "squeue").chmod(0o755)
+    (bin / "sleep").symlink_to("/bin/true")
+    if owner is not None:
+        (tmp_path / "owner").write_text(f"{owner}\n")
+    done = subprocess.run(
+        ["bash", "-u", "-c", f"run={tmp_path}\n#{loop}\necho began"],
+        env={"PATH": f"{bin}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (code, printed), done.stderr
+    assert (tmp_path / "owner").read_text() == ("6\n" if code else "7\n")
+    assert ("job 6 runs this plan already" in done.stderr) is bool(code)
+    assert (tmp_path / "answers").read_text() == ""
 
 
 # ---------------------------------------------------------------- the plan
@@ -303,8 +352,9 @@ def test_agents_run_in_the_image_of_the_entry(plan):
 def seen(plan, tmp_path):
     """An attempt with these files, and this job: its state, and each node's state and reason."""
 
-    def look(squeue, *nodes, attempt=1, patient=False, **files):
+    def look(squeue, *nodes, attempt=1, patient=False, sacct="error: no accounting", **files):
         made = plan()
+        squeue = squeue.replace(RUN_DIR, made.run_dir)
         folder = run_folder.RunFolder(Path(made.run_dir))
         for name, text in {"run_json": "{}", **files}.items():
             path = folder.path / name.replace("run_json", "run.json").replace("_", "-")
@@ -318,16 +368,49 @@ def seen(plan, tmp_path):
                 (path / f"{name}.json").write_text(json.dumps(document))
         handle = run_folder.RunHandle(folder, made, attempt)
         if patient:
-            transport = Slurm(squeue=squeue)
+            transport = Slurm(squeue=squeue, sacct=sacct)
             taken = observe.read(handle)
             number = observe.newest(handle, transport)
             return observe.observation(handle, taken, number, files_delayed=True)
-        return backends.backend("slurm").status(handle, Slurm(squeue=squeue))
+        return backends.backend("slurm").status(handle, Slurm(squeue=squeue, sacct=sacct))
 
     return look
 
 
 RUNS = {"started": {"pid": 1, "host": "gpu-3"}}
+
+
+@pytest.mark.parametrize(
+    ("sacct", "state", "reason"),
+    [
+        ("TIMEOUT\n", "FAILED", "job 7 ended: it came to the end of Slurm's time limit (TIMEOUT)"),
+        ("NODE_FAIL\nOUT_OF_MEMORY\n", "FAILED",
+         "job 7 ended: it was over its memory limit (OUT_OF_MEMORY)"),
+        ("CANCELLED by 1000\n", "CANCELLED", "job 7 ended: it was cancelled (scancel)"),
+        ("error: Slurm accounting storage is disabled", "FAILED", "its agent ended without"),
+        ("RUNNING\n", "FAILED", "its agent ended without"),
+    ],
+)  # fmt: skip
+def test_a_job_that_slurm_has_forgotten_is_asked_of_accounting(seen, sacct, state, reason):
+    found = seen("", RUNS, RUNS, sacct=sacct, job_1="7\n")
+    assert {node.state.value for node in found.nodes} == {state}
+    assert all(node.reason.startswith(reason) for node in found.nodes)
+
+
+def test_a_job_that_is_completing_holds_up_no_run_whose_agents_have_ended(seen):
+    assert not seen(job("COMPLETING"), DONE, DONE).queued
+    # An agent that was killed may have left ranks, which Slurm still ends.
+    assert seen(job("COMPLETING"), DONE, RUNS).queued
+
+
+def test_what_slurm_announced_is_the_reason_that_is_shown(seen):
+    words = f"{queue.WARNED} (time limit, or preemption)"
+    ended = {"exit": {"exit_code": 143, "reason": "stopped on request", "stopped_by": words,
+                      "at": 1.0, "processes": []}}  # fmt: skip
+    found = seen(job("TIMEOUT"), {**RUNS, **ended}, {**RUNS, **ended}, stop_7="x")
+    assert [node.reason for node in found.nodes] == [words, words]
+
+
 DONE = {**RUNS, "exit": {"exit_code": 0, "at": 1.0, "reason": None}}
 ENDED = {**RUNS, "exit": {"exit_code": 143, "at": 1.0, "reason": "stopped on request"}}
 CRASHED = {**RUNS, "exit": {"exit_code": 7, "at": 1.0, "reason": None}}

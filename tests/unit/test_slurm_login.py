@@ -159,7 +159,11 @@ def write(handle):
 
 RUNS = {"pid": 1, "host": "gpu-3"}
 DONE = {"exit_code": 0, "at": 1.0, "reason": None}
-JOB = "7|{}|N/A|2026-11-23T12:00:00|None\n"
+
+
+def listed(handle, state):
+    """What `squeue` prints of the run's job."""
+    return f"7|{state}|2026-11-23T12:00:00|None|{handle.plan.run_dir}\n"
 
 
 def here(handle):
@@ -233,7 +237,7 @@ def test_after_a_part_that_is_missing_nothing_is_appended(handle):
 
 
 def test_a_run_is_judged_by_what_came(handle, write):
-    backend, transport = backends.backend("slurm"), LoginNode(squeue=JOB.format("RUNNING"))
+    backend, transport = backends.backend("slurm"), LoginNode(squeue=listed(handle, "RUNNING"))
     Path(handle.plan.run_dir).mkdir(parents=True)
     assert backend.status(handle, transport).state is State.PENDING
     for node in (0, 1):
@@ -257,7 +261,7 @@ def test_a_job_that_ends_while_it_is_asked_about_is_judged_by_its_last_words(han
 
     for node in (0, 1):
         write(f"attempts/1/node-{node}/started.json", RUNS)
-    transport = Ends(squeue=JOB.format("COMPLETED"))
+    transport = Ends(squeue=listed(handle, "COMPLETED"))
     assert backends.backend("slurm").status(handle, transport).state is State.SUCCEEDED
 
 
@@ -287,16 +291,16 @@ def test_a_folder_that_is_gone_there_hides_nothing_that_is_known_here(handle):
 
 def test_why_a_job_is_ended_is_said_there_and_here(handle, write):
     Path(handle.plan.run_dir).mkdir(parents=True)
-    transport = LoginNode(squeue=JOB.format("PENDING"), scancel="")
+    transport = LoginNode(squeue=listed(handle, "PENDING"), scancel="")
 
     class Ends(LoginNode):
         def run(self, host, argv, **options):
             done = super().run(host, argv, **options)
             if "scancel" in argv:
-                self.printed["squeue"] = JOB.format("CANCELLED")
+                self.printed["squeue"] = listed(handle, "CANCELLED")
             return done
 
-    transport = Ends(squeue=JOB.format("PENDING"), scancel="")
+    transport = Ends(squeue=listed(handle, "PENDING"), scancel="")
     backends.backend("slurm").cancel(handle, transport, "cancelled")
     assert Path(handle.plan.run_dir, "stop-7").read_text() == "cancelled\n"
     assert here(handle)["stop-7"] == b"cancelled\n"

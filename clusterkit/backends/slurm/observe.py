@@ -6,6 +6,7 @@ nodes run and ended is read there. Slurm adds why they have not started, or were
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,11 +15,12 @@ from functools import partial
 import msgspec
 from msgspec import Struct
 
+from clusterkit.agent import STOPPED
 from clusterkit.agent.report import read_from
 from clusterkit.backends.base import Observation
 from clusterkit.backends.node_status import NodeFiles, folder_exists, judge_node, observed
 from clusterkit.backends.slurm import login
-from clusterkit.backends.slurm.queue import NODE_0_LOST, WARNED, Job, jobs_of
+from clusterkit.backends.slurm.queue import NODE_0_LOST, WARNED, Job, ended_job, jobs_of
 from clusterkit.errors import Unavailable
 from clusterkit.output import mirror
 from clusterkit.run.folder import RunHandle
@@ -136,7 +138,8 @@ def observation(
         seen,
         next_attempt=seen.next_attempt or (handle.attempt + 1 if look.requeued else None),
         causes=(*causes, *seen.causes),
-        queued=silent is not None or (job is not None and not job.means.final),
+        queued=silent is not None
+        or (job is not None and not job.means.final and not (job.completing and files.ended)),
     )
 
 
@@ -173,6 +176,9 @@ class _Look:
         cancelled = job is not None and job.means is State.CANCELLED and not self.ours
         ended = State.CANCELLED if cancelled else State.FAILED
         if files.exit is not None:
+            if node.reason == STOPPED and WARNED.encode() in files.exit:
+                why = json.loads(files.exit)["stopped_by"]
+                node = changed(node.state, str(why))
             # Slurm signals ranks and agents alike: what they record is a consequence.
             killed = node.state in (State.CANCELLED, State.FAILED) and node.exit_code in _SIGNALLED
             by_slurm = job is not None and job.ended_by_slurm and not (self.ours or self.requeued)
@@ -204,13 +210,17 @@ class _Look:
 
 
 def newest(handle: RunHandle, transport: Transport) -> Job | None:
-    """Return the run's newest job; None: Slurm lists none.
+    """Return the run's newest job; None: Slurm does not know of one.
 
     Raises:
         Unavailable: the controller does not answer.
     """
-    jobs = jobs_of(handle.plan.run_id, handle.plan.hosts[0], transport)
-    return jobs[-1] if jobs else None
+    if jobs := jobs_of(handle.plan, transport):
+        return jobs[-1]
+    recorded = (read_from(handle.folder.file(f"job-{handle.attempt}")) or b"").strip()
+    if not recorded.isdigit():
+        return None
+    return ended_job(int(recorded), handle.plan.hosts[0], transport)
 
 
 class JobPoller:

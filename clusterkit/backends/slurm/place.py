@@ -19,7 +19,7 @@ from clusterkit.backends.placing import (
 )
 from clusterkit.backends.ports import default_ports
 from clusterkit.backends.slurm.probe import minutes
-from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON, NODE_0_LOST, WARNED
+from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON, NODE_0_LOST, STATES, WARNED
 from clusterkit.cluster import Facts, SlurmCluster, SlurmFacts
 from clusterkit.errors import BadInput, counted
 from clusterkit.plan import Note, PlanFile, Step
@@ -48,6 +48,19 @@ _SCRIPT = """\
 #!/bin/bash
 {options}{setup}set -u
 run={run}
+# Two jobs of one plan must never run at once: their ranks would write the same files.
+while ! (set -C && echo "$SLURM_JOB_ID" >"$run/owner") 2>/dev/null; do
+    other=$(cat "$run/owner") || exit 73
+    if [ "$other" = "$SLURM_JOB_ID" ]; then break; fi
+    case $(squeue --noheader --states=all --job="$other" --format=%T 2>&1) in
+    RUNNING | SUSPENDED | STOPPED | SIGNALING | RESIZING)
+        echo "clusterkit: job $other runs this plan already: scancel $other, or plan it anew" >&2
+        exit 75 ;;
+    "" | *"Invalid job id"* | {over})
+        if [ "$(cat "$run/owner")" = "$other" ]; then rm -f "$run/owner"; fi ;;
+    *) sleep 5 ;; # Slurm still ends it, or does not answer
+    esac
+done
 # Slurm may start this again: then it goes on as another attempt.
 CLUSTERKIT_ATTEMPT="${{CLUSTERKIT_ATTEMPT:-1}}"
 while [ -e "$run/attempts/$CLUSTERKIT_ATTEMPT" ]; do
@@ -81,11 +94,16 @@ while kill -0 "$step" 2>/dev/null; do
     wait "$step"
     code=$?
 done
+if [ ! -e "$run/run.json" ]; then # nobody follows the logs: this was submitted by hand
+    tail -v -n 40 "$run"/attempts/*/node-*/log
+fi
 if [ "$again" ] && [ "$code" -ne 0 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
 """
+_OVER = " | ".join(state for state, means in STATES.items() if means.final or state == "PENDING")
+"""A job in one of these states has no process."""
 _OF_NODE = (
     'scontrol --oneliner show node "$SLURMD_NODENAME" | sed "s/.* NodeAddr=\\([^ ]*\\) .*/\\1/"'
 )
@@ -154,6 +172,7 @@ class SlurmPlacement(Placement):
             options="".join(f"#SBATCH {_quoted(option)}\n" for option in options),
             setup="".join(f"{line}\n" for line in _setup(entry)),
             run=quote(run_dir),
+            over=_OVER,
             token=PEER_TOKEN,
             head=HEAD.name,
             address=interface or _OF_NODE,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
 from clusterkit.errors import ClusterkitError, Unavailable
+from clusterkit.plan import Plan
 from clusterkit.run.status import State
 from clusterkit.transport import Completed, Environment, Transport
 
@@ -20,9 +23,9 @@ _FIND = (
 """Runs a command that may be in the PATH of a login shell only."""
 SLURM_SECONDS = 60.0
 """Timeout of Slurm's commands, which wait about 10 s for a controller that does not answer."""
-FORM = "%i|%T|%S|%r"
-"""Format of `squeue`: id, state, (expected) start, reason. Unlike its JSON, it has not changed
-between versions."""
+FORM = "%i|%T|%S|%r|%Z"
+"""Format of `squeue`: id, state, (expected) start, reason, folder. Unlike its JSON, it has not
+changed between versions."""
 WARNED = "Slurm is about to end the job"
 """The reason that agents record when Slurm announces the end of the job."""
 NODE_0_LOST = "node 0 was lost and did not come back"
@@ -30,6 +33,8 @@ NODE_0_LOST = "node 0 was lost and did not come back"
 outlives its first node; the script that starts them then puts the job back into the queue."""
 _PENDING = "PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT"
 _RUNNING = "RUNNING SUSPENDED STOPPED SIGNALING STAGE_OUT RESIZING COMPLETING"
+COMPLETING = "COMPLETING"
+"""State of a job that has ended, and whose processes Slurm removes; `squeue` hides how it ended."""
 _FAILED = "FAILED TIMEOUT NODE_FAIL PREEMPTED BOOT_FAIL DEADLINE OUT_OF_MEMORY REVOKED"
 STATES: Mapping[str, State] = {
     **dict.fromkeys(_PENDING.split(), State.PENDING),
@@ -85,6 +90,11 @@ class Job(Struct, frozen=True, kw_only=True):
         return STATES.get(self.state, State.UNKNOWN)
 
     @property
+    def completing(self) -> bool:
+        """Whether the job has ended, but perhaps not all of its processes."""
+        return self.state == COMPLETING
+
+    @property
     def waiting(self) -> str:
         """A sentence on why the job waits."""
         reason = self.reason.strip("()").partition(",")[0]
@@ -105,9 +115,11 @@ class Job(Struct, frozen=True, kw_only=True):
         return f"job {self.id} ended: {f'{known} ({self.state})' if known else self.state}"
 
 
-def parse(text: str) -> list[Job]:
-    """Return the jobs in the output of `squeue`; other lines are ignored."""
-    rows = [line.strip().split("|", 3) for line in text.splitlines()]
+def parse(text: str, folder: str) -> list[Job]:
+    """Return the jobs of a folder in the output of `squeue`; other lines are ignored."""
+    end = f"|{folder}"
+    lines = [line.strip() for line in text.splitlines()]
+    rows = [line.removesuffix(end).split("|", 3) for line in lines if line.endswith(end)]
     return [
         Job(id=int(row[0]), state=row[1], start=row[2], reason=row[3])
         for row in rows
@@ -115,17 +127,39 @@ def parse(text: str) -> list[Job]:
     ]
 
 
-def jobs_of(run_id: str, host: str, transport: Transport) -> list[Job]:
+def jobs_of(plan: Plan, transport: Transport) -> list[Job]:
     """Return a run's jobs, newest last; Slurm lists those that have ended for some minutes.
 
-    They are found by their name, the run's id: so none is lost if a submit is interrupted before
-    it records the job's id.
+    They are found by their name, the run's id, and their folder, the run's: so none is lost if a
+    submit is interrupted before it records the job's id, and a job of the same name that belongs to
+    another user, or to another ``CLUSTERKIT_HOME``, is not taken for one of the run.
 
     Raises:
         Unavailable: the controller does not answer.
     """
-    argv = ("squeue", "--noheader", "--states=all", f"--name={run_id}", f"--format={FORM}")
-    return sorted(parse(query(transport, host, *argv)), key=lambda job: job.id)
+    host = plan.hosts[0]
+    argv = ["squeue", "--noheader", "--states=all", f"--name={plan.run_id}", f"--format={FORM}"]
+    if host == HERE:
+        argv.append(f"--user={os.getuid()}")
+    found = parse(query(transport, host, *argv), plan.run_dir)
+    return sorted(found, key=lambda job: job.id)
+
+
+def ended_job(number: int, host: str, transport: Transport) -> Job | None:
+    """Return a job that `squeue` lists no more, as accounting has it; None: it does not say.
+
+    Slurm forgets an ended job after ``MinJobAge``, by default five minutes; `sacct` needs slurmdbd,
+    which not every cluster has.
+    """
+    argv = ("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={number}",
+            "--format=State")  # fmt: skip
+    with contextlib.suppress(Unavailable):
+        rows = query(transport, host, *argv).splitlines()
+        # "CANCELLED by 1000" names who did it; a job that was requeued has several rows.
+        states = [row.split()[0] for row in rows if row.split()]
+        if states and STATES.get(states[-1], State.UNKNOWN).final:
+            return Job(id=number, state=states[-1])
+    return None
 
 
 def run(
