@@ -24,7 +24,7 @@ from clusterkit.backends.base import (
 from clusterkit.cluster import ClusterSpec, Facts, LocalCluster
 from clusterkit.errors import EXIT_INTERRUPTED, ClusterkitError, RunFolderError, counted
 from clusterkit.plan import Plan
-from clusterkit.run.folder import LEFTOVERS, POLL_SECONDS, RunFolder, RunHandle, Submission
+from clusterkit.run.folder import BY_HAND, LEFTOVERS, POLL_SECONDS, RunFolder, RunHandle, Submission
 from clusterkit.run.outcome import diagnosis, without_spares
 from clusterkit.run.status import Failure, RunStatus, State
 from clusterkit.spec import JobSpec
@@ -156,6 +156,9 @@ def _unsupervised(base: RunStatus, handle: RunHandle, seen: Observation) -> tupl
         return _replace(base, state=seen.state, remark=remark), False
     if folder.is_cancelled():
         return _replace(base, state=State.CANCELLED, exit_code=EXIT_INTERRUPTED), False
+    if not begun and folder.file(BY_HAND).exists():
+        remark = f"its plan was written to be started by hand: {folder.file('files')}"
+        return _replace(base, state=State.PENDING, remark=remark), False
     if begun:
         failure = diagnosis(handle, seen)
         can_attach = restarts > 0 and not (seen.final or seen.late)

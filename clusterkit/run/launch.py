@@ -278,7 +278,7 @@ def write_plan(ready: Prepared, out: str | os.PathLike[str]) -> int:
         for relative, file in contents.items():
             write_atomic(base / relative, file.content(), file.mode)
         write_atomic(base / "plan.json", plan.to_json())
-        write_atomic(base / "plan.txt", plan.to_text().encode())
+        write_atomic(base / run_folder.BY_HAND, plan.to_text().encode())
         return len(contents) + 2
 
 

@@ -210,13 +210,15 @@ class _Look:
 
 
 def newest(handle: RunHandle, transport: Transport) -> Job | None:
-    """Return the run's newest job; None: Slurm does not know of one.
+    """Return the run's newest job, or the one that has not ended; None: Slurm knows of none.
+
+    A job that finds another one of the same plan running ends at once, as the newer one.
 
     Raises:
         Unavailable: the controller does not answer.
     """
     if jobs := jobs_of(handle.plan, transport):
-        return jobs[-1]
+        return max(jobs, key=lambda job: (not job.means.final, job.id))
     recorded = (read_from(handle.folder.file(f"job-{handle.attempt}")) or b"").strip()
     if not recorded.isdigit():
         return None

@@ -110,8 +110,11 @@ def test_what_the_plan_prints_can_be_submitted_by_hand(
     out = os.environ["CLUSTERKIT_HOME"] + "/runs/hello-plan"
     words = [str(job), "--cluster", "hpc", "--nodes", "2", "--out", out]
     subprocess.run([*clusterkit, "plan", *words], check=True, capture_output=True)
+    assert api.get("hello-plan").status().state is State.PENDING
     slurm.run("sbatch", f"{out}/files/slurm.sh")
     slurm.wait(lambda: slurm.jobs() == [], "the job's end")
+    assert api.get("hello-plan").status().state is State.SUCCEEDED
+    assert len(list(api.get("hello-plan").logs())) == 2
     logs = [Path(out, f"attempts/1/node-{node}/log").read_text() for node in (0, 1)]
     assert [line.rpartition(" hello")[2].strip() for line in logs] == ["from 0 of 2", "from 1 of 2"]
     home = os.environ["CLUSTERKIT_HOME"]
@@ -119,6 +122,33 @@ def test_what_the_plan_prints_can_be_submitted_by_hand(
     (listed,) = [each for each in api.runs_of("hpc") if each.run == "hello-plan"]
     assert (listed.here, listed.state, listed.nodes_asked) == (False, State.SUCCEEDED, 2)
     assert f"CLUSTERKIT_HOME={home} clusterkit attach hello-plan" in (listed.remark or "")
+
+
+def test_a_plan_runs_once_at_a_time_and_its_run_alone_is_cancelled(
+    slurm: Slurm, clusterkit: list[str], tmp_path: Path
+) -> None:
+    job = tmp_path / "hello.yaml"
+    job.write_text('name: hello\ncommand: [sh, -c, "echo began; exec sleep 600"]\n')
+    out = os.environ["CLUSTERKIT_HOME"] + "/runs/hello-plan"
+    words = [str(job), "--cluster", "hpc", "--out", out]
+    subprocess.run([*clusterkit, "plan", *words], check=True, capture_output=True)
+    # Another one of the same name, as another user may have it.
+    options = ("--job-name=hello-plan", f"--chdir={tmp_path}", "-o/dev/null", "--parsable")
+    other = slurm.run("sbatch", *options, "--wrap", "sleep 600").strip()
+    slurm.run("sbatch", f"{out}/files/slurm.sh")
+    run = api.get("hello-plan")
+    slurm.wait(lambda: any(line.text == "began" for line in run.logs()), "the job's start")
+    again = subprocess.run(
+        ["sbatch", "--wait", "-pwide", f"{out}/files/slurm.sh"], capture_output=True, timeout=120
+    )
+    assert again.returncode == 75
+    assert run.status().state is State.RUNNING
+    run.cancel()
+    slurm.wait(lambda: len(slurm.jobs()) == 1, "the run's end")
+    assert other in slurm.run("squeue", "--noheader", "--format=%i", "--states=running")
+    slurm.run("scancel", other)
+    slurm.wait(lambda: slurm.jobs() == [], "the other job's end")
+    assert run.status().state is State.CANCELLED
 
 
 def test_the_doctor_looks_at_the_partition_and_at_a_node(slurm: Slurm) -> None:
