@@ -225,9 +225,10 @@ class KubernetesCluster(Entry, frozen=True, kw_only=True):
     """Service account of the pods; its token is not mounted."""
     queue: str | None = None
     """Kueue queue in which the run waits."""
-    watcher: bool | Auto = "auto"
-    """Whether each run has a small pod that replaces lost pods (`replace_lost`) while `submit` or
-    `attach` does not run; `auto`: if you may create the role that it needs."""
+    watcher: bool | Auto = False
+    """Whether each run has a small pod of its image that replaces lost pods (`replace_lost`) while
+    neither `submit` nor `attach` runs, with the right to delete the run's pods; flavor `pytorchjob`
+    only. `auto` is `false`."""
     labels: dict[str, str] = {}
     """Further labels of all objects."""
     annotations: dict[str, str] = {}
@@ -403,8 +404,6 @@ class KubernetesFacts(Struct, frozen=True, kw_only=True):
     """The submitter's name, for a label of the run's objects."""
     root: str = "/run/clusterkit"
     """Folder in the pods in which the run folder is created."""
-    may_watch: bool = False
-    """Whether the submitter has the permissions for a watcher pod."""
     most_gpus: int | None = None
     """Most GPUs of any node at present; None: not probed."""
 

@@ -300,7 +300,8 @@ class Kubelet(KubeTransport):
 def terminated(code: int, message: str = "") -> dict[str, Any]:
     """The status of a pod that has ended."""
     state = {"terminated": {"exitCode": code, "message": message}}
-    return {"phase": "Failed" if code else "Succeeded", "containerStatuses": [{"state": state}]}
+    status = {"name": "pytorch", "state": state}
+    return {"phase": "Failed" if code else "Succeeded", "containerStatuses": [status]}
 
 
 class KubernetesStage(LocalStage):
@@ -323,7 +324,7 @@ class KubernetesStage(LocalStage):
             found = facts(*args, **fields)
             kubelet.homes.add(found.home)
             kubernetes = KubernetesFacts(
-                may_watch=True, version="v1.34.4", context="test", namespace="default",
+                version="v1.34.4", context="test", namespace="default",
                 kinds=("PyTorchJob", "MPIJob", "TrainJob"), root=f"{found.home}/runs",
             )  # fmt: skip
             return msgspec.structs.replace(found, kubernetes=kubernetes)

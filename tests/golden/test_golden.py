@@ -116,7 +116,7 @@ def in_pods(kind, facts, nodes):
         machine, host="pods", address="node-0", gpus=machine.gpus[: len(machine.gpus) // nodes]
     )
     kubernetes = KubernetesFacts(
-        may_watch=True, version="v1.34.4", context="a cluster", namespace="research",
+        version="v1.34.4", context="a cluster", namespace="research",
         kinds=("PyTorchJob", "MPIJob", "TrainJob"),
     )  # fmt: skip
     found = msgspec.structs.replace(

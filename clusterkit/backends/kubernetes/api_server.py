@@ -355,7 +355,7 @@ class Server:
         if not isinstance(items, list) or not all(
             isinstance(each, dict) and isinstance(each.get("metadata"), dict) for each in items
         ):
-            raise unreadable(path, "a list of objects")
+            raise _unreadable(path, "a list of objects")
         return items, str((found.get("metadata") or {}).get("resourceVersion", ""))
 
     def find(
@@ -398,11 +398,11 @@ def _decoded(text: str, path: str) -> Object:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise unreadable(path, "a JSON object")
+        raise _unreadable(path, "a JSON object")
     return found
 
 
-def unreadable(path: str, expected: str) -> Unreadable:
+def _unreadable(path: str, expected: str) -> Unreadable:
     """Return the error that what was expected is not what was sent for a path."""
     return Unreadable(
         f"the answer to {path.partition('?')[0]} is not {expected}: something in between answers "

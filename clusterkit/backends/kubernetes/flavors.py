@@ -316,13 +316,13 @@ def watcher(shape: Shape, flavor: Flavor, python: str) -> list[Object]:
     name = f"{shape.name}-watch"
     meta = metadata(shape, name)
     del meta["labels"][ATTEMPT]
-    # Names of a PyTorchJob's pods are known before. A Job's pods have finalizers, hence patch.
-    removes: Object = {"verbs": ["delete", "patch"]}
-    if flavor.kind == "PyTorchJob":
-        names = [flavor.node_name(shape, node) for node in range(shape.topology.nodes)]
-        removes = {"resourceNames": names, "verbs": ["delete"]}
+    # It may delete the run's own pods, whose names are known before, and nothing else.
+    names = [flavor.node_name(shape, node) for node in range(shape.topology.nodes)]
     pods = {"apiGroups": [""], "resources": ["pods"]}
-    rules = [{**pods, "verbs": ["list"]}, {**pods, **removes}]
+    rules = [
+        {**pods, "verbs": ["list"]},
+        {**pods, "resourceNames": names, "verbs": ["delete"]},
+    ]
     account = {"kind": "ServiceAccount", "name": name, "namespace": shape.namespace}
     role = {"apiGroup": RBAC, "kind": "Role", "name": name}
     labels = {**meta["labels"], ROLE: "watcher"}
@@ -341,12 +341,14 @@ def watcher(shape: Shape, flavor: Flavor, python: str) -> list[Object]:
 def _watcher_pod(shape: Shape, account: str, python: str) -> Object:
     cluster, files = shape.cluster, "/clusterkit"
     selector = f"{RUN}={shape.labels[RUN]},{ROLE}=node"
-    command = [python, "-I", posixpath.join(files, PROGRAM), shape.namespace, selector]
+    command = [python, "-I", "-S", posixpath.join(files, PROGRAM), shape.namespace, selector]
+    # By then the ranks of a lost pod, which do not hear of node 0, have ended.
+    seconds = f"{cluster.lost_after + cluster.stop_grace:g}"
     container = {
         "name": "watcher",
         "image": shape.image,
         "imagePullPolicy": cluster.image_pull_policy,
-        "command": [literal(word) for word in (*command, f"{cluster.lost_after:g}")],
+        "command": [literal(word) for word in (*command, seconds)],
         "resources": {
             "requests": {"cpu": "10m", "memory": "64Mi"},
             "limits": {"memory": "256Mi"},

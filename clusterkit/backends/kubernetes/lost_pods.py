@@ -6,7 +6,7 @@ One file, standard library only: it is in the run's config map, and the image's 
 small pod of the run. A monitor outside the cluster does the same with the functions here, which may
 run at the same time.
 
-    python3 -I lost_pods.py NAMESPACE SELECTOR SECONDS
+    python3 -I -S lost_pods.py NAMESPACE SELECTOR SECONDS
 """
 
 from __future__ import annotations
@@ -116,9 +116,8 @@ def poll(pods: str, selector: str, seconds: float, silent: dict[Any, float]) -> 
         silent[key] = before.get(key, now)
         if now >= silent[key] + seconds:
             print(f"{meta['name']}: its node does not answer: removed by force", flush=True)
-            path, held = f"{pods}/{meta['name']}", bool(meta.get("finalizers"))
             with contextlib.suppress(OSError):  # removed by another, or tried again
-                force(ask, path, meta["uid"], held=held)
+                force(ask, f"{pods}/{meta['name']}", meta["uid"], held=False)
     return not all(map(ended, listed))
 
 

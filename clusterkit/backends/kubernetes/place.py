@@ -78,7 +78,7 @@ def place(
     flavor = FLAVORS[flavor_name]
     rejoin, rejoin_origin = _rejoin(job, cluster, flavor_name)
     replaces = (rejoin or job.elastic) and cluster.replace_lost
-    watched, watched_origin = _watched(cluster, kube, replaces=replaces)
+    watched, watched_origin = _watched(cluster, flavor_name, replaces=replaces)
     shape = _shape(job, cluster, kube, run_id, topology, device, rejoin=rejoin)
     own = _own_program(job) if cluster.code == "baked" else None
     workdir, workdir_origin, program = _program(job, cluster, facts, shape.run_dir, own)
@@ -209,21 +209,27 @@ def _remarks(
     return tuple(remarks)
 
 
-def _watched(
-    cluster: KubernetesCluster, kube: KubernetesFacts, *, replaces: bool
-) -> tuple[bool, str]:
+def _watched(cluster: KubernetesCluster, flavor: str, *, replaces: bool) -> tuple[bool, str]:
     """Return whether the run gets a watcher in the cluster, and why.
 
     Args:
         replaces: whether a lost pod is removed, so that another takes its place.
+
+    Raises:
+        BadInput: the watcher would need rights on other pods than the run's.
     """
-    if cluster.watcher is False:
-        return False, "cluster: watcher"
+    if cluster.watcher is not True:
+        return False, "the cluster entry has no `watcher: true`"
     if not replaces:
         return False, "no lost pod is replaced"
-    if not kube.may_watch:
-        return False, "you may not create its role: k8s/rbac.yaml has the rights"
-    return True, "it removes pods from nodes of the cluster that do not answer"
+    if flavor != "pytorchjob":
+        raise BadInput(
+            f"watcher: flavor {flavor} can have none: its pods have random names, and a finalizer "
+            "that goes only with the right to change every pod of the namespace",
+            hint="flavor: pytorchjob; or watcher: false: `submit` and `attach` do the same",
+            cluster="watcher",
+        )
+    return True, "cluster: watcher; it removes pods from nodes of the cluster that do not answer"
 
 
 def _device(

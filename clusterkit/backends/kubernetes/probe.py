@@ -72,8 +72,6 @@ def survey(
     ]
     with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
         version = pool.submit(server.get, "/version")
-        watcher = () if cluster.watcher is False else CREATE_WATCHER
-        missing = pool.submit(_denied, watcher, server)
         listed = None if on_cpus else pool.submit(_nodes, server)
         apis = pool.map(lambda flavor: server.find(f"/apis/{flavor.api}", Refusal), operated)
     try:
@@ -93,7 +91,6 @@ def survey(
         ),
         user=_user(),
         most_gpus=None if nodes is None else best_node(cluster, nodes)[0],
-        may_watch=cluster.watcher is not False and not missing.result(),
     )
     return kubernetes, () if on_cpus else gpus_of(cluster, job, nodes)
 

@@ -40,7 +40,7 @@ WATCHER_RULES = (
     Rule("", ("serviceaccounts",), ("create", "patch", "delete")),
     Rule("rbac.authorization.k8s.io", ("roles", "rolebindings"), ("create", "patch", "delete")),
 )
-"""For a run's watcher in the cluster; without these rights the run has none."""
+"""For a run's watcher in the cluster (`watcher: true`)."""
 
 
 def job_rules(flavors: Sequence[str] = tuple(FLAVORS)) -> list[Rule]:

@@ -430,8 +430,10 @@ def sidecar(name, script, **more):
 )  # fmt: skip
 def test_sidecars_neither_end_a_run_nor_keep_it(flavor, launcher, submit, kube):
     """Statuses are sorted by name, so that of ``a-done`` comes before the node's own."""
+    # A worker of an MPIJob counts as ready only while all of its containers run.
+    done = "exit 0" if launcher != "mpirun" else "exec sleep 3600"
     patch = {
-        "containers": [sidecar("a-done", "exit 0"), sidecar("zz-forever", "exec sleep 3600")],
+        "containers": [sidecar("a-done", done), sidecar("zz-forever", "exec sleep 3600")],
         "initContainers": [
             sidecar("b-native", "exec sleep 3600", restartPolicy="Always"),
         ],

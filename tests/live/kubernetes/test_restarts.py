@@ -118,7 +118,7 @@ def test_a_run_that_ended_while_nobody_watched_is_told_as_it_was(submit, begun, 
 
 
 def test_a_watcher_whose_pod_is_deleted_comes_back_and_its_role_covers_the_run(submit, begun, kube):
-    run = begun(submit(FOREVER, restarts=1))
+    run = begun(submit(FOREVER, restarts=1, on={"watcher": True}))
     me = f"system:serviceaccount:{kube.namespace}:{run.id}-watch"
 
     def may(*words):
@@ -127,6 +127,7 @@ def test_a_watcher_whose_pod_is_deleted_comes_back_and_its_role_covers_the_run(s
 
     assert may("delete", f"pods/{run.id}-worker-1")
     assert not may("delete", "pods/another")
+    assert not may("patch", f"pods/{run.id}-worker-1")
     assert not may("delete", f"pytorchjobs.kubeflow.org/{run.id}")
     assert not may("get", "secrets")
     watcher = ("-l", f"clusterkit/run={run.id},clusterkit/role=watcher")
@@ -139,7 +140,7 @@ def test_a_watcher_whose_pod_is_deleted_comes_back_and_its_role_covers_the_run(s
 
 
 def test_a_run_whose_job_is_gone_is_not_known_to_have_failed(submit, begun, kube):
-    run = begun(submit(FOREVER, restarts=2, on={"watcher": False}))
+    run = begun(submit(FOREVER, restarts=2))
     assert not [name for name in kube.there() if "watch" in name]
     supervisors.kill(run)
     kube.kubectl("delete", "pytorchjob", run.id)

@@ -121,7 +121,7 @@ def watched(replies):
     replies["rights"] |= {f"{verb} {what}": yes for verb, _, what in watcher_rights()}
 
 
-WAITS = subject_of(JobSpec(name="any", command=("true",), nodes=2, restarts=1))
+WAITS = subject_of(JobSpec(name="any", command=("true",), nodes=2, restarts=1), watcher=True)
 """Where another pod is waited for in the place of a lost one."""
 
 
@@ -241,17 +241,18 @@ def test_every_right_that_is_missing_is_named():
     assert only(judged("rights", replies=replies)).remedy.endswith("--serviceaccount a:b")
 
 
-def test_a_watcher_is_planned_for_whoever_may_have_one():
+def test_a_watcher_needs_rights_of_its_own_and_is_planned_where_the_entry_has_one():
     replies, count = documents(), len(run_rights("pytorchjob"))
-    assert (
-        "no watcher in the cluster without: create" in only(judged("rights", replies=replies)).cause
-    )
-    assert only(judged("rights", subject_of(watcher=False), replies)).cause == (
+    assert only(judged("rights", replies=replies)).cause == (
         f"admin may do all {count} things needed"
     )
+    denied = only(judged("rights", subject_of(watcher=True), replies))
+    assert "admin may not, in namespace" in denied.cause
+    assert "roles" in denied.cause
     watched(replies)
-    assert (
-        only(judged("rights", replies=replies)).cause == f"admin may do all {count} things needed"
+    count += len(watcher_rights())
+    assert only(judged("rights", subject_of(watcher=True), replies)).cause == (
+        f"admin may do all {count} things needed"
     )
     assert only(judged("plan", replies=replies)).cause == "2 pods"
     assert only(judged("plan", WAITS, replies)).cause == "3 pods"

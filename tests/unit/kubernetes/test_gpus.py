@@ -149,5 +149,5 @@ def test_what_a_plan_has_to_know_is_asked_at_once(clusterkit_home, monkeypatch):
     monkeypatch.setattr(api_server, "context_of", lambda cluster: ("lab", "default"))
     server, job = Slow(), JobSpec(name="any", command=("true",), nodes=2)
     backends.backend("kubernetes").probe(KubernetesCluster(), server, job)
-    # Its version, namespace and nodes, 4 kinds of jobs, and rights: 4 for a watcher, 3 for the run.
-    assert len(server.asked) == 14
+    # Its version, namespace and nodes, 4 kinds of jobs, and 3 rights.
+    assert len(server.asked) == 10

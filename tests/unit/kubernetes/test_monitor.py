@@ -185,7 +185,7 @@ def _handle(server, facts, tmp_path, job):
     }))  # fmt: skip
     kube = KubernetesFacts(
         version="v1.34.4", context="c", namespace="ns", kubeconfig=str(config),
-        kinds=("PyTorchJob", "MPIJob"), may_watch=True,
+        kinds=("PyTorchJob", "MPIJob"),
     )  # fmt: skip
     facts = msgspec.structs.replace(facts, kubernetes=kube, home=str(tmp_path))
     plan = BACKEND.plan(job, KubernetesCluster(), facts, "demo-1")

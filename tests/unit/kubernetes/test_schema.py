@@ -108,14 +108,22 @@ def complaints(document):
 @pytest.fixture
 def planned(make_facts):
     def plan(
-        flavor, *, full=False, code="baked", project=None, home=None, lost_after=30.0, **changes
+        flavor,
+        *,
+        full=False,
+        code="baked",
+        project=None,
+        home=None,
+        lost_after=30.0,
+        watcher=False,
+        **changes,
     ):
         job = loader.load_job(ROOT / "jobs" / "zero2.yaml")
         if flavor == "mpijob":
             changes = {"launcher": "mpirun"} | changes
         job = msgspec.structs.replace(job, **({"nodes": 2, "gpus_per_node": 2} | changes))
         kubernetes = KubernetesFacts(
-            may_watch=True, version="v1.34.4", context="c", namespace="ns",
+            version="v1.34.4", context="c", namespace="ns",
             kinds=("PyTorchJob", "MPIJob", "TrainJob", "JobSet"),
         )  # fmt: skip
         facts = msgspec.structs.replace(make_facts(gpus=2 if full else 0), kubernetes=kubernetes)
@@ -127,7 +135,9 @@ def planned(make_facts):
             "tolerations": ({"key": "k", "operator": "Exists"},), "shared": "/a",
             "image_pull_secrets": ("r",), "annotations": {"x": "y"}, "labels": {"l": "m"},
         } if full else {}  # fmt: skip
-        cluster = KubernetesCluster(flavor=flavor, code=code, lost_after=lost_after, **more)
+        cluster = KubernetesCluster(
+            flavor=flavor, code=code, lost_after=lost_after, watcher=watcher, **more
+        )
         facts = msgspec.structs.replace(facts, project=project, home=home or facts.home)
         return backends.backend("kubernetes").plan(job, cluster, facts, "demo-1")
 
@@ -175,7 +185,7 @@ def test_a_topology_key_keeps_a_run_s_pods_together_and_leaves_its_watcher_out(f
             "matchExpressions": [{"key": "clusterkit/attempt", "operator": "Exists"}],
         },
     }
-    for pod in templates(documents_of(planned(flavor, full=True))):
+    for pod in templates(documents_of(planned(flavor, full=True, watcher=flavor == "pytorchjob"))):
         labels, affinity = pod["metadata"]["labels"], pod["spec"].get("affinity")
         watcher = labels["clusterkit/role"] == "watcher"
         assert labels["clusterkit/run"] == "demo-1"
@@ -186,11 +196,29 @@ def test_a_topology_key_keeps_a_run_s_pods_together_and_leaves_its_watcher_out(f
 
 def test_a_lost_node_keeps_the_watcher_no_longer_than_the_pods_that_it_removes(planned):
     """It may be on the same node; nobody removes them before there is another watcher."""
-    found = documents_of(planned("pytorchjob", full=True, lost_after=5.0))
+    found = documents_of(planned("pytorchjob", full=True, lost_after=5.0, watcher=True))
     watcher, worker = templates(found)
     for pod in (watcher, worker):
         kept = [each.get("tolerationSeconds") for each in pod["spec"]["tolerations"]]
         assert kept[-2:] == [5, 5]
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_a_watcher_is_opted_for_and_may_delete_the_run_s_own_pods_alone(flavor, planned):
+    def roles(**more):
+        found = documents_of(planned(flavor, full=True, **more))
+        return [each["rules"] for each in found if each["kind"] == "Role"]
+
+    assert roles() == roles(watcher="auto") == []
+    if flavor in ("job", "jobset", "trainjob"):
+        with pytest.raises(BadInput, match=f"watcher: flavor {flavor} can have none"):
+            roles(watcher=True)
+    elif flavor == "pytorchjob":
+        pods = {"apiGroups": [""], "resources": ["pods"]}
+        names = [f"demo-1-worker-{node}" for node in range(2)]
+        assert roles(watcher=True) == [
+            [{**pods, "verbs": ["list"]}, {**pods, "resourceNames": names, "verbs": ["delete"]}]
+        ]
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
