@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from clusterkit import shell
 from clusterkit.agent import PEER_TOKEN
-from clusterkit.errors import ClusterkitError, SubmitFailed
+from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed
 from clusterkit.plan import Plan, Step
 from clusterkit.shell import Secret
 from clusterkit.transport import Put, Transport, fan_out, in_order
@@ -26,6 +26,44 @@ def write_files(plan: Plan, transport: Transport) -> None:
     """
     files = [Put(file.path, file.content(), file.mode) for file in plan.files]
     in_order(fan_out(all_hosts(plan), lambda host: transport.put_all(host, files)))
+
+
+_CLAIM = """\
+umask 077; mkdir -p "$1" && cd "$1" || exit
+printf '%s\\n' "$2" >".owner.$3" || exit
+ln ".owner.$3" owner 2>/dev/null || (set -C; cat ".owner.$3" >owner) 2>/dev/null
+rm -f ".owner.$3"
+if [ -e attempts ] || [ "$(cat owner)" != "$2" ]; then cat owner; exit 9; fi"""
+"""Makes a file that one run alone can make, also where many hosts see one folder (NFS)."""
+
+
+def claim(plan: Plan, transport: Transport, owner: str) -> None:
+    """Make the run's folder on its hosts, and record there whose run it is.
+
+    Args:
+        owner: user, machine and folder of the run that is being submitted.
+
+    Raises:
+        BadInput: another run of this id has been there.
+        SubmitFailed: the folder cannot be made.
+    """
+
+    def claim_on(host: str) -> None:
+        argv = ("sh", "-c", _CLAIM, "sh", plan.run_dir, owner, tokens.token_hex(8))
+        done = transport.run(host, argv, timeout=120)
+        if done.exit_code == 9:
+            known = f", of {found}" if (found := done.stdout.strip()) else ""
+            raise BadInput(
+                f"host {host}: there is a run {plan.run_id} already{known}",
+                hint="choose another run id; `clusterkit rm` there removes that run",
+            )
+        if done.exit_code:
+            raise SubmitFailed(
+                f"host {host}: cannot make {plan.run_dir}: {done.error}",
+                hint="make room there, or choose another `workdir` that this user may write to",
+            )
+
+    in_order(fan_out(all_hosts(plan), claim_on))
 
 
 def all_hosts(plan: Plan) -> tuple[str, ...]:

@@ -231,8 +231,10 @@ class LocalStream(Stream):
             self._input.close()
 
     def read(self, timeout: float | None = None) -> bytes:
-        ready, _, _ = select.select([self._output], [], [], timeout)
-        if not ready:
+        # Not select(), which takes no handle above 1023.
+        waiting = select.poll()
+        waiting.register(self._output, select.POLLIN)
+        if not waiting.poll(None if timeout is None else timeout * 1000):
             raise SubmitFailed(f"host {self._host} no longer answers")
         return os.read(self._output.fileno(), 1 << 16)
 

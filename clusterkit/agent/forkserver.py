@@ -28,7 +28,7 @@ from typing import Any
 
 Document = dict[str, Any]
 _HANDLES = 253  # the most that one message brings; unix(7)
-_NAME_TRIES, _NAME_PAUSE = 60, 0.2  # 12 s: another pod's name may come late, or the pod have ended
+_NAME_SECONDS, _NAME_PAUSE = 12.0, 0.2  # another pod's name may come late, or the pod have ended
 
 
 class Server:
@@ -104,14 +104,16 @@ def _await_head(file: int) -> None:
 
     A pod's name may come late; or never, if it has ended, and not every program needs it.
     """
-    for tries in range(_NAME_TRIES):
+    deadline, told = time.monotonic() + _NAME_SECONDS, False
+    while time.monotonic() < deadline:  # one try may take as long as the name servers' timeouts
         name = _contents(file).get("head")
         with contextlib.suppress(OSError):
             if name:
                 # A str would have the idna codec imported, which the program did not ask for.
                 socket.getaddrinfo(name.encode(), 0)
             return
-        if tries == _NAME_TRIES // 2:
+        if not told and time.monotonic() > deadline - _NAME_SECONDS / 2:
+            told = True
             os.write(2, f"waiting for the name {name} to resolve\n".encode())
         time.sleep(_NAME_PAUSE)
     os.write(2, f"the name {name} does not resolve; going on without it\n".encode())

@@ -319,6 +319,7 @@ class Watch:
         self._closed.set()
         for stream in list(self._streams.values()):
             stream.close()
+        deadline = time.monotonic() + 2 * AGAIN_SECONDS
         for thread in self._threads:
             if thread.is_alive():
-                thread.join(2 * AGAIN_SECONDS)
+                thread.join(max(0.0, deadline - time.monotonic()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import getpass
 import os
 import shutil
 import time
@@ -203,7 +204,13 @@ def _cluster(
 
 def launch(ready: Prepared, progress: Progress | None = None) -> Run:
     """Write the run folder, send the project and start the run. Closes ``ready``."""
-    return _start(ready, lambda folder: send_trees(ready, progress), time.time())
+
+    def complete(folder: RunFolder) -> None:
+        owner = f"{getpass.getuser()}@{os.uname().nodename}:{folder.path}"
+        ready.backend.claim(ready.plan, ready.transport, owner)
+        send_trees(ready, progress)
+
+    return _start(ready, complete, time.time())
 
 
 def _start(

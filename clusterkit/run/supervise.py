@@ -73,7 +73,9 @@ def spawn(folder: RunFolder, lock: IO[bytes], *, adopt: bool = False) -> None:
                 check=True,
             )
         received = b""
-        while select.select([answer], [], [], START_SECONDS)[0] and (data := answer.read(4096)):
+        waiting = select.poll()  # not select(), which takes no handle above 1023
+        waiting.register(answer, select.POLLIN)
+        while waiting.poll(START_SECONDS * 1000) and (data := answer.read(4096)):
             received += data
     if received == STARTED:
         return

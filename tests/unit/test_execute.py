@@ -1,12 +1,15 @@
 """A plan is carried out step by step, and every step is recorded."""
 
+import os
+
+import msgspec
 import pytest
 
 from clusterkit import execute
-from clusterkit.errors import SubmitFailed
+from clusterkit.errors import BadInput, SubmitFailed
 from clusterkit.plan import Plan, PlanFile, Step
 from clusterkit.shell import Secret
-from clusterkit.transport import Completed
+from clusterkit.transport import Completed, LocalTransport
 
 
 class Recording:
@@ -104,3 +107,24 @@ def test_a_step_whose_secret_is_missing_is_recorded():
             plan(START), Recording(), record=lambda step, outcome: records.append(outcome)
         )
     assert records == ["KeyError: 'TOKEN'"]
+
+
+def test_a_run_id_that_another_home_uses_on_the_hosts_is_refused(tmp_path):
+    plan = Plan(
+        run_id="mine", run_dir=str(tmp_path / "runs/mine"), backend="ssh", summary="", nodes=8,
+        world_size=8, hosts=tuple(f"h{number}" for number in range(8)),
+    )  # fmt: skip
+    for _ in range(2):  # a submit that was interrupted, and once more; all hosts see one folder
+        execute.claim(plan, LocalTransport(), "ann@laptop:/home/ann/runs/mine")
+    with pytest.raises(BadInput) as refused:
+        execute.claim(plan, LocalTransport(), "ann@desk:/home/ann/runs/mine")
+    assert "there is a run mine already, of ann@laptop:/home/ann/runs/mine" in refused.value.message
+    assert sorted(os.listdir(plan.run_dir)) == ["owner"]
+    # What an earlier run of the same home has left would be taken for this one's.
+    os.mkdir(f"{plan.run_dir}/attempts")
+    with pytest.raises(BadInput, match="there is a run mine already"):
+        execute.claim(plan, LocalTransport(), "ann@laptop:/home/ann/runs/mine")
+    (tmp_path / "file").write_text("")
+    plan = msgspec.structs.replace(plan, run_dir=str(tmp_path / "file/mine"))
+    with pytest.raises(SubmitFailed, match="host h0: cannot make .*Not a directory"):
+        execute.claim(plan, LocalTransport(), "x")

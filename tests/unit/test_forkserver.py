@@ -10,9 +10,11 @@ import sysconfig
 import time
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from clusterkit.agent import forkserver
 from clusterkit.agent.fork import ForkLauncher
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.processes import descendants
@@ -394,3 +396,22 @@ def test_a_python_that_is_not_there_is_127_with_a_reason(agent):
     begun = agent("", python=[], interpreter="/nope/python")
     assert begun.end() == 127
     assert begun.exit["reason"] == "No such file or directory: /nope/python"
+
+
+def test_slow_name_servers_do_not_multiply_the_wait_for_node_0_s_name(tmp_path, monkeypatch):
+    now = [0.0]
+
+    def slow(name, port):
+        now[0] += 10.0
+        raise OSError("no answer")
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(forkserver, "time", clock)
+    monkeypatch.setattr(forkserver.socket, "getaddrinfo", slow)
+    (tmp_path / "order").write_text('{"head": "node-0.nowhere", "ranks": []}')
+    with (tmp_path / "order").open() as file:
+        forkserver._await_head(file.fileno())
+    assert 12 <= now[0] < 30

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -474,6 +475,22 @@ def test_closing_while_a_host_is_away(watch, monkeypatch):
     made.close()
     assert time.monotonic() - began < 20
     assert not any(thread.is_alive() for thread in made._threads)
+
+
+def test_closing_waits_once_for_all_hosts_that_do_not_end(watch, monkeypatch):
+    monkeypatch.setattr(mirror, "AGAIN_SECONDS", 0.05)
+    released = threading.Event()
+
+    def stuck(view):
+        released.wait(60)
+        raise Unavailable("host h0 does not answer")
+
+    made, _ = watch(stuck)
+    made._threads *= 200
+    began = time.monotonic()
+    made.close()
+    assert time.monotonic() - began < 10
+    released.set()
 
 
 def test_a_node_that_comes_back_is_followed_again(node_dir, kept, watch, monkeypatch):

@@ -826,6 +826,54 @@ def test_a_jump_host(sshd, other_sshd, home, monkeypatch):
     assert "cannot reach it" in message
 
 
+def test_a_jump_host_that_stalls_is_tried_once_for_all_hosts_behind_it(home, monkeypatch):
+    hosts = [Host(name=f"h{number}", jump="gate") for number in range(16)]
+    tried, all_wait = [], threading.Event()
+
+    def stalls(target, timeout, through=None):
+        tried.append(target.host.name)
+        all_wait.wait(60)
+        raise HostUnreachable("host gate does not answer within 10 s")
+
+    monkeypatch.setattr(ssh_transport, "connect", stalls)
+    transport = SshTransport(hosts)
+    waiting = threading.Semaphore(0)
+    jump = transport._jump
+    monkeypatch.setattr(transport, "_jump", lambda target: waiting.release() or jump(target))
+
+    def release():
+        for _ in hosts:
+            waiting.acquire()
+        time.sleep(0.5)  # until they wait for the lock
+        all_wait.set()
+
+    threading.Thread(target=release).start()
+    found = fan_out([host.name for host in hosts], lambda host: transport.run(host, ["true"]))
+    assert {error.message for error in found.values()} == {"host gate does not answer within 10 s"}
+    assert tried == ["gate"]
+    with pytest.raises(HostUnreachable):  # asked later: it is tried again
+        transport.run("h0", ["true"])
+    assert tried == ["gate", "gate"]
+
+
+def test_a_connection_that_another_thread_has_made_since_is_not_closed(sshd, home):
+    transport = sshd.transport()
+    old = transport.connection("h0")
+    transport.drop("h0", old)
+    new = transport.connection("h0")
+    transport.drop("h0", old)  # by a thread that still had the old one
+    assert transport.connection("h0") is new
+    assert new.is_active()
+    transport.close()
+
+
+def test_a_configuration_that_changes_is_read_again(home, monkeypatch):
+    monkeypatch.setattr("clusterkit.backends.ssh.config.CONFIG_SECONDS", 1e-6)
+    for port in (2201, 2202):
+        (home / ".ssh/config").write_text(f"Host gate\n  Port {port}\n")
+        assert resolve(Host(name="gate")).port == port
+
+
 @pytest.mark.parametrize(
     ("hop", "expected"),
     [

@@ -1,6 +1,7 @@
 """How commands and files reach this machine."""
 
 import ast
+import contextlib
 import errno
 import inspect
 import os
@@ -12,6 +13,7 @@ import sys
 import pytest
 
 from clusterkit import host_probe
+from clusterkit.agent import files
 from clusterkit.errors import RunFolderError, SubmitFailed
 from clusterkit.files import write_atomic
 from clusterkit.transport import PORTS, LocalTransport, Transport
@@ -237,6 +239,16 @@ def test_without_any_free_port_it_says_so(monkeypatch):
     monkeypatch.setattr(host_probe, "refusal", lambda port: OSError())
     with pytest.raises(SubmitFailed, match="no free TCP port between 20000 and 32000"):
         LOCAL.free_port(HOST, 20000)
+
+
+def test_output_is_read_where_more_than_1024_files_are_open():
+    with contextlib.ExitStack() as stack:
+        files.allow_open_files(2000)
+        for _ in range(1100):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        stream = stack.enter_context(LOCAL.open(HOST, ["echo", "here"]))
+        assert stream._output.fileno() > 1024
+        assert stream.read(60) == b"here\n"
 
 
 # ---------------------------------------------------------------- the protocol

@@ -97,6 +97,12 @@ class SlurmBackend(Backend, SupportsDoctor, SupportsFile, SupportsForget, Suppor
             unpacking(scripts.values()), *lines[end:],
         ])  # fmt: skip
 
+    def claim(self, plan: Plan, transport: Transport, owner: str) -> None:
+        if plan.hosts[0] != HERE:
+            from clusterkit import execute
+
+            execute.claim(plan, transport, owner)
+
     def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
         return status(handle, transport)
 

@@ -105,6 +105,9 @@ class SshBackend(Backend, SupportsPreflight, SupportsFile, SupportsForget):
     def home(self, facts: Facts) -> Path:
         return home()  # facts.home is a folder on the hosts
 
+    def claim(self, plan: Plan, transport: Transport, owner: str) -> None:
+        execute.claim(plan, transport, owner)
+
     def before_attempt(
         self, cluster: SshCluster, facts: Facts, transport: Transport, *, fresh: bool
     ) -> tuple[Facts, str] | None:

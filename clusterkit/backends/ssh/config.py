@@ -12,9 +12,10 @@ import glob
 import os
 import re
 import subprocess
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from clusterkit.errors import BadInput, Unavailable
 
 _CONFIG = "~/.ssh/config"
 _MOST_INCLUDES = 16
+CONFIG_SECONDS = 10.0
+"""How long a configuration that was read is used."""
 _INCLUDE = re.compile(r"\s*include(?:\s*=\s*|\s+)(.+)\Z", re.IGNORECASE)
 _BLOCK = re.compile(r"\s*(?:host|match)(?:\s*=\s*|\s+)", re.IGNORECASE)
 
@@ -125,7 +128,8 @@ def _paths(text: str) -> list[str]:
 def _options(host: Host, name: str) -> Mapping[str, Any]:
     path = host.ssh_config or _CONFIG
     try:
-        text = _config_text(Path(path).expanduser())
+        # Read once for many hosts, and again: a supervisor runs for days.
+        text = _config_text(Path(path).expanduser(), int(time.monotonic() // CONFIG_SECONDS))
         options = _config(text).lookup(name)
         if "proxycommand" in options and (host.port or host.user):
             # The command's %p and %r are the host's own port and user.
@@ -165,7 +169,7 @@ class _Config(paramiko.SSHConfig):
         return True
 
 
-@cache
+@lru_cache(64)
 def _config(text: str) -> paramiko.SSHConfig:
     return _Config.from_text(text)
 
@@ -197,4 +201,6 @@ def config_text(path: Path, depth: int = 0) -> str:
     return "\n".join(lines) + "\n"
 
 
-_config_text = cache(config_text)
+@lru_cache(8)
+def _config_text(path: Path, period: int) -> str:
+    return config_text(path)

@@ -34,7 +34,9 @@ from clusterkit.transport import START, Completed, Environment, Put, Stream, Tra
 
 Result = TypeVar("Result")
 OPEN_SECONDS = 10.0
-"""Timeout for opening a channel, or starting a command, on an existing connection."""
+"""Timeout for opening a channel on an existing connection."""
+PYTHON_SECONDS = 60.0
+"""Timeout for a command that does little: a Python on NFS that is not cached starts slowly."""
 NEAR_SECONDS = 0.002
 """Round trip below which a host is near: in the same network, not across the internet."""
 WRITE_BYTES = 1 << 18
@@ -141,6 +143,8 @@ class SshTransport(Transport):
         self._timeout = connect_timeout
         self._connections: dict[str, paramiko.Transport] = {}
         self._locks: dict[str, threading.Lock] = {}
+        self._failed: dict[str, tuple[float, HostUnreachable]] = {}
+        """When a connection could not be made last, and why."""
         self._lock = threading.Lock()
         self._logins = threading.BoundedSemaphore(LOGINS)
         allow_open_files(FILES_PER_HOST * len(self._hosts))
@@ -166,15 +170,24 @@ class SshTransport(Transport):
             return connect(target, self._timeout, through)
 
     def _cached(self, key: str, make: Callable[[], paramiko.Transport]) -> paramiko.Transport:
+        asked = time.monotonic()
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
         with lock:
             connection = self._connections.get(key)
             if connection is None or not connection.is_active():
+                failed_at, error = self._failed.get(key, (-math.inf, None))
+                if error is not None and failed_at >= asked:
+                    # Else hundreds of hosts behind a jump host that stalls would each try it.
+                    raise error
                 closed = self._closed
-                connection = self._connections[key] = make()
+                try:
+                    connection = self._connections[key] = make()
+                except HostUnreachable as error:
+                    self._failed[key] = time.monotonic(), error
+                    raise
                 if self._closed != closed:  # `close` was called meanwhile, by another thread
-                    self.drop(key)
+                    self.drop(key, connection)
                     raise HostUnreachable(f"host {key}: the transport was closed")
             return connection
 
@@ -197,11 +210,13 @@ class SshTransport(Transport):
         for connection in reversed(connections.values()):
             hang_up(connection)
 
-    def drop(self, name: str) -> None:
-        """Close one host's connection, which no longer answers."""
-        connection = self._connections.pop(name, None)
-        if connection is not None:
-            hang_up(connection)
+    def drop(self, name: str, connection: paramiko.Transport) -> None:
+        """Close a host's connection, which no longer answers. Another thread may have made a new
+        one meanwhile."""
+        with self._lock:
+            if self._connections.get(name) is connection:
+                del self._connections[name]
+        hang_up(connection)
 
     def open(self, host: str, argv: Sequence[str], *, env: Environment = None) -> Stream:
         return self._script(host, f"{shell.exports(env or {})}exec {shell.join(argv)}\n")
@@ -226,7 +241,7 @@ class SshTransport(Transport):
                         f"host {name} refuses another session: {error}",
                         hint="MaxSessions in its sshd_config",
                     ) from None
-                self.drop(name)
+                self.drop(name, connection)
                 if last:
                     reason = str(error) or type(error).__name__
                     raise HostUnreachable(
@@ -251,7 +266,7 @@ class SshTransport(Transport):
             "if command -v setsid >/dev/null; then detach=setsid; else detach=; fi\n"
             f"cd /\n{START}\n"
         )
-        done = _complete(self._script(host, script), host, argv, OPEN_SECONDS)
+        done = _complete(self._script(host, script), host, argv, PYTHON_SECONDS)
         if done.exit_code:
             raise SubmitFailed(f"cannot start {argv[0]} on host {host}: {done.stderr.strip()}")
 
@@ -284,7 +299,7 @@ class SshTransport(Transport):
         python = self._hosts[host].python or self._python
         argv = [python, "-I", "-S", "-", json.dumps({"port": wanted})]
         program = Path(host_probe.__file__).read_bytes()
-        done = self.run(host, argv, stdin=program, timeout=OPEN_SECONDS)
+        done = self.run(host, argv, stdin=program, timeout=PYTHON_SECONDS)
         if done.exit_code or not done.stdout.strip().isdigit():
             raise SubmitFailed(f"host {host}: no free TCP port found: {done.error}")
         return int(done.stdout)
