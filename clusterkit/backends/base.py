@@ -208,7 +208,9 @@ class Backend(ABC):
         """Return the folder on this machine whose ``runs`` holds the run folders."""
         return Path(facts.home)
 
-    def claim(self, plan: Plan, transport: Transport, owner: str) -> None:
+    def claim(  # noqa: B027 (most backends have nothing to do)
+        self, plan: Plan, transport: Transport, owner: str
+    ) -> None:
         """Make sure that the run's folder on other machines is no other run's; see
         `execute.claim`.
 

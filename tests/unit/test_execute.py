@@ -126,5 +126,5 @@ def test_a_run_id_that_another_home_uses_on_the_hosts_is_refused(tmp_path):
         execute.claim(plan, LocalTransport(), "ann@laptop:/home/ann/runs/mine")
     (tmp_path / "file").write_text("")
     plan = msgspec.structs.replace(plan, run_dir=str(tmp_path / "file/mine"))
-    with pytest.raises(SubmitFailed, match="host h0: cannot make .*Not a directory"):
+    with pytest.raises(SubmitFailed, match=r"host h0: cannot make .*Not a directory"):
         execute.claim(plan, LocalTransport(), "x")
