@@ -28,21 +28,26 @@ NVIDIA_SECONDS = 20
 
 
 def addresses() -> list[tuple[str, str]]:
-    """Return every IPv4 address as (interface, address); netdevice(7)."""
+    """Return every address but IPv6's link-local ones as (interface, address), IPv4 first."""
     import array
     import fcntl
     import struct
 
-    # SIOCGIFCONF returns 40 bytes for each, an interface's first address before its others.
+    # netdevice(7). SIOCGIFCONF returns 40 bytes for each address, an interface's first one first.
     room = array.array("B", bytes(40 * 1024))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("iL", len(room), room.buffer_info()[0])
         size = struct.unpack("iL", fcntl.ioctl(probe.fileno(), 0x8912, request))[0]
     entries = (room[start : start + 40].tobytes() for start in range(0, size, 40))
-    return [
+    found = [
         (entry[:16].partition(b"\0")[0].decode().partition(":")[0], socket.inet_ntoa(entry[20:24]))
         for entry in entries
     ]
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as lines:
+        for address, _, _, scope, _, name in map(str.split, lines):
+            if scope != "20":  # IPV6_ADDR_LINKLOCAL
+                found.append((name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))))
+    return found
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
@@ -120,10 +125,6 @@ def document(asked: dict[str, Any]) -> dict[str, Any]:
     Args:
         asked: ``workdir``, ``packages``, ``tools``, ``gpu_query``.
     """
-    # Other nodes connect to an interface's first address.
-    first: dict[str, str] = {}
-    for name, address in addresses():
-        first.setdefault(name, address)
     return {
         "workdir": os.path.abspath(os.path.expanduser(asked["workdir"])),
         "writable": os.access(os.path.expanduser(asked["workdir"]), os.W_OK),
@@ -131,7 +132,7 @@ def document(asked: dict[str, Any]) -> dict[str, Any]:
         "python_version": list(sys.version_info[:3]),
         "cpus": len(os.sched_getaffinity(0)),
         "memory_mib": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20,
-        "interfaces": [{"name": name, "address": address} for name, address in first.items()],
+        "interfaces": [{"name": name, "address": address} for name, address in addresses()],
         # "client client-port server server-port": under which of its addresses it was reached.
         "reached_at": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2],
         "versions": versions(asked["packages"]),

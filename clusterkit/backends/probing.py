@@ -36,7 +36,7 @@ PROBE_SECONDS = 60.0
 
 
 class Interface(Struct, frozen=True):
-    """A network interface with an IPv4 address."""
+    """An address, IPv4 or IPv6, of a network interface."""
 
     name: str
     address: str

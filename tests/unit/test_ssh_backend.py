@@ -818,9 +818,27 @@ def test_an_interface_that_the_entry_names_gives_the_address(entry_of):
     found = SSH.probe(entry_of(interface="ib0"), on_network())
     assert found.interface == "ib0"
     assert [host.address for host in found.hosts] == ["192.168.7.0", "192.168.7.1"]
-    with pytest.raises(BadInput, match="interface: host h0 has no ib9 with an IPv4") as error:
+    with pytest.raises(BadInput, match="interface: host h0 has no ib9 with an address") as error:
         SSH.probe(entry_of(interface="ib9"), on_network())
     assert error.value.hint == "it has lo, eth0, ib0"
+
+
+def test_hosts_that_have_ipv6_alone(entry_of):
+    told = {
+        f"h{n}": {
+            "reached_at": f"fd00::1{n}",
+            "interfaces": [
+                {"name": "lo", "address": "127.0.0.1"},
+                {"name": "lo", "address": "::1"},
+                {"name": "eth0", "address": f"fd00::1{n}"},
+            ],
+        }
+        for n in range(2)
+    }
+    for entry in (entry_of(), entry_of(interface="eth0")):
+        found = SSH.probe(entry, Hosts(**told))
+        assert found.interface == "eth0"
+        assert [host.address for host in found.hosts] == ["fd00::10", "fd00::11"]
 
 
 def test_an_address_of_the_inventory_s_goes_first(entry_of):

@@ -75,20 +75,22 @@ def _probe_host(
 def _host_facts(
     cluster: SshCluster, host: Host, report: HostReport, alone: bool, job: JobSpec | None
 ) -> HostFacts:
-    by_name = {each.name: each.address for each in report.interfaces}
+    # Other nodes connect to an interface's first address.
+    by_name = {each.name: each.address for each in reversed(report.interfaces)}
     if cluster.interface != "auto":
         if cluster.interface not in by_name:
             raise BadInput(
-                f"interface: host {host.name} has no {cluster.interface} with an IPv4 address",
-                hint=f"it has {', '.join(by_name)}",
+                f"interface: host {host.name} has no {cluster.interface} with an address",
+                hint=f"it has {', '.join(dict.fromkeys(each.name for each in report.interfaces))}",
                 cluster="interface",
             )
         address, interface = by_name[cluster.interface], cluster.interface
     else:
         address = str(host.cluster_address or report.reached_at or "127.0.0.1")
-        interface = next((name for name, each in by_name.items() if each == address), "")
+        carrying = (each.name for each in report.interfaces if each.address == address)
+        interface = next(carrying, "")
     address = host.cluster_address or address
-    if address.startswith("127.") and not alone:
+    if (address.startswith("127.") or address == "::1") and not alone:
         raise BadInput(
             f"host {host.name}: it was reached at {address}, where the other hosts cannot reach it",
             hint="clusterkit_address in the inventory, or `interface:` in the cluster entry",

@@ -54,11 +54,6 @@ def collect_interfaces(given: dict[str, Any]) -> Any:
     for name, address in addresses():
         if name in interfaces:
             interfaces[name]["addresses"].append(address)
-    for line in text_of("/proc/net/if_inet6").splitlines():
-        words = line.split()
-        if words[-1] in interfaces:
-            text = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(words[0]))
-            interfaces[words[-1]]["addresses"].append(text)
     return interfaces
 
 
