@@ -26,7 +26,13 @@ import pytest
 from clusterkit import api
 from clusterkit.backends.ssh import inventory
 from clusterkit.backends.ssh import transport as ssh_transport
-from clusterkit.backends.ssh.config import HostUnreachable, config_text, jump_host, resolve
+from clusterkit.backends.ssh.config import (
+    HostUnreachable,
+    LoginRefused,
+    config_text,
+    jump_host,
+    resolve,
+)
 from clusterkit.backends.ssh.known_hosts import HostKeyProblem, KnownHosts
 from clusterkit.backends.ssh.transport import SshTransport
 from clusterkit.cluster import Host
@@ -263,6 +269,42 @@ def test_a_login_shell_that_talks_is_not_taken_for_the_command(other_sshd, home)
     server = other_sshd('ForceCommand echo "Welcome to h0"; eval "$SSH_ORIGINAL_COMMAND"')
     transport = server.transport()
     assert transport.run("h0", ["echo", "out"]).stdout == "out\n"
+    transport.close()
+
+
+@pytest.mark.parametrize(
+    ("login", "why"),
+    [
+        ("exit 1", "it ended with 1"),  # /bin/false
+        ("echo not available; exit 1", "it ended with 1: not available"),  # /sbin/nologin
+        ("read x; {}", "a start file of the login shell (.bashrc, .profile) reads standard input"),
+        ("cat >/dev/null; {}", "a start file of the login shell (.bashrc, .profile) reads"),
+    ],
+)
+def test_a_login_shell_that_runs_no_commands_is_named(other_sshd, home, tmp_path, login, why):
+    command = login.format('eval "$SSH_ORIGINAL_COMMAND"')
+    transport = other_sshd(f"ForceCommand {command}").transport()
+    # What follows a script that has lost its head must not be run.
+    harm = f"touch {tmp_path}/harm\n".encode() * 20
+    for call in (
+        lambda: transport.run("h0", ["cat"], stdin=harm),
+        lambda: transport.put("h0", str(tmp_path / "f"), harm),
+        lambda: transport.start("h0", ["true"]),
+    ):
+        with pytest.raises(LoginRefused) as error:
+            call()
+        message = error.value.message
+        assert message.startswith("host h0: the login shell does not run commands: ")
+        assert why in message
+    assert not (tmp_path / "harm").exists()
+    transport.close()
+
+
+def test_a_login_shell_that_waits_is_named(other_sshd, home):
+    transport = other_sshd("ForceCommand sleep 60").transport()
+    with pytest.raises(SubmitFailed, match="true on host h0 did not end within 2 s") as error:
+        transport.run("h0", ["true"], timeout=2)
+    assert "a start file of the login shell (.bashrc" in error.value.hint
     transport.close()
 
 

@@ -1,8 +1,9 @@
 """Runs commands and writes files over SSH, with one connection per host, made at first use.
 
 A command and its environment, secrets included, are sent on standard input: so they are in no
-argument list, and no login shell can misread them. The login shell is always given
-``exec /bin/sh -c 'eval "$(head -c N)"'``.
+argument list, and no login shell can misread them. The login shell is always given the same
+command, which reads N bytes and runs them if they are the whole script: a start file of the shell
+(.bashrc) that reads standard input may have taken some.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ LOGINS = 64
 FILES_PER_HOST = 8
 """File descriptors per host: the connection, a pipe for each channel, files in the run folder."""
 _BEGIN = b"@clusterkit-begin\n"
+_SCRIPT = "#clusterkit\nprintf '%s\\n' @clusterkit-begin\n{}#clusterkit-end"
+_READ = """exec /bin/sh -c 's=$(head -c {}); case $s in \
+"#clusterkit"*"#clusterkit-end") eval "$s";; *) exit 97;; esac'"""
+_TAKEN = 97
+_START_FILES = "a start file of the login shell (.bashrc, .profile) reads standard input or waits"
 _MIN_RTT = 148
 """Offset of tcpi_min_rtt in Linux's struct tcp_info (linux/tcp.h)."""
 
@@ -99,6 +105,11 @@ class SshStream(Stream):
             try:
                 return self._channel.recv(1 << 20)
             except TimeoutError:
+                if left <= 0 and not self._started:
+                    raise SubmitFailed(
+                        f"host {self._host}: the login shell has not run the command",
+                        hint=f"perhaps {_START_FILES}",
+                    ) from None
                 if left <= 0:
                     raise SubmitFailed(f"host {self._host} no longer answers") from None
 
@@ -118,8 +129,20 @@ class SshStream(Stream):
         status = self._channel.recv_exit_status()
         if status == -1 and not self._channel.eof_received:
             raise HostUnreachable(f"host {self._host}: the connection was lost")
+        if not self._started:
+            raise self._not_run(status)
         # A command ended by a signal has no exit code: 255, as with OpenSSH's client.
         return 255 if status == -1 else status
+
+    def _not_run(self, status: int) -> LoginRefused:
+        said = (self.stderr + self._begun.decode(errors="replace")).strip()
+        why = _START_FILES if status == _TAKEN else f"it ended with {status}"
+        return LoginRefused(
+            f"host {self._host}: the login shell does not run commands: {why}"
+            + (f": {said.splitlines()[-1][:200]}" if said else ""),
+            hint="`ssh HOST true` must work without a terminal: an `exit` in the start file where "
+            "the shell is not interactive, or another login shell (usermod -s /bin/bash USER)",
+        )
 
     def close(self) -> None:
         with contextlib.suppress(Exception):
@@ -223,8 +246,8 @@ class SshTransport(Transport):
 
     def _script(self, host: str, script: str) -> SshStream:
         """Run a shell script on a host; what is written to the stream is its standard input."""
-        text = f"printf '%s\\n' {_BEGIN.decode().strip()}\n{script}".encode()
-        command = f"exec /bin/sh -c 'eval \"$(head -c {len(text)})\"'"
+        text = _SCRIPT.format(script).encode()
+        command = _READ.format(len(text))
         stream = self._with_connection(host, lambda connection: _execute(connection, command, host))
         stream.write(text)
         return stream
@@ -352,9 +375,10 @@ def _complete(
             while data := stream.read(left()):
                 parts.append(data)
             code = stream.exit_code(left())
-        except SubmitFailed:
+        except SubmitFailed as error:
             raise SubmitFailed(
-                f"{argv[0]} on host {host} did not end within {timeout or 0:g} s"
+                f"{argv[0]} on host {host} did not end within {timeout or 0:g} s",
+                hint=error.hint,
             ) from None
         out = b"".join(parts).decode(errors="replace")
         return Completed(tuple(argv), code, out, stream.stderr)

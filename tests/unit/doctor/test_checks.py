@@ -183,7 +183,7 @@ USER = {
         ({"sudo": "bob"}, "warn", "through sudo of bob"),
         ({"user": ""}, "fail", "has no name"),
         ({"home_exists": False}, "fail", "is not there"),
-        ({"home_writable": False}, "fail", "cannot be written to"),
+        ({"home_writable": False}, "warn", "cannot be written to"),
         ({"uid": 1001}, "fail", "is number 1001, but 1000"),
     ],
 )

@@ -152,7 +152,7 @@ def user(answers: Answers) -> Iterator[Verdict]:
             cause = (
                 f"the home of {name}, {user.home}, {state}: torch and DeepSpeed keep caches in it"
             )
-            yield fail(host, cause, shell.join(["sudo", "install", "-d", "-o", name, user.home]))
+            yield warn(host, cause, shell.join(["sudo", "install", "-d", "-o", name, user.home]))
         elif answers.subject.shared is not None and user.uid != usual:
             cause = f"{name} is number {user.uid}, but {usual} on the other hosts"
             remedy = shell.join(["sudo", "usermod", "-u", str(usual), name])
