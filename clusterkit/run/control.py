@@ -24,6 +24,7 @@ from clusterkit.backends.base import (
 from clusterkit.cluster import ClusterSpec, Facts, LocalCluster
 from clusterkit.errors import EXIT_INTERRUPTED, ClusterkitError, RunFolderError, counted
 from clusterkit.plan import Plan
+from clusterkit.run.evidence import Terms, Verdict, verdict
 from clusterkit.run.folder import BY_HAND, LEFTOVERS, POLL_SECONDS, RunFolder, RunHandle, Submission
 from clusterkit.run.outcome import diagnosis, without_spares
 from clusterkit.run.status import Failure, RunStatus, State
@@ -146,22 +147,32 @@ def _unsupervised(base: RunStatus, handle: RunHandle, seen: Observation) -> tupl
     begun = any(node.state is not State.PENDING for node in seen.nodes)
     attach = f"`clusterkit attach {folder.run_id}`"
     finished = max((node.ended_at or 0.0 for node in seen.nodes), default=0.0) or None
-    if seen.state is State.SUCCEEDED:
-        return _replace(base, state=State.SUCCEEDED, exit_code=0, finished_at=finished), False
     if seen.state in _RUNNING or seen.queued:
         remark = (
             f"its supervisor is gone: {_missing(handle, restarts)}; {attach} supervises it again, "
             f"`clusterkit cancel {folder.run_id}` ends it"
         )
         return _replace(base, state=seen.state, remark=remark), False
-    if folder.is_cancelled():
+    job, facts = folder.maybe_json("job.json", JobSpec), folder.maybe_json("facts.json", Facts)
+    if job is None or facts is None:
+        return _replace(base, state=State.UNKNOWN, remark="job.json or facts.json is damaged"), True
+    terms = Terms.of(job, handle.plan, facts, 0.0)
+    found = verdict(terms, seen, restarts_left=restarts, cancelled=folder.is_cancelled())
+    if found is Verdict.SUCCEEDED:
+        return _replace(base, state=State.SUCCEEDED, exit_code=0, finished_at=finished), False
+    if any(node.state is State.UNKNOWN for node in seen.nodes):
+        # Silence ends nothing: the hosts, or this machine, may be cut off.
+        since = next(node.reason for node in seen.nodes if node.state is State.UNKNOWN)
+        remark = f"not known: {since}; {attach} follows it, once the hosts answer"
+        return _replace(base, state=State.UNKNOWN, remark=remark), True
+    if found is Verdict.CANCELLED:
         return _replace(base, state=State.CANCELLED, exit_code=EXIT_INTERRUPTED), False
     if not begun and folder.file(BY_HAND).exists():
         remark = f"its plan was written to be started by hand: {folder.file('files')}"
         return _replace(base, state=State.PENDING, remark=remark), False
     if begun:
         failure = diagnosis(handle, seen)
-        can_attach = restarts > 0 and not (seen.final or seen.late)
+        can_attach = found is not Verdict.FAILED
         remark = f"it was not restarted ({counted(restarts, 'restart')} left): {attach} does"
     else:
         can_attach = folder.file("state.json").exists()
@@ -171,15 +182,15 @@ def _unsupervised(base: RunStatus, handle: RunHandle, seen: Observation) -> tupl
             cause="clusterkit was killed before the run started",
             hint=f"{attach} starts it" if can_attach else "submit it again",
         )
-    found = _replace(
+    after = _replace(
         base,
-        state=State.UNKNOWN if seen.state is State.UNKNOWN else State.FAILED,
+        state=State.FAILED,
         exit_code=failure.exit_code or 1,
         failure=failure,
         finished_at=finished,
         remark=remark if can_attach else base.remark,
     )
-    return found, can_attach
+    return after, can_attach
 
 
 def _missing(handle: RunHandle, restarts: int) -> str:
@@ -202,14 +213,16 @@ def cancel(folder: RunFolder) -> RunStatus:
     with Connections() as connections:
         before = reconcile(folder, connections)
         leftovers = folder.file(LEFTOVERS)
-        if before.state.final and not leftovers.exists():
-            if unfinished(folder, connections):  # from now on `attach` does not start it again
-                before = _replace(before, remark=None)
-                backend, handle, transport = _access(folder, before.attempt, connections)
-                with contextlib.suppress(ClusterkitError):  # nodes that had just been started
-                    backend.cancel(handle, transport)
-                _record_end(before, backend, handle, transport)
+        saved = folder.saved_status()
+        if saved is not None and saved.state.final and not leftovers.exists():
             return before
+        if before.state.final and not folder.is_held():
+            # An agent that was killed may have left ranks. And `attach` is not to start it again.
+            before = _replace(before, remark=None)
+            backend, handle, transport = _access(folder, before.attempt, connections)
+            _, remark = folder.stop(partial(backend.cancel, handle, transport))
+            _record_end(before, backend, handle, transport)
+            return _replace(before, remark=remark)
         with contextlib.suppress(RunFolderError):  # a folder that is full or gone: end what runs
             folder.mark_cancelled()
         backend, handle, transport = _access(folder, before.attempt, connections)
@@ -264,7 +277,7 @@ def forget(folder: RunFolder) -> None:
     """Remove what a run that has ended left on other machines, and with a service.
 
     Raises:
-        Unavailable: a host does not answer.
+        Unavailable: a host does not answer, or something of the run could not be ended.
     """
     try:
         handle, cluster = folder.handle(), folder.cluster()
@@ -272,6 +285,10 @@ def forget(folder: RunFolder) -> None:
         return  # damaged: its hosts are not known
     backend = backends.backend(handle.plan.backend)
     with Connections() as connections:
+        saved = folder.saved_status()
+        if saved is None or not saved.state.final or folder.file(LEFTOVERS).exists():
+            # An agent that was killed may have left ranks.
+            backend.cancel(handle, connections.to(cluster))
         if isinstance(backend, SupportsCleanup) and unfinished(folder, connections):
             backend.clean_up(handle, connections.to(cluster))
         if isinstance(backend, SupportsForget):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from enum import Enum
 from operator import attrgetter
 
 from msgspec.structs import replace
@@ -22,17 +21,6 @@ TAIL_BYTES = 16 << 20
 """How many bytes of an attempt's logs it reads, from their ends."""
 NODE_TAIL_BYTES = 1 << 16
 """The least that it reads of each node's log."""
-
-
-class Phase(Enum):
-    """How far an attempt has come."""
-
-    RUNNING = 1
-    """Enough nodes run, or are about to."""
-    ENDING = 2
-    """The outcome is certain, but nodes may still run."""
-    ENDED = 3
-    """No node runs, or the nodes' agents have begun the next attempt."""
 
 
 def _running(seen: Observation) -> set[State]:
@@ -57,32 +45,9 @@ def without_spares(plan: Plan, seen: Observation) -> Observation:
     return replace(seen, nodes=nodes, state=State.SUCCEEDED if succeeded else overall({*states}))
 
 
-def phase(plan: Plan, seen: Observation, *, pending: bool, unreported: bool) -> Phase:
-    """Return how far an attempt has come.
-
-    Args:
-        seen: the result of `without_spares`.
-        pending: whether a node with ranks has yet to start.
-        unreported: whether an agent may run that has not reported yet.
-    """
-    states = [node.state for node in seen.nodes]
-    running = _running(seen)
-    active = pending or any(state in running for state in states)
-    finished = seen.state is State.SUCCEEDED or all(
-        node.spare or node.state.final for node in seen.nodes
-    )
-    if seen.next_attempt is not None:
-        return Phase.ENDED if finished or not (active or unreported) else Phase.RUNNING
-    if not (active or unreported):
-        return Phase.ENDED
-    lost = {State.FAILED, State.CANCELLED, State.UNKNOWN} - running
-    too_few = sum(state not in lost for state in states) < plan.least
-    return Phase.ENDING if finished or too_few or not active else Phase.RUNNING
-
-
-def diagnosis(handle: RunHandle, seen: Observation) -> Failure:
-    """Return why an attempt that has ended did not succeed."""
-    if seen.late:
+def diagnosis(handle: RunHandle, seen: Observation, *, late: bool = False) -> Failure:
+    """Return why an attempt that has ended did not succeed; ``late``: it was ended at its limit."""
+    if late or seen.late:
         from clusterkit.agent import OVER_TIME_LIMIT, TIME_LIMIT_EXIT
 
         limit = handle.folder.read_json("job.json", JobSpec).time_limit

@@ -158,6 +158,8 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     started_at: float | None = None
     running_since: float | None = None
     """When all nodes of the newest attempt were first seen to run."""
+    ran_seconds: float = 0.0
+    """How long the earlier attempts have run, without what they waited for in between."""
     finished_at: float | None = None
     attempts: tuple[AttemptStatus, ...] = ()
     """The attempts before the newest."""

@@ -9,51 +9,57 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets as tokens
 import signal
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 
 import msgspec
 
 from clusterkit import agent, backends
+from clusterkit.agent import PEER_TOKEN
 from clusterkit.backends.base import Backend, Monitor, Observation, SupportsCleanup
 from clusterkit.backends.ports import move_port
 from clusterkit.cluster import Facts
-from clusterkit.errors import (
-    EXIT_INTERRUPTED,
-    ClusterkitError,
-    RunFolderError,
-    counted,
-    listed,
-)
+from clusterkit.errors import EXIT_INTERRUPTED, ClusterkitError, RunFolderError, counted, listed
+from clusterkit.files import write_atomic
 from clusterkit.output import mirror
 from clusterkit.output.track import tracking
-from clusterkit.run import lost_nodes
-from clusterkit.run.folder import POLL_SECONDS, Event, RunFolder, RunHandle, Submission
+from clusterkit.run.evidence import Terms, Verdict, facts_without, lost
+from clusterkit.run.folder import POLL_SECONDS, TOKEN, Event, RunFolder, RunHandle, Submission
 from clusterkit.run.notify import notify
-from clusterkit.run.outcome import Phase, diagnosis, phase, without_spares
-from clusterkit.run.status import AttemptStatus, Failure, NodeStatus, State
+from clusterkit.run.outcome import diagnosis, without_spares
+from clusterkit.run.reconcile import (
+    LOST_SECONDS,
+    Action,
+    Ended,
+    Finish,
+    Join,
+    Next,
+    Reconciler,
+    Stage,
+    Start,
+    Stop,
+)
+from clusterkit.run.status import AttemptStatus, Failure, State
 from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
 
-PEERS_SECONDS = 2.0
-"""How long the other nodes have to end by themselves, so that the first failure is recorded."""
 PROBED_SECONDS = 20.0
 """How long facts are valid: a port that was free when probed is assumed to be free."""
-CANCEL_SECONDS = 5.0
-"""Pause before nodes that did not end are cancelled again."""
-PORT_TRIES = 3
-LOST_SECONDS = 600.0
-"""How long to wait for lost nodes."""
-EARLY_SECONDS = 60.0
-EARLY_LOSSES = 3
-"""How often in a row nodes may be lost within EARLY_SECONDS of the start."""
+LONGEST_PAUSE = 30.0
+"""The longest pause after errors in a row."""
 
 
 class Supervisor:
-    """Supervises one run, from its first attempt to its last."""
+    """Supervises one run, from its first attempt to its last.
+
+    It observes, asks `reconcile.Reconciler` what to do, and does that. Whatever goes wrong here is
+    tried again: the run goes on, and only `clusterkit cancel` ends its ranks.
+    """
 
     def __init__(self, folder: RunFolder, transport: Transport | None = None) -> None:
         self.folder = folder
@@ -66,14 +72,14 @@ class Supervisor:
         self.transport = transport or backends.transport_for(self.cluster)
         self.secrets = {name: Secret(name, os.environ[name]) for name in self.job.secrets}
         self.status = submission.pending(restarts_left=self.job.restarts)
-        self.followed = False  # whether the agents of the previous attempt started this one
+        self.machine = Reconciler(self._terms(), self.job.restarts)
         self.terminated = False
-        self.port_tries = PORT_TRIES
-        self.replaces_lost = self.job.on_node_loss != "fail" and (
-            self.plan.restarts > 0 or self.job.spares > 0
-        )
-        self.early_losses = 0  # in a row
-        self.rejoin = lost_nodes.Rejoin(folder, self.job, self.plan)
+        self.monitor: Monitor | None = None
+        self.failure: Failure | None = None
+        self.trouble: str | None = None
+
+    def _terms(self) -> Terms:
+        return Terms.of(self.job, self.plan, self.facts, self.backend.start_seconds)
 
     def begin(self) -> None:
         """Record this process as the run's supervisor, and the run as pending if it is new."""
@@ -85,11 +91,12 @@ class Supervisor:
 
     def start(self) -> bool:
         """Start the first attempt. Return whether it started; if not, ``state.json`` says why."""
-        self._recorded(self._start_attempt)
+        while self.machine.stage is not Stage.WATCH and not self.status.state.final:
+            self.step()
         return not self.status.state.final
 
     def main(self, *, adopt: bool = False) -> None:
-        """Supervise the run until it ends. ``state.json`` records the end, also of an error.
+        """Supervise the run until it ends, which ``state.json`` then says, or until SIGTERM.
 
         Args:
             adopt: the previous supervisor may not have started the newest attempt.
@@ -98,163 +105,197 @@ class Supervisor:
             signal.signal(signum, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._terminated)
         with tracking(self.job, self.folder, lambda: self.status.attempt, self._event):
-            self._recorded(partial(self._attempts, adopt))
-
-    def _recorded(self, work: Callable[[], None]) -> None:
-        """Call ``work``. An error cancels the run, and is recorded as its failure."""
-        try:
-            work()
-        except ClusterkitError as error:
-            self._cancel()
-            failure = Failure(exit_code=error.exit_code, cause=error.message, hint=error.hint)
-            self._finish(State.FAILED, failure)
-        except Exception as error:
-            self._cancel()
-            cause = f"clusterkit's supervisor failed: {type(error).__name__}: {error}"
-            hint = f"a bug of clusterkit's; {self.folder.file('supervisor.log')} holds the details"
-            self._finish(State.FAILED, Failure(exit_code=1, cause=cause, hint=hint))
-            raise
+            self.supervise(adopt)
 
     def _terminated(self, signum: int, frame: object) -> None:
-        """Treat SIGTERM (the machine shuts down) as a cancel."""
+        """Handle SIGTERM (shutdown, logout): this process ends, and the run goes on without it."""
         self.terminated = True
 
-    def _to_be_ended(self) -> bool:
-        return self.terminated or self.folder.is_cancelled()
+    def supervise(self, adopt: bool = False) -> None:
+        """Take steps until the run has ended. `start` has started the first attempt."""
+        if adopt:
+            self._adopt()
+        elif self.machine.stage is Stage.START and not self.folder.is_cancelled():
+            self.machine.started(mirror.awake())
+        errors = 0
+        while not (self.status.state.final or self.terminated):
+            try:
+                self.step()
+            except Exception as error:
+                # A bug, a full disk, a proxy's answer, an upgrade of this package: not the run's.
+                errors += 1
+                self._stop_watching()
+                pause = min(2.0 ** (errors - 1), LONGEST_PAUSE)
+                self._troubled(error, pause)
+                self._sleep(pause)
+            else:
+                if errors:
+                    errors, self.trouble = 0, None
+                    self._update(remark=None)
+                    self._save(self.status.state)
+                if not self.folder.path.is_dir():
+                    break  # somebody removed it: there is nothing to record an end in
+                time.sleep(POLL_SECONDS)
+        self._stop_watching()
 
-    @property
-    def restarts_left(self) -> int:
-        return self.status.restarts_left or 0
+    def _sleep(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not self.terminated and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, 0.5))
 
-    # -- from attempt to attempt ---------------------------------------------
+    def _troubled(self, error: Exception, pause: float) -> None:
+        """Record an error of this process's, once."""
+        message = error.message if isinstance(error, ClusterkitError) else f"{error}"
+        text = f"its supervisor tries again: {type(error).__name__}: {message}"
+        if text != self.trouble:
+            self.trouble = text
+            self._event(text)
+            traceback.print_exception(error)  # to supervisor.log
+        with contextlib.suppress(Exception):
+            self._update(remark=text)
+            self._save(self.status.state)
 
-    def _attempts(self, adopt: bool = False) -> None:
-        """Supervise from the newest attempt to the last. `start` has started the first."""
-        started = self._adopt() if adopt else True
-        while not self._to_be_ended():
-            if not started:
+    # -- one step -------------------------------------------------------------
+
+    def step(self) -> None:
+        """Observe, decide, act."""
+        machine, seen = self.machine, None
+        if machine.stage is Stage.WATCH:
+            seen = self._observe()
+        for action in machine.decide(seen, mirror.awake(), self.folder.is_cancelled()):
+            self._perform(action)
+
+    def _observe(self) -> Observation | None:
+        if self.monitor is None:
+            self.monitor = self.backend.watch(self._handle(), self.transport)
+        found = self.monitor.status()
+        if found is None:
+            return None
+        seen = without_spares(self.plan, found)
+        self._save_progress(seen)
+        return seen
+
+    def _stop_watching(self) -> None:
+        monitor, self.monitor = self.monitor, None
+        if monitor is not None:
+            with contextlib.suppress(Exception):
+                monitor.close()
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Start():
                 self._start_attempt()
-            handle = self._handle()
-            seen = self._watch(handle)
-            self.followed = started = seen.next_attempt is not None
-            self._update(restarts_left=seen.remaining_restarts(self.restarts_left))
-            if not started and (end := self._clean_up(handle, seen)) is not None:
-                return self._finish(end)
-            failure = diagnosis(handle, seen)
-            if started:
-                self._failed_event(failure)
-            elif (end := self._prepare_next(handle, seen, failure)) is not None:
-                return self._finish(end, failure if end is State.FAILED else None)
-            self._attempt_ended(failure)
-            if not started:
-                self._save(State.RESTARTING, failure)
-            self._update(attempt=seen.next_attempt or self.status.attempt + 1, running_since=None)
-        if started:
-            self._cancel()
-        self._finish(State.CANCELLED)
-
-    def _adopt(self) -> bool:
-        """Load the previous supervisor's status. Return whether the newest attempt was started."""
-        saved = self.folder.saved_status()
-        if saved is None:
-            return True
-        self._update(attempt=saved.attempt, attempts=saved.attempts)
-        if saved.restarts_left is not None:
-            self._update(restarts_left=saved.restarts_left)
-        # A saved attempt that has ended means that the next one was not started.
-        started = all(ended.attempt != saved.attempt for ended in saved.attempts)
-        steps = self.folder.steps_by_attempt()[saved.attempt]  # 0: agents started the attempt
-        if saved.state is State.PENDING and steps < len(self.plan.steps):
-            # Its supervisor was killed while it started the nodes: which run is not known.
-            self._cancel()
-            started = False
-        self.followed = started and steps == 0
-        if started:
-            self._update(running_since=saved.running_since)
-        else:
-            self._update(attempt=saved.attempt + 1)
-        return started
+            case Join(node):
+                self._join(node)
+            case Stop(why):
+                self._stop(why)
+            case Ended():
+                for following in self._judge():
+                    self._perform(following)
+            case Next():
+                self._next(action)
+            case Finish(state):
+                self._finish(state)
 
     def _start_attempt(self) -> None:
-        self._check_again()
-        self._save(State.PENDING)
-        self.backend.submit(
-            self.plan,
-            self.transport,
-            attempt=self.status.attempt,
-            secrets={**self.secrets, **self.rejoin.new_token()},
-            record=partial(self.folder.record, self.status.attempt),
+        try:
+            self._check_again()
+            self._save(State.PENDING)
+            self.backend.submit(
+                self.plan,
+                self.transport,
+                attempt=self.status.attempt,
+                secrets={**self.secrets, **self._new_token()},
+                record=partial(self.folder.record, self.status.attempt),
+            )
+        except ClusterkitError as error:
+            self.failure = Failure(exit_code=error.exit_code, cause=error.message, hint=error.hint)
+            self.machine.not_started(mirror.awake(), error.message)
+        else:
+            self.machine.started(mirror.awake())
+
+    def _stop(self, why: str) -> None:
+        error = self._stopping(partial(self.backend.cancel, self._handle(), self.transport, why))
+        self.machine.stopped(mirror.awake(), acknowledged=error is None)
+        if error is not None and self.machine.stage is Stage.SETTLE:
+            self._show_waiting(error)
+
+    def _show_waiting(self, error: ClusterkitError) -> None:
+        """Show what the next attempt waits for: that nothing of this one can live."""
+        seen = self.machine.seen
+        names = ", ".join(f"node {n.node} ({n.host})" for n in (lost(seen) if seen else ()))
+        why = f"waiting for {names}" if names else f"waiting: {error.message}"
+        if self.status.state is not State.RESTARTING:
+            until = time.time() + LOST_SECONDS
+            waiting = partial(
+                msgspec.structs.replace, state=State.RESTARTING, reason=why, until=until
+            )
+            self._update(nodes=tuple(map(waiting, self.status.nodes)))
+            self._event(f"attempt {self.status.attempt}: {why}")
+            self._save(State.RESTARTING, self.failure)
+
+    def _stopping(self, work: Callable[[], None]) -> ClusterkitError | None:
+        """Call ``work``, which stops nodes. An error is recorded in the run's remark and events."""
+        error, remark = self.folder.stop(work)
+        if error is not None and remark != self.status.remark:
+            self._event(f"not all nodes could be stopped: {error.message}")
+        self._update(remark=remark)
+        return error
+
+    def _judge(self) -> list[Action]:
+        """Clean up after an attempt that has ended, and find out why it did."""
+        self._stop_watching()
+        handle, seen, cleaned = self._handle(), self.machine.seen, True
+        assert seen is not None
+        if isinstance(self.backend, SupportsCleanup) and seen.next_attempt is None:
+            cleaned = self._stopping(partial(self.backend.clean_up, handle, self.transport)) is None
+        self._update(restarts_left=self.machine.restarts_left)
+        cancelled = self.folder.is_cancelled()
+        if seen.state is State.SUCCEEDED:
+            failed = self.plan.places - sum(n.state is State.SUCCEEDED for n in seen.nodes)
+            if failed > 0:
+                self._event(f"{failed} of {self.plan.places} elastic nodes failed")
+        elif not cancelled or seen.next_attempt is not None:
+            self.failure = diagnosis(handle, seen, late=self.machine.late)
+        taken = self.failure is not None and self._port_was_taken(self.failure)
+        return self.machine.judged(
+            mirror.awake(), cancelled=cancelled, cleaned=cleaned, port_taken=taken
         )
 
-    def _clean_up(self, handle: RunHandle, seen: Observation) -> State | None:
-        """Clean up after an attempt that has ended. Return the state in which the run ends; None
-        if the attempt failed."""
-        if isinstance(self.backend, SupportsCleanup):
-            self._stop(partial(self.backend.clean_up, handle, self.transport))
-        if seen.state is State.SUCCEEDED:
-            return State.SUCCEEDED
-        if any(node.state is State.UNKNOWN for node in seen.nodes):
-            self._cancel()  # something may still run there
-        return State.CANCELLED if self._to_be_ended() else None
-
-    def _prepare_next(self, handle: RunHandle, seen: Observation, failure: Failure) -> State | None:
-        """After a failed attempt: plan the next one, or return the state in which the run ends."""
-        lost = lost_nodes.lost(seen)
-        decided = seen.final or seen.late
-        if self.port_tries and self._port_was_taken(failure):
-            self.port_tries -= 1
+    def _next(self, action: Next) -> None:
+        """Record the newest attempt as failed, and plan the next one."""
+        self._stop_watching()
+        failure, self.failure = self.failure, None
+        if failure is None and self.machine.problem:
+            failure = Failure(exit_code=1, cause=self.machine.problem)
+        self._update(restarts_left=self.machine.restarts_left, ran_seconds=self.machine.ran_seconds)
+        if failure is not None:
+            self._tell(action, failure)
+            self._attempt_ended(failure)
+        if action.verdict is Verdict.MOVE:
             why = f"port {self.plan.port} was taken before the run could listen there"
             port = self.transport.free_port(self.facts.hosts[0].host)
             self._plan_anew(*move_port(self.cluster, self.facts, port, why))
-        elif lost and self.replaces_lost and not decided and self._losses_allowed():
-            return self._replace(lost, handle, seen, failure)
-        elif not self.restarts_left or decided or (lost and self.job.on_node_loss == "fail"):
-            return State.FAILED
-        else:
-            self._update(restarts_left=self.restarts_left - 1)
-            self._failed_event(failure)
-        return None
+        elif action.without:
+            hosts = [self.plan.hosts[node] for node in action.without]
+            others = facts_without(hosts, self.job, self.facts)
+            assert others is not None  # `Terms.dispensable`
+            used = listed([host.host for host in others[0].hosts], 4)
+            why = f"starting again on {used}, which costs no restart"
+            self._plan_anew(others[0], why, others[1])
+        if action.verdict is not None:
+            self._save(State.RESTARTING, failure)
+        self._update(attempt=action.attempt, running_since=None)
+        self.machine.terms = self._terms()
 
-    def _losses_allowed(self) -> bool:
-        """Count a loss of nodes. Return False if they were lost early too often in a row."""
-        now = time.time()
-        early = now - (self.status.running_since or now) < EARLY_SECONDS
-        self.early_losses = self.early_losses + 1 if early else 0
-        return self.early_losses <= EARLY_LOSSES
-
-    def _replace(
-        self, lost: list[NodeStatus], handle: RunHandle, seen: Observation, failure: Failure
-    ) -> State | None:
-        """Do `_prepare_next` after nodes were lost: wait for them, or plan without them."""
-        hosts = [self.plan.hosts[node.node] for node in lost]
-        why, until = f"waiting for {lost_nodes.names(lost)}", time.time() + LOST_SECONDS
-        waiting = partial(msgspec.structs.replace, state=State.RESTARTING, reason=why, until=until)
-        self._event(
-            f"attempt {self.status.attempt} has lost {lost_nodes.names(lost)}: {failure.summary}"
-        )
-        self._update(nodes=tuple(map(waiting, seen.nodes)))
-        self._save(State.RESTARTING, failure)
-        others = lost_nodes.facts_without(hosts, self.job, self.facts)
-        timeout = LOST_SECONDS if others is None else 0.0
-        if lost_nodes.wait_for_hosts(hosts, self.transport, self._to_be_ended, timeout):
-            with contextlib.suppress(ClusterkitError):
-                self.backend.status(handle, self.transport)  # what they wrote meanwhile
-            self._event("all nodes answer; starting again, which costs no restart")
-        elif self._to_be_ended():
-            return State.CANCELLED
-        elif others is None:
-            return State.FAILED
-        else:
-            facts, spares = others
-            used = listed([host.host for host in facts.hosts], 4)
-            self._plan_anew(facts, f"starting again on {used}, which costs no restart", spares)
-        return None
-
-    def _failed_event(self, failure: Failure) -> None:
-        self._event(
-            f"attempt {self.status.attempt} failed: {failure.line}; "
-            f"starting again, {counted(self.restarts_left, 'restart')} left"
-        )
+    def _tell(self, action: Next, failure: Failure) -> None:
+        """Write the event of an attempt that has failed."""
+        attempt, left = self.status.attempt, counted(self.machine.restarts_left, "restart")
+        if action.verdict is Verdict.REPLACE:
+            text = f"attempt {attempt} has lost nodes: {failure.summary}; starting again, "
+            self._event(f"{text}which costs no restart")
+        elif action.verdict is not Verdict.MOVE:
+            self._event(f"attempt {attempt} failed: {failure.line}; starting again, {left} left")
 
     def _attempt_ended(self, failure: Failure) -> None:
         before = self.status
@@ -271,72 +312,62 @@ class Supervisor:
         self._update(state=State.RESTARTING, failure=failure, attempts=(*before.attempts, ended))
         notify(self.cluster.notify, self.status, self._event)
 
-    # -- one attempt --------------------------------------------------------
+    def _adopt(self) -> None:
+        """Continue where the previous supervisor stopped."""
+        saved = self.folder.saved_status()
+        if saved is None:
+            self.machine.started(mirror.awake())
+            return
+        steps, planned = self.folder.steps_by_attempt(), len(self.plan.steps)
+        self.machine = machine = Reconciler.adopt(
+            self._terms(), saved, steps, planned, self.job.restarts
+        )
+        self._update(
+            attempt=saved.attempt,
+            attempts=saved.attempts,
+            restarts_left=machine.restarts_left,
+            ran_seconds=saved.ran_seconds,
+        )
+        if machine.stage is Stage.WATCH:
+            self._update(running_since=saved.running_since)
+            if saved.running_since is not None:
+                ran = max(0.0, time.time() - saved.running_since)
+                machine.running_since = mirror.awake() - ran
 
-    def _watch(self, handle: RunHandle) -> Observation:
-        """Wait until the attempt ends, and return what was observed last.
+    # -- nodes that join a running attempt --------------------------------------
 
-        Once the nodes with ranks have ended, or too few are left, the others are cancelled.
-        """
-        with contextlib.closing(self.backend.watch(handle, self.transport)) as monitor:
-            return self._until_ended(monitor)
+    def _new_token(self) -> dict[str, Secret]:
+        """Return the secret of a new attempt's nodes, which those that join it need; nothing where
+        none can join."""
+        if not self.machine.terms.rejoins:
+            return {}
+        token = tokens.token_hex(16)
+        with contextlib.suppress(RunFolderError):
+            write_atomic(self.folder.file(TOKEN), token.encode(), 0o600)
+        return {PEER_TOKEN: Secret(PEER_TOKEN, token)}
 
-    def _until_ended(self, monitor: Monitor) -> Observation:
-        report_by = mirror.awake() + self.backend.start_seconds
-        cancel_at: float | None = None
-        cancelled = False
-        while True:
-            found = monitor.status()
-            if found is None:
-                raise RunFolderError(f"the folder of run {self.folder.run_id} is gone")
-            seen = without_spares(self.plan, found)
-            self._save_progress(seen)
-            now = mirror.awake()
-            pending = self._pending(seen, cancelled=cancelled)
-            if pending and now > report_by:
-                raise ClusterkitError(
-                    f"node {pending[0]} did not report within {self.backend.start_seconds:g} s",
-                    hint=f"see the logs in {self.folder.path}/attempts/{self.status.attempt}",
-                )
-            unreported = not (cancelled or seen.next_attempt) and self.rejoin.unreported(
-                seen, now, self.followed
+    def _join(self, node: int) -> None:
+        plan = self.backend.node_plan(self.plan, node)
+        # No steps: the backend cannot start one node. A host may have blocked the loop.
+        if not plan.steps or self.folder.is_cancelled():
+            return
+        # Its agent starts in the attempt in which the others started, and follows them from there.
+        attempt = max(self.folder.steps_by_attempt(), default=1)
+        text = f"node {node} was started again, to join the others"
+        try:
+            token = Secret(PEER_TOKEN, self.folder.read(TOKEN).decode())
+            self.backend.submit(
+                plan,
+                self.transport,
+                attempt=attempt,
+                secrets={**self.secrets, PEER_TOKEN: token},
+                record=partial(self.folder.record, attempt),
             )
-            reached = phase(self.plan, seen, pending=bool(pending), unreported=unreported)
-            if reached is Phase.ENDED:
-                failed = self.plan.places - sum(n.state is State.SUCCEEDED for n in seen.nodes)
-                if seen.state is State.SUCCEEDED and failed > 0:
-                    self._event(f"{failed} of {self.plan.places} elastic nodes failed")
-                return seen
-            if self._to_be_ended() and not cancelled:
-                cancel_at = now
-            elif reached is Phase.ENDING and cancel_at is None:
-                cancel_at = now + PEERS_SECONDS
-            if cancel_at is None:
-                self._rejoin_lost(seen, now)
-            elif now >= cancel_at:
-                self._cancel()
-                cancelled, cancel_at = True, mirror.awake() + CANCEL_SECONDS
-            time.sleep(POLL_SECONDS)
-
-    def _pending(self, seen: Observation, *, cancelled: bool) -> list[int]:
-        """Return the nodes with ranks that have yet to start; none of an attempt that needs none.
-
-        A node that is missing from an attempt that agents started may run nowhere: it is waited for
-        only while the others are too few.
-        """
-        pending = [n.node for n in seen.nodes if n.state is State.PENDING and not n.spare]
-        enough = len(seen.nodes) - len(pending) >= self.plan.least
-        if seen.state is State.SUCCEEDED or (self.followed and (cancelled or enough)):
-            return []
-        return pending
-
-    def _rejoin_lost(self, seen: Observation, now: float) -> None:
-        for node in self.rejoin.due(seen, now, self.followed):
-            plan = self.backend.node_plan(self.plan, node)
-            # No steps: the backend cannot start one node. A host may have blocked the loop.
-            if plan.steps and not self._to_be_ended():
-                submit = partial(self.backend.submit, plan, self.transport)
-                self._event(self.rejoin.start(node, submit, self.secrets))
+        except ClusterkitError as error:
+            text = f"node {node} could not be started again: {error.message}"
+        finally:  # the submit may have taken long
+            self.machine.joined(mirror.awake(), 2 * mirror.BACK_SECONDS)
+        self._event(text)
 
     def _save_progress(self, seen: Observation) -> None:
         begun = sum(node.state is not State.PENDING for node in seen.nodes)
@@ -344,23 +375,14 @@ class Supervisor:
             self._update(running_since=time.time())
         if seen.nodes != self.status.nodes:
             self._update(nodes=seen.nodes)
-            if seen.state is State.PENDING and not self.followed:
+            if seen.state is State.PENDING and not self.machine.followed:
                 self._save(State.PENDING)
             elif seen.state is State.RESTARTING:
                 self._save(State.RESTARTING)
+            elif {State.UNKNOWN} == {node.state for node in seen.nodes if not node.spare}:
+                self._save(State.UNKNOWN)
             else:
                 self._save(State.RUNNING)
-
-    def _cancel(self) -> None:
-        reason = "cancelled" if self._to_be_ended() else "another node has ended"
-        self._stop(partial(self.backend.cancel, self._handle(), self.transport, reason))
-
-    def _stop(self, work: Callable[[], None]) -> None:
-        """Call ``work``, which stops nodes. An error is recorded in the run's remark and events."""
-        error, remark = self.folder.stop(work)
-        if error is not None and remark != self.status.remark:
-            self._event(f"not all nodes could be stopped: {error.message}")
-        self._update(remark=remark)
 
     def _handle(self) -> RunHandle:
         return self.folder.handle(self.status.attempt, self.plan)
@@ -374,7 +396,7 @@ class Supervisor:
         changed = self.backend.before_attempt(self.cluster, self.facts, self.transport, fresh=fresh)
         if changed is not None:
             self._plan_anew(*changed)
-        elif self.restarts_left < self.plan.restarts:
+        elif self.machine.restarts_left < self.plan.restarts:
             self._plan_anew(self.facts)
 
     def _plan_anew(self, facts: Facts, why: str | None = None, spares: int | None = None) -> None:
@@ -384,7 +406,7 @@ class Supervisor:
         self.facts = facts
         if spares is None:
             spares = self.job.spares and self.plan.nodes - self.plan.topology["nodes"]
-        restarts = self.restarts_left
+        restarts = self.machine.restarts_left
         job = msgspec.structs.replace(self.job, restarts=restarts, spares=spares)
         self.plan = self.backend.plan(job, self.cluster, self.facts, self.folder.run_id)
         self.folder.save_plan(self.facts, self.plan)
@@ -408,11 +430,20 @@ class Supervisor:
         with contextlib.suppress(RunFolderError):
             self.folder.write_json("state.json", self.status)
 
-    def _finish(self, state: State, failure: Failure | None = None) -> None:
+    def _finish(self, state: State) -> None:
+        """Record the end. Where that fails, the next step does it again."""
+        failure = self.failure if state is State.FAILED else None
+        if state is State.FAILED and failure is None:
+            failure = Failure(exit_code=1, cause=self.machine.problem or "its nodes are lost")
         codes = {State.SUCCEEDED: 0, State.CANCELLED: EXIT_INTERRUPTED}
         code = codes.get(state, (failure.exit_code if failure else None) or 1)
-        self._update(state=state, failure=failure, exit_code=code, finished_at=time.time())
-        self.folder.record_end(self.status)
+        ended = msgspec.structs.replace(
+            self.status, state=state, failure=failure, exit_code=code, finished_at=time.time()
+        )
+        if self.trouble is not None and ended.remark == self.trouble:
+            ended = msgspec.structs.replace(ended, remark=None)
+        self.folder.record_end(ended)
+        self.status = ended
         notify(self.cluster.notify, self.status, self._event)
 
     def _event(self, text: str) -> None:

@@ -103,8 +103,8 @@ backends.kubernetes.apply
 backends.kubernetes.place backends.kubernetes.monitor
 backends.slurm.remote_runs
 backends.*.backend
-run.outcome
-run.lost_nodes jobfile.scaffold run.notify output.track
+run.outcome run.evidence
+run.reconcile jobfile.scaffold run.notify output.track
 run.supervisor
 run.supervise
 run.control

@@ -15,24 +15,24 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from clusterkit import agent, backends
+from clusterkit import agent, api, backends
 from clusterkit.agent import processes
 from clusterkit.backends.base import Observation, SupportsCleanup
 from clusterkit.backends.local.backend import LocalBackend
 from clusterkit.backends.node_status import observed as from_files
 from clusterkit.backends.ports import move_port
-from clusterkit.cluster import CLUSTER_TYPES, Facts, HostFacts
-from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
+from clusterkit.cluster import CLUSTER_TYPES
+from clusterkit.errors import ClusterkitError, RunFolderError, SubmitFailed, Unavailable
 from clusterkit.output import logs, mirror
 from clusterkit.output.logs import parse_lines
-from clusterkit.plan import Plan
-from clusterkit.run import control, lost_nodes, outcome, supervise
+from clusterkit.run import control, outcome, supervise
+from clusterkit.run import reconcile as machine
 from clusterkit.run.control import cancel, current, reconcile
-from clusterkit.run.find import all_runs
+from clusterkit.run.evidence import Terms
 from clusterkit.run.folder import Event, RunFolder
+from clusterkit.run.reconcile import EARLY_LOSSES, LOST_SECONDS, PORT_TRIES, Reconciler
 from clusterkit.run.status import AttemptStatus, Failure, NodeStatus, RunStatus, State, overall
-from clusterkit.run.supervisor import EARLY_LOSSES, LOST_SECONDS, PORT_TRIES, Supervisor
-from clusterkit.spec import JobSpec
+from clusterkit.run.supervisor import Supervisor
 from clusterkit.transport import LocalTransport
 from tests.conftest import HELD
 
@@ -320,10 +320,11 @@ def test_a_node_tells_how_its_ranks_ended(complete, hand):
 @pytest.mark.parametrize(
     "processes", [3, [3], [{}], [{"rank": 0}], [{"rank": 0, "exit_code": 9}], {"rank": 0}]
 )
-def test_garbage_where_a_node_tells_of_its_ranks_is_nothing(complete, hand, processes):
+def test_a_record_that_makes_no_sense_ends_nothing(complete, hand, processes):
     hand.node(exit_code=1, log="", processes=processes)
-    failure = reconcile(complete).failure
-    assert (failure.rank, failure.exit_code) == (None, 1)
+    status = reconcile(complete)
+    assert (status.state, status.failure) == (State.UNKNOWN, None)
+    assert "exit.json is damaged: it cannot be read" in status.remark
 
 
 def test_a_run_without_its_plan_can_still_be_ended(complete):
@@ -429,6 +430,13 @@ def observed(*states, code=None, reason=None):
     return Observation(state=overall(set(states)), nodes=nodes)
 
 
+def vanished(*states):
+    """A node whose agent ended without an exit record, beside others."""
+    found = observed(State.FAILED, *states)
+    first = msgspec.structs.replace(found.nodes[0], exit_code=None)
+    return msgspec.structs.replace(found, nodes=(first, *found.nodes[1:]))
+
+
 OK, BAD, UP = State.SUCCEEDED, State.FAILED, State.RUNNING
 
 
@@ -441,13 +449,14 @@ def supervise_with(unstarted_run, monkeypatch):
         backend = kind(attempts)
         monkeypatch.setattr(backends, "backend", lambda name: backend)
         monkeypatch.setattr("clusterkit.run.supervisor.POLL_SECONDS", 0.0)
-        monkeypatch.setattr("clusterkit.run.supervisor.PEERS_SECONDS", 0.0)
+        monkeypatch.setattr(machine, "PEERS_SECONDS", 0.0)
+        monkeypatch.setattr(machine, "AGAIN_SECONDS", 0.0)
         supervisor = Supervisor(RunFolder(run.path))
         if adopt is not None:
             adopt(supervisor)
         elif not supervisor.start():
             return backend, supervisor.folder.read_json("state.json", RunStatus), run.events()
-        supervisor._attempts(adopt is not None)
+        supervisor.supervise(adopt is not None)
         return backend, supervisor.folder.read_json("state.json", RunStatus), run.events()
 
     return go
@@ -629,7 +638,8 @@ def test_a_cancel_ends_what_the_agents_may_have_begun(supervise_with):
         supervisor.folder.file("cancelled").touch()
 
     job = "launcher: forkserver\nrestarts: 3\n"
-    backend, status, _ = supervise_with([went_on(2, BAD), observed(UP)], job, adopt=cancelled)
+    script = [went_on(2, BAD), [observed(UP), observed(UP), observed(State.CANCELLED)]]
+    backend, status, _ = supervise_with(script, job, adopt=cancelled)
     assert backend.cancelled >= 1
     assert status.state is State.CANCELLED
 
@@ -732,7 +742,7 @@ def test_a_node_whose_start_took_long_is_ended_where_the_run_was_cancelled_meanw
         all = 0
 
     monkeypatch.setattr(mirror, "awake", clock)
-    monkeypatch.setattr("clusterkit.run.supervisor.CANCEL_SECONDS", 0.0)
+    monkeypatch.setattr(machine, "AGAIN_SECONDS", 0.0)
     script = [[observed(UP, State.CANCELLED)]]
     backend, status, _ = supervise_with(script, job, kind=Slow)
     assert status.state is State.CANCELLED
@@ -788,7 +798,7 @@ def test_the_nodes_that_have_ranks_decide_how_a_run_ends(
 
     monkeypatch.setattr(mirror, "awake", Awake())
     monkeypatch.setattr("clusterkit.run.supervisor.POLL_SECONDS", 0.0)
-    Supervisor(hand.folder)._attempts()
+    Supervisor(hand.folder).supervise()
     status = hand.folder.read_json("state.json", RunStatus)
     assert (status.state, status.exit_code) == (state, code)
     assert ended == ["another node has ended"]
@@ -822,29 +832,32 @@ def test_a_run_that_went_on_without_a_node_has_succeeded_whether_anybody_watches
     assert (run.status().state, run.status().attempt) == (State.SUCCEEDED, attempt)
 
 
-def test_which_nodes_are_started_again_and_when(tmp_path):
-    job = JobSpec(name="a", program="a.py", nodes="1:3", on_node_loss="shrink")
-    plan = Plan(run_id="r", run_dir="/r", backend="b", summary="", nodes=3, world_size=3,
-                stop_grace=5.0)  # fmt: skip
-    rejoin = lost_nodes.Rejoin(RunFolder(tmp_path), job, plan)
-    wait = 5.0 + lost_nodes.REJOIN_SECONDS
+def test_which_nodes_are_started_again_and_when():
+    terms = Terms(nodes=3, places=3, least=1, rejoins=True, stop_grace=5.0)
+    rejoin = Reconciler(terms, 0)
+
+    def due(seen, now, followed):
+        rejoin.followed = followed
+        return rejoin.joining(seen, now)
+
+    wait = 5.0 + machine.REJOIN_SECONDS
     gone, away = observed(UP, BAD, UP), observed(UP, State.UNKNOWN, UP)
-    assert rejoin.due(gone, 0.0, False) == []
-    assert rejoin.due(gone, wait - 1, False) == []
-    assert rejoin.due(gone, wait, False) == [1]
-    assert rejoin.due(gone, wait + 1, False) == []
-    assert rejoin.due(gone, 2 * wait + 1, False) == []
-    assert rejoin.due(gone, 3 * wait + 1, False) == [1]  # the next time it is given longer
+    assert due(gone, 0.0, False) == []
+    assert due(gone, wait - 1, False) == []
+    assert due(gone, wait, False) == [1]
+    assert due(gone, wait + 1, False) == []
+    assert due(gone, 2 * wait + 1, False) == []
+    assert due(gone, 3 * wait + 1, False) == [1]  # the next time it is given longer
     # Not while its host is away, while the others wait for it, or when all is decided.
     for other in (away, observed(State.RESTARTING, BAD, State.RESTARTING),
                   msgspec.structs.replace(gone, final=True)):  # fmt: skip
-        assert rejoin.due(other, 100 * wait, False) == rejoin.due(gone, 101 * wait, False) == []
-    assert rejoin.due(observed(BAD, UP, UP), 300 * wait, False) == []
-    assert rejoin.due(observed(BAD, UP, UP), 400 * wait, False) == []  # node 0 cannot
+        assert due(other, 100 * wait, False) == due(gone, 101 * wait, False) == []
+    assert due(observed(BAD, UP, UP), 300 * wait, False) == []
+    assert due(observed(BAD, UP, UP), 400 * wait, False) == []  # node 0 cannot
     absent = observed(UP, State.PENDING, UP)
-    assert rejoin.due(absent, 500 * wait, False) == rejoin.due(absent, 600 * wait, False) == []
-    assert rejoin.due(absent, 700 * wait, True) == []
-    assert rejoin.due(absent, 800 * wait, True) == [1]
+    assert due(absent, 500 * wait, False) == due(absent, 600 * wait, False) == []
+    assert due(absent, 700 * wait, True) == []
+    assert due(absent, 800 * wait, True) == [1]
 
 
 def test_an_elastic_run_with_too_few_nodes_left_ends(supervise_with):
@@ -884,7 +897,7 @@ def test_a_run_that_is_cancelled_before_it_is_watched_is_ended(unstarted_run, mo
     monkeypatch.setattr(backends, "backend", lambda name: backend)
     folder = RunFolder(run.path)
     folder.mark_cancelled()
-    Supervisor(folder)._attempts()
+    Supervisor(folder).supervise()
     assert (backend.submitted, backend.cancelled) == ([], 1)
     status = folder.read_json("state.json", RunStatus)
     assert (status.state, status.exit_code) == (State.CANCELLED, 130)
@@ -965,7 +978,7 @@ def test_a_cancel_that_comes_after_the_end_does_not_rewrite_it(unstarted_run, mo
 
     monkeypatch.setattr(supervisor.backend, "submit", lambda *_, **__: None)
     monkeypatch.setattr(supervisor.backend, "status", status)
-    supervisor._attempts()
+    supervisor.supervise()
     assert run.status().state is State.SUCCEEDED
 
 
@@ -1207,103 +1220,204 @@ LOSES = "launcher: forkserver\nrestarts: 1\n"
 
 
 def test_a_lost_node_costs_no_restart(supervise_with, monkeypatch):
-    monkeypatch.setattr("clusterkit.run.supervisor.EARLY_SECONDS", 0.0)
-    lost = observed(State.UNKNOWN)
-    backend, status, events = supervise_with([lost, lost, lost, observed(BAD), observed(OK)], LOSES)
+    monkeypatch.setattr(machine, "EARLY_SECONDS", 0.0)
+    backend, status, events = supervise_with(
+        [vanished()] * 3 + [observed(BAD), observed(OK)], LOSES
+    )
     assert [attempt for attempt, _ in backend.submitted] == [1, 2, 3, 4, 5]
     assert (status.state, status.attempt) == (State.SUCCEEDED, 5)
-    assert events[1].text == "all nodes answer; starting again, which costs no restart"
+    assert events[0].text.startswith("attempt 1 has lost nodes: ")
+    assert events[0].text.endswith("starting again, which costs no restart")
 
 
-def test_what_a_lost_node_wrote_meanwhile_is_read_once_it_answers(supervise_with):
-    lost, back = observed(State.UNKNOWN), observed(State.CANCELLED)
-    backend, status, _ = supervise_with([[lost, back, back], observed(OK)], LOSES)
+def test_what_an_agent_that_was_killed_left_is_ended_before_anything_else_starts(supervise_with):
+    """Its rank ignored SIGTERM: two attempts wrote at once."""
+    order = []
+
+    class Ordered(Scripted):
+        def submit(self, plan, transport, *, attempt=1, secrets=None, record=None):
+            order.append(f"start {attempt}")
+
+        def cancel(self, handle, transport, reason="cancelled"):
+            order.append(f"stop {handle.attempt}")
+            if len(order) < 4:
+                raise Unavailable("no answer")
+
+    _, status, _ = supervise_with([vanished(), observed(OK)], LOSES, kind=Ordered)
+    assert order == ["start 1", "stop 1", "stop 1", "stop 1", "start 2"]
     assert status.state is State.SUCCEEDED
-    assert len(backend.attempts[0]) == 1  # asked once more before the next attempt
 
 
-def test_a_state_that_the_platform_has_and_we_do_not_know_ends_nothing(supervise_with):
-    unknown = msgspec.structs.replace(observed(State.UNKNOWN), queued=True)
-    backend, status, _ = supervise_with([[unknown, observed(OK)]], LOSES)
-    assert backend.cancelled == 0
-    assert (len(backend.submitted), status.state) == (1, State.SUCCEEDED)
+def test_a_node_that_does_not_answer_is_followed_until_it_does(supervise_with):
+    """A run that had finished while its submitter was offline ran a second time."""
+    away = observed(State.UNKNOWN)
+    backend, status, events = supervise_with([[away] * 5 + [observed(OK)]], LOSES)
+    assert (len(backend.submitted), backend.cancelled, events) == (1, 0, [])
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 1)
 
 
 def test_a_node_that_is_lost_at_once_again_and_again_is_not_waited_for(supervise_with):
-    backend, status, _ = supervise_with([observed(State.UNKNOWN)] * 6, LOSES)
+    backend, status, _ = supervise_with([vanished()] * 6, LOSES)
     assert len(backend.submitted) == EARLY_LOSSES + 2  # and the restart that there is
     assert status.state is State.FAILED
 
 
 @pytest.mark.parametrize("job", [f"{LOSES}on_node_loss: fail\n", "launcher: forkserver\n"])
 def test_a_job_may_end_with_the_first_node_that_it_loses(supervise_with, job):
-    backend, status, _ = supervise_with([observed(State.UNKNOWN)] * 3, job)
+    backend, status, _ = supervise_with([vanished()] * 3, job)
     assert (len(backend.submitted), status.state) == (1, State.FAILED)
 
 
-def test_a_host_that_does_not_answer_is_waited_for_and_status_says_so(supervise_with, monkeypatch):
-    said, tries = [], []
+def test_a_host_that_does_not_answer_is_waited_for_and_status_says_so(supervise_with):
+    said = []
 
-    def run(self, host, argv, **more):
-        run = next(iter(all_runs())).read_json("state.json", RunStatus)
-        said.append((run.state, run.nodes[0].state, run.nodes[0].reason, run.nodes[0].until))
-        tries.append(host)
-        if len(tries) < 3:
-            raise Unavailable("no answer")
+    class Silent(Scripted):
+        def cancel(self, handle, transport, reason="cancelled"):
+            said.append(handle.folder.read_json("state.json", RunStatus))
+            if len(said) < 3:
+                raise Unavailable("h does not answer")
 
-    monkeypatch.setattr(LocalTransport, "run", run)
-    monkeypatch.setattr(lost_nodes, "PING_SECONDS", 0.0)
-    _, status, _ = supervise_with([observed(State.UNKNOWN), observed(OK)], LOSES)
+    _, status, events = supervise_with([vanished(), observed(OK)], LOSES, kind=Silent)
     assert status.state is State.SUCCEEDED
-    assert {each[:3] for each in said} == {
-        (State.RESTARTING, State.RESTARTING, "waiting for node 0 (h)")
-    }
-    assert abs(said[0][3] - time.time() - LOST_SECONDS) < 60
+    waiting = said[-1]
+    assert (waiting.state, waiting.nodes[0].reason) == (State.RESTARTING, "waiting for node 0 (h)")
+    assert abs(waiting.nodes[0].until - time.time() - LOST_SECONDS) < 60
+    assert "attempt 1: waiting for node 0 (h)" in [event.text for event in events]
 
 
-def test_the_hosts_that_are_left_go_on_where_a_spare_was_among_them(supervise_with, monkeypatch):
-    def run(self, host, argv, **more):
-        raise Unavailable("no answer")
-
-    left = {"facts": None}
-
-    def facts_without(hosts, job, facts):
-        left["facts"] = left["facts"] or facts
-        return facts, 0
-
-    monkeypatch.setattr(LocalTransport, "run", run)
-    monkeypatch.setattr(lost_nodes, "facts_without", facts_without)
-    nodes = []
-    submit = Scripted.submit
-    monkeypatch.setattr(
-        Scripted, "submit", lambda self, plan, *a, **k: (nodes.append(plan.nodes),
-                                                         submit(self, plan, *a, **k))
-    )  # fmt: skip
-    job = "launcher: forkserver\nnodes: 2\nspares: 1\n"
-    lost = observed(State.UNKNOWN, State.CANCELLED, State.CANCELLED)
-    _, status, events = supervise_with([lost, observed(OK, OK)], job)
-    assert nodes == [3, 2]
-    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
-    host = left["facts"].hosts[0].host
-    assert events[-1].text == f"starting again on {host}, which costs no restart"
+# ---------------------------------------------------------------- the watcher's own trouble
 
 
-@pytest.mark.parametrize(
-    ("fields", "gone", "left"),
-    [
-        ({"nodes": 2, "spares": 2}, ["h0"], (["h1", "h2", "h3"], 1)),
-        ({"nodes": 2, "spares": 2}, ["h0", "h3"], (["h1", "h2"], 0)),
-        ({"nodes": 3, "spares": 1}, ["h0", "h3"], None),
-        ({"nodes": 4}, ["h0"], None),
-        ({"nodes": "2:4", "on_node_loss": "shrink"}, ["h0", "h1"], (["h2", "h3"], 0)),
-        ({"nodes": "2:4", "launcher": "torchrun"}, ["h0"], None),
-    ],
-)
-def test_which_hosts_can_do_without_those_that_are_lost(fields, gone, left):
-    hosts = tuple(
-        HostFacts(host=f"h{n}", address="", cpus=1, memory_mib=1, python="") for n in range(4)
-    )
-    facts = Facts(home="/", hosts=hosts, port=1, port_origin="", interface="")
-    job = JobSpec(name="a", program="a.py", **fields)
-    found = lost_nodes.facts_without(gone, job, facts)
-    assert left == (found and ([host.host for host in found[0].hosts], found[1]))
+class Troubled(Scripted):
+    """Raises before it gives the state of the attempt."""
+
+    errors = ()
+
+    def status(self, handle, transport):
+        if self.errors:
+            raise self.errors.pop(0)
+        return super().status(handle, transport)
+
+
+def test_an_error_of_the_supervisor_is_tried_again_and_ends_nothing(supervise_with, monkeypatch):
+    """A KeyError, a proxy's HTML or an import of an upgraded package cancelled the run."""
+    errors = [KeyError("exit.json"), KeyError("exit.json"), ImportError("no name"), OSError(5, "x")]
+    monkeypatch.setattr(Troubled, "errors", errors)
+    monkeypatch.setattr("clusterkit.run.supervisor.LONGEST_PAUSE", 0.01)
+    backend, status, events = supervise_with([[observed(UP), observed(OK)]], kind=Troubled)
+    assert (status.state, status.remark, backend.cancelled) == (State.SUCCEEDED, None, 0)
+    assert [event.text for event in events] == [
+        "its supervisor tries again: KeyError: 'exit.json'",
+        "its supervisor tries again: ImportError: no name",
+        "its supervisor tries again: OSError: [Errno 5] x",
+    ]
+
+
+def test_status_shows_what_the_supervisor_cannot_do(supervise_with, monkeypatch):
+    shown = []
+
+    class Told(Troubled):
+        def status(self, handle, transport):
+            shown.append(handle.folder.read_json("state.json", RunStatus).remark)
+            return super().status(handle, transport)
+
+    monkeypatch.setattr(Troubled, "errors", [KeyError("x")])
+    monkeypatch.setattr("clusterkit.run.supervisor.LONGEST_PAUSE", 0.01)
+    supervise_with([[observed(UP), observed(UP), observed(OK)]], kind=Told)
+    assert shown[:3] == [None, "its supervisor tries again: KeyError: 'x'", None]
+
+
+@pytest.mark.parametrize("state", [OK, BAD])
+def test_an_end_that_cannot_be_recorded_is_recorded_later(supervise_with, monkeypatch, state):
+    """It turned SUCCEEDED into FAILED."""
+    full, real = [1, 2, 3], RunFolder.record_end
+
+    def record_end(self, status):
+        if full:
+            full.pop()
+            raise RunFolderError("No space left on device")
+        real(self, status)
+
+    monkeypatch.setattr(RunFolder, "record_end", record_end)
+    monkeypatch.setattr("clusterkit.run.supervisor.LONGEST_PAUSE", 0.01)
+    backend, status, _ = supervise_with([observed(state)])
+    assert (status.state, status.remark, backend.cancelled) == (state, None, 0)
+    assert status.exit_code == (0 if state is OK else 1)
+
+
+@pytest.mark.parametrize("error", [Unavailable("h: connection refused"), SubmitFailed("h: 127")])
+def test_a_start_that_fails_once_costs_no_restart_but_that_of_the_first_attempt(
+    supervise_with, monkeypatch, error
+):
+    """One refused connection at a restart was FAILED, with restarts left."""
+    refused = [2]
+
+    class Refusing(Scripted):
+        def submit(self, plan, transport, *, attempt=1, secrets=None, record=None):
+            if attempt in refused:
+                raise error
+            super().submit(plan, transport, attempt=attempt)
+
+    monkeypatch.setattr(machine, "_pause", lambda times: 0.0)
+    job, ok = "launcher: forkserver\nrestarts: 1\n", observed(OK)
+    backend, status, _ = supervise_with([observed(BAD), ok, ok], job, kind=Refusing)
+    assert [attempt for attempt, _ in backend.submitted] == [1, 3]
+    assert backend.cancelled_attempts == [2]  # some nodes may have started
+    assert (status.state, status.attempt, status.restarts_left) == (State.SUCCEEDED, 3, 0)
+    assert status.attempts[1].failure.cause == error.message
+
+    refused[:] = [1]
+    backend, status, _ = supervise_with([ok], job, kind=Refusing)
+    assert (status.state, status.failure.cause) == (State.FAILED, error.message)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_at_most_the_supervisor(made, hand, signum):
+    """A shutdown of the submitter's machine cancelled runs on other machines."""
+    node = hand.node(started=hand.alive())
+    made.write_json("state.json", said_of(api.Run(made), State.RUNNING))
+    with made.hold() as lock:
+        supervise.spawn(made, lock, adopt=True)
+    pid = made.read_json("supervisor.json", dict)["pid"]
+    deadline = time.monotonic() + 60
+    while not (found := made.saved_status()) or not found.nodes:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(pid, signum)
+    if signum == signal.SIGTERM:
+        agent.wait_gone([pid], 60)
+        assert not made.is_held()
+    hand.node(started=hand.dead(), exit_code=0)
+    if signum != signal.SIGTERM:
+        agent.wait_gone([pid], 60)
+        assert made.saved_status().state is State.SUCCEEDED
+    status = reconcile(made)
+    assert (status.state, status.exit_code) == (State.SUCCEEDED, 0)
+    assert not made.is_cancelled()
+    assert made.read("supervisor.log") == b""
+    assert node.exists()
+
+
+# ---------------------------------------------------------------- what a killed agent left
+
+
+def test_a_cancel_ends_what_an_agent_that_was_killed_left_and_says_what_it_could_not(
+    folder, hand, monkeypatch
+):
+    stopped = []
+
+    def cancel_nodes(self, handle, transport, reason="cancelled"):
+        stopped.append(handle.attempt)
+        if len(stopped) < 2:
+            raise Unavailable("host h1 does not answer")
+
+    monkeypatch.setattr(LocalBackend, "cancel", cancel_nodes)
+    hand.unwatched()
+    hand.node(started=hand.dead())
+    assert "host h1 does not answer" in cancel(folder).remark
+    assert folder.file("leftovers").exists()
+    stopped.clear()
+    with pytest.raises(Unavailable, match="host h1 does not answer"):
+        api.Run(folder).delete()
+    assert (cancel(folder).remark, stopped) == (None, [1, 1])
+    assert not folder.file("leftovers").exists()
