@@ -128,7 +128,9 @@ def test_a_supervisor_tells_of_the_end_and_records_it(cwd, unstarted_run, tmp_pa
     )
     run = unstarted_run()
     folder = RunFolder(run.path)
-    Supervisor(folder)._finish(State.FAILED, Failure(exit_code=7, cause="bad"))
+    supervisor = Supervisor(folder)
+    supervisor.failure = Failure(exit_code=7, cause="bad")
+    supervisor._finish(State.FAILED)
     assert json.loads((tmp_path / "told").read_text())["status"]["exit_code"] == 7
     assert folder.read_json("state.json", RunStatus).state is State.FAILED
     texts = [event.text for event in folder.records("events.jsonl", Event)]

@@ -179,7 +179,7 @@ def test_a_supervisor_writes_it_to_the_end(cwd, unstarted_run, monkeypatch):
         report(supervisor.folder, 1, {"step": 1, "loss": 1.0})
         supervisor._finish(State.SUCCEEDED)
 
-    monkeypatch.setattr(supervisor, "_attempts", attempts)
+    monkeypatch.setattr(supervisor, "supervise", attempts)
     supervisor.main()
     assert scalars(supervisor.folder) == {"loss": [(1, 1.0)]}
     assert supervisor.folder.records("events.jsonl", Event) == []
