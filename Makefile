@@ -5,7 +5,8 @@ SHELL := /bin/sh
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+PIP_INSTALL := python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+PIP := $(BIN)/$(PIP_INSTALL)
 JOB ?= jobs/ddp.yaml
 NODES ?= 1
 GPUS ?= 2
@@ -163,6 +164,39 @@ unit: .venv/.dev ## Run the unit, contract, golden and simulation tests: WORKERS
 	@$(BIN)/pytest -m "not thorough" $(SLOW) --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal \
 		tests/unit tests/contract tests/golden tests/simulation
 
+# What differs from Python to Python: the agent and its threads, the fork server, tracebacks, files
+# and processes; of the command line and the backends what needs no torch.
+ON_EACH ?= tests/unit tests/contract
+TORCH ?=
+
+.PHONY: unit-newest
+unit-newest: ## Run the unit tests on the newest Python that is there, in .venv-VERSION; tests/pythons.py finds it
+	@found=$$($(PYTHON) -m tests.pythons newest) && \
+	if [ -n "$$found" ]; then set -- $$found && $(MAKE) --no-print-directory unit-on VERSION=$$1 ON=$$2; \
+	else echo "unit-newest: skipped: no Python up to 3.14 is here that is newer than that of .venv" >&2; fi
+
+.PHONY: unit-others
+unit-others: ## Run them on all other Pythons from 3.11 to 3.14 that are there, with torch, and the tests of hangs: gigabytes
+	@mkdir -p .make && $(PYTHON) -m tests.pythons others >.make/pythons && \
+	while read -r version path; do $(MAKE) --no-print-directory unit-on VERSION=$$version ON=$$path TORCH=torch || exit; done <.make/pythons
+
+# Without torch the tests that need it are skipped by name.
+.venv-$(VERSION)/.made: pyproject.toml constraints.txt
+	@$(ON) -m venv .venv-$(VERSION)
+	@.venv-$(VERSION)/bin/$(PIP_INSTALL) --editable '.[test]'
+	@touch $@
+
+.venv-$(VERSION)/.madetorch: .venv-$(VERSION)/.made
+	@.venv-$(VERSION)/bin/$(PIP_INSTALL) torch
+	@.venv-$(VERSION)/bin/$(PIP_INSTALL) --editable '.[train,test]'
+	@touch $@
+
+.PHONY: unit-on
+unit-on: .venv-$(VERSION)/.made$(TORCH)
+	@.venv-$(VERSION)/bin/python -m pytest -m "not thorough" $(SLOW) --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal \
+		$(ON_EACH) $(if $(TORCH),tests/golden tests/simulation)
+	@$(if $(TORCH),.venv-$(VERSION)/bin/python -m pytest tests/live/test_hangs.py)
+
 SCHEDULES ?= 100000
 .PHONY: simulation
 simulation: .venv/.dev ## Simulate runs under random faults: SCHEDULES=100000
@@ -188,8 +222,9 @@ live-nodes: .venv/.dev ## Run the live tests on SSH hosts, in containers, on Kub
 	@$(BIN)/python -m tests.rerun -m "not thorough" tests/live/ssh tests/live/compose tests/live/kubernetes tests/live/slurm
 
 .PHONY: thorough
-thorough: .venv/.dev ## Run the slow tests that `make test` leaves out: half an hour; needs root
+thorough: .venv/.dev ## Run the slow tests that `make test` leaves out, and unit-others; needs root
 	@$(BIN)/pytest -m thorough tests/unit tests/live
+	@$(MAKE) --no-print-directory unit-others
 
 .PHONY: lab-test
 lab-test: .venv/.dev ## Run the tests of `make lab` itself, after a change in tests/lab; needs root
@@ -219,5 +254,5 @@ wheel: .venv/.dev ## Build the wheel into build/ and install it into a new envir
 	@$(OUT)/venv/bin/clusterkit --version
 
 .PHONY: clean
-clean: ## Remove .venv and build output
-	@rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+clean: ## Remove the environments and build output
+	@rm -rf .venv .venv-* build *.egg-info .pytest_cache .mypy_cache .ruff_cache

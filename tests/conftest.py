@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,6 +35,11 @@ signal.signal(signal.SIGTERM, signal.default_int_handler)
 # Test files and clusterkit are compiled once, not by every worker and process.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Not of the terminal or the host that the tests run on: TERM=dumb takes colours and progress away,
+# and where /etc/hosts lacks the host's name gloo warns in every rank.
+os.environ["TERM"] = "xterm-256color"
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 # No timing assertions, and nothing left behind in the checkout.
 set_hypothesis_home_dir(Path(__file__).parents[1] / ".make" / "hypothesis")
@@ -68,6 +76,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="write tests/golden/expected anew"
     )
+
+
+def missing(name: str) -> bool:
+    """Whether what a test is marked to need is not here: torch, or a program."""
+    return find_spec("torch") is None if name == "torch" else shutil.which(name) is None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for name in [mark.args[0] for mark in item.iter_markers("needs")]:
+            if missing(name):
+                item.add_marker(pytest.mark.skip(reason=f"needs {name}, which is not installed"))
+
+
+TRAINING = r"No module named '(torch|numpy|deepspeed|transformers|accelerate)\b"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skip a file of tests that imports torch where there is none."""
+    report = yield
+    if report.failed and missing("torch") and re.search(TRAINING, str(report.longrepr)):
+        report.outcome = "skipped"
+        report.longrepr = (report.nodeid, 0, "Skipped: needs torch, which is not installed")
+    return report
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -491,7 +492,7 @@ def forbidden() -> Callable[[], Any]:
 
         def __init__(self, owner: Any, name: str) -> None:
             self._name = f"{owner.__name__}.{name}"
-            self._there = vars(owner)[name]
+            self._there = inspect.getattr_static(owner, name)  # 3.13 inherits Path.cwd
 
         def _real(self) -> Any:
             if threading.get_ident() == mine:

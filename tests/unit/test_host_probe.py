@@ -108,10 +108,11 @@ def test_without_home_it_is_that_of_the_user_database(probe):
 # ---------------------------------------------------------------- the network
 
 
+@pytest.mark.needs("ip")
 def test_interfaces_are_those_of_ip(probe):
     done = subprocess.run(["ip", "-j", "address"], capture_output=True)
     if done.returncode:
-        pytest.skip("no ip here to compare with")
+        pytest.skip("this ip has no -j")
     theirs = {}
     for link in json.loads(done.stdout):
         theirs[link["ifname"]] = {a["local"] for a in link["addr_info"] if a["scope"] != "link"}

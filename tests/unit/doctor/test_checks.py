@@ -9,6 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -1512,9 +1514,14 @@ def test_ranks_of_another_user_are_recognized(monkeypatch, words, seen):
         while True:
             os.write(write, bytes(65536))
     os.set_blocking(write, True)
-    # A program that takes any words and stays: it cannot get rid of them.
-    process = subprocess.Popen(words, executable=shutil.which("echo"), stdout=write)
+    # A program that takes any words and stays: it cannot get rid of them. In a session of its own
+    # because posix_spawn, which Popen uses from 3.13 on otherwise, refuses an empty first word.
+    process = subprocess.Popen(
+        words, executable=shutil.which("echo"), stdout=write, start_new_session=True
+    )
     try:
+        while not Path(f"/proc/{process.pid}/cmdline").read_bytes():
+            time.sleep(0.001)  # exec closes Popen's pipe before the words are there
         assert process.pid not in collect_strays.collect({})["others"].get(me, {})
         monkeypatch.setattr(os, "geteuid", lambda: own + 1)
         found = collect_strays.collect({})["others"].get(me, {})

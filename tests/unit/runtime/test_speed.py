@@ -76,6 +76,7 @@ def test_a_profile_holds_three_steps_of_every_rank(launch, tmp_path: Path) -> No
         assert {*names} == {"ProfilerStep#3", "ProfilerStep#4", "ProfilerStep#5"}
 
 
+@pytest.mark.needs("g++")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("strategy", ["fsdp", *(pytest.param(x, marks=SLOW) for x in MORE)])
 def test_what_was_compiled_computes_the_same(launch, strategy: str) -> None:
