@@ -329,7 +329,7 @@ def test_nodes_answer_node_0_which_ends_a_hang(
             raise errors.pop()
         if rank["rank"]:
             return {"rank": 1, "at": "train.py:44 in load()", "last": {WORLD: 56}, "waits": []}
-        wait = (WORLD, 57, "all_reduce", time.monotonic() - began, 0.001)
+        wait = (WORLD, 57, "all_reduce", time.monotonic() - began, 0.001, 1800.0)
         return {"rank": 0, "at": "train.py:51", "last": {WORLD: 57}, "waits": [wait]}
 
     monkeypatch.setattr(rank_state, "record", record)
@@ -356,7 +356,9 @@ def test_a_hang_of_ranks_in_many_places_ends_on_another_node_too(link: Link) -> 
 def test_the_longest_records_of_ranks_fit_in_a_line(link: Link) -> None:
     """A rank's record with the longest names, of as many groups as there may be."""
     groups = {f"{place:é>40}": 10**7 for place in range(11)}
-    waits = [(group, 10**7, "é" * 40, 12345.6, 1.234567890123456) for group in [*groups][:2]]
+    waits = [
+        (group, 10**7, "é" * 40, 12345.6, 1.234567890123456, 12345.6) for group in [*groups][:2]
+    ]
     longest = {
         "rank": 10**5, "at": "é" * 80 + ":12345 in " + "é" * 60, "busy": False, "doing": 2**32,
         "last": groups, "waits": waits,
