@@ -8,24 +8,42 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 MODULES = ("lazy_dynamo", "preload", "rank", "program", "forkserver")
-# Run by the server, as "<clusterkit>". The program starts from the outermost frame, so that its
-# stack holds no other one of clusterkit.
+# Run by the server, as "<clusterkit>". The program's stack must hold its own frames alone, or what
+# looks outwards differs: inspect.stack(), the stacklevel of warnings and logging. So the server
+# runs in a hook that Python calls once all frames are gone, and whose own frame Python takes for
+# one that has not begun, as it lacks that instruction (3.11 or newer; before, one frame is seen).
 _MAIN = """
 import sys
 config["modules"] = frozenset(sys.modules)
-spaces = {}
-for name, text in config["texts"].items():
-    spaces[name] = {"__name__": "clusterkit_" + name}
-    exec(compile(text, f"<clusterkit {name}>", "exec", dont_inherit=True), spaces[name])
-program = spaces["forkserver"]["run"](config, spaces)
-error = None
-for step in range(2):  # find the program, and run it
-    try:
-        program.start(*program.arguments)
-    except BaseException as raised:
-        error = raised
-        break
-program.end(error)
+
+def main(*_):
+    sys.excepthook = sys.__excepthook__
+    for name in ("type", "value", "traceback", "exc"):
+        vars(sys).pop("last_" + name, None)
+    spaces = {}
+    for name, text in config["texts"].items():
+        spaces[name] = {"__name__": "clusterkit_" + name}
+        exec(compile(text, f"<clusterkit {name}>", "exec", dont_inherit=True), spaces[name])
+    program = spaces["forkserver"]["run"](config, spaces)
+    error = None
+    for step in range(2):  # find the program, and run it
+        try:
+            program.start(*program.arguments)
+        except BaseException as raised:
+            error = raised
+            break
+    program.end(error)
+
+if sys.version_info >= (3, 11):
+    import opcode
+    for name in sys.modules.keys() - config["modules"]:
+        del sys.modules[name]  # the program did not import it
+    code = bytearray(main.__code__.co_code)
+    begins = code[::2].index(opcode.opmap["RESUME"])
+    code[2 * begins] = opcode.opmap["NOP"]
+    main.__code__ = main.__code__.replace(co_code=bytes(code))
+sys.excepthook = main
+raise Exception
 """
 # What its command line holds; the handle is that of a file in memory.
 _LOADER = (

@@ -71,6 +71,13 @@ def adopt_orphans() -> None:
 
 
 def end_with_parent() -> None:
-    """Prepare a new child: unblock signals; it gets SIGTERM if the agent is killed with -9."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOPS, signal.SIGCONT))
+    """Prepare a new child: it gets SIGTERM if the agent is killed with -9, and ignores no signal.
+
+    A shell without job control has what it starts in the background ignore SIGINT and SIGQUIT,
+    nohup SIGHUP; a rank gets what a launcher in the foreground gives it.
+    """
+    for signum in signal.valid_signals():
+        if signal.getsignal(signum) is signal.SIG_IGN:
+            signal.signal(signum, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -153,7 +153,6 @@ def test_a_signal_is_told_as_128_and_its_number(start, node_dir):
 
 
 QUICK = RUN.replace("limits.RANKS", "limits.LOOK_SECONDS = 0.05; limits.RANKS")
-IGNORE_INT = "signal.signal(signal.SIGINT, signal.SIG_IGN); "
 
 
 def wait_until(true):
@@ -234,13 +233,19 @@ def test_a_node_that_is_ended_on_purpose_is_told_what_for(start, node_dir, run_d
     assert ended["remarks"] == ended["causes"] == []
 
 
-def test_a_signal_that_the_agent_waits_for_is_as_ever_for_the_ranks(start, node_dir, run_dir):
-    blocked = "grep -E '^Sig(Blk|Ign)' /proc/self/status"
-    process = start("sh", "-c", blocked, run=f"import signal; {IGNORE_INT}{RUN}")
+@pytest.mark.parametrize("spawn", [False, True])
+def test_ranks_ignore_and_block_no_signal_whatever_started_the_agent(start, node_dir, spawn):
+    # As nohup, a shell's background job and a batch system do.
+    names = ("SIGINT", "SIGQUIT", "SIGHUP", "SIGTERM", "SIGUSR1", "SIGTSTP")
+    ignore = "".join(f"signal.signal(signal.{name}, signal.SIG_IGN); " for name in names)
+    block = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2, signal.SIGCHLD]); "
+    process = start(
+        "grep", "-E", "^Sig(Blk|Ign)", "/proc/self/status", spawn=spawn,
+        run=f"import signal; {ignore}{block}{RUN}",
+    )  # fmt: skip
     assert process.wait() == 0
     said = dict(line.text.split(":\t") for line in lines_of(node_dir))
-    assert int(said["SigBlk"], 16) == 0
-    assert not int(said["SigIgn"], 16) & 1 << (signal.SIGINT - 1)
+    assert said == {"SigBlk": "0" * 16, "SigIgn": "0" * 16}
 
 
 def test_ranks_that_have_ended_well_have_done_so_although_their_launcher_is_stopped(

@@ -1,7 +1,12 @@
 """A forked program does what it does under ``python program.py``: output, exit code, files."""
 
 import difflib
+import os
 import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -157,6 +162,21 @@ print(subprocess.run([sys.executable, "-c", "import os; print(os.environ['RANK']
       capture_output=True).stdout, subprocess.run("exit 4", shell=True).returncode)
 os.execv(sys.executable, [sys.executable, "-c", "print('exec'); raise SystemExit(8)"])
 """
+FRAMES = """
+import inspect, logging, sys, traceback, warnings
+def inner():
+    print([frame[1:4] for frame in inspect.stack()], sys.exc_info(), hasattr(sys, "last_value"))
+    traceback.print_stack()
+    warnings.warn("outermost", stacklevel=3)
+    logging.basicConfig(format="%(filename)s:%(lineno)d %(funcName)s")
+    logging.warning("", stacklevel=9, stack_info=True)
+inner()
+print(sys._getframe().f_back is None, [name for name in sys.modules if "opcode" in name])
+try:
+    sys._getframe(9)
+except ValueError as error:
+    print(error)
+"""
 PACKAGE = {
     "pack/__init__.py": "print('package', __name__, __path__ != [])",
     "pack/__main__.py": "from . import sub\nfrom .sub import f\nimport sys\n"
@@ -231,6 +251,12 @@ PROGRAMS = {
         "import inspect, linecache\ndef f():\n    return 1\nprint(inspect.getsource(f))\n"
         "print(linecache.getline(__file__, 1))"
     ),
+    "frames": Case(FRAMES),
+    "frames, module": Case(FRAMES, argv=("-m", "program")),
+    "frames, traced": Case(
+        "import sys\nsys.settrace(lambda f, e, a: print(e, f.f_code.co_name, f.f_back))\n"
+        "def f(): return 1\nf()\nsys.settrace(None)\nsys.setprofile(print)\nsys.setprofile(None)"
+    ),
     "asyncio": Case(
         "import asyncio\nasync def f():\n    await asyncio.sleep(0); raise ValueError(1)\n"
         "asyncio.run(f())"
@@ -249,10 +275,29 @@ def contents(folder):
     }
 
 
-@pytest.fixture(scope="module")
-def forked(tmp_path_factory):
-    with servers(tmp_path_factory) as found:
+@pytest.fixture(
+    scope="module",
+    params=[
+        "",
+        *(pytest.param(f"3.{n}", marks=pytest.mark.thorough) for n in (9, 10, 11, 12, 13, 14)),
+    ],
+)
+def forked(request, tmp_path_factory):
+    with servers(tmp_path_factory, python=interpreter(request.param)) as found:
         yield found
+
+
+def interpreter(version):
+    """The path of a Python of this version, "": of this one."""
+    if not version:
+        return sys.executable
+    pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
+    found = [*pyenv.glob(f"versions/{version}.*/bin/python")]
+    path = shutil.which(f"python{version}") if not found else str(found[0])
+    done = path and subprocess.run([path, "-c", ""], check=False)
+    if not done or done.returncode:
+        pytest.skip(f"no Python {version}")
+    return path
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
