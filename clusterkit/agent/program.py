@@ -103,7 +103,7 @@ class Program:
         try:
             vars(threading)["_shutdown"]()
         except BaseException as raised:
-            _unraisable(raised, threading)
+            _unraisable(raised, "on threading shutdown", threading)
         with contextlib.suppress(Exception):  # 3.9 raises the last one again
             atexit._run_exitfuncs()
         _close_files()
@@ -163,10 +163,14 @@ def _trimmed(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _unraisable(error: BaseException, place: object) -> None:
+def _unraisable(error: BaseException, what: str, place: object) -> None:
     """Pass an exception to the program's ``sys.unraisablehook``.
 
     Its argument's type has no public name: one is caught from an exception that is raised here.
+
+    Args:
+        what: what Python was doing, as 3.13 and newer have it.
+        place: what older ones have instead.
     """
     kinds: list[Any] = []
 
@@ -178,23 +182,39 @@ def _unraisable(error: BaseException, place: object) -> None:
     Raises()
     sys.unraisablehook = hook
     trace = error.__traceback__ = _trimmed(error.__traceback__)
+    names = (f"Exception ignored {what}", None) if sys.version_info >= (3, 13) else (None, place)
     with contextlib.suppress(Exception):
-        hook(kinds[0]((type(error), error, trace, None, place)))
+        hook(kinds[0]((type(error), error, trace, *names)))
 
 
 def _close_files() -> None:
-    """Do what the interpreter's shutdown does to open files, and to the program's objects."""
-    for each in gc.get_objects():
+    """Do what the interpreter's shutdown does to open files, and to the program's objects.
+
+    A compressed file may lie on one of Python's, and below another: those are flushed before it is
+    closed, for what they hold, and after, for what it has written at its end.
+    """
+    found = gc.get_objects()
+    _flush_files(found)
+    for each in found:
         kind = type(each)
         place = getattr(kind, "__module__", None), getattr(kind, "__qualname__", None)
         with contextlib.suppress(Exception):
             if issubclass(kind, io.IOBase):
-                if not (each.closed or each in (sys.stdout, sys.stderr, sys.stdin)):
-                    each.flush() if place[0] == "_io" else each.close()
+                if place[0] != "_io" and each not in (sys.stdout, sys.stderr, sys.stdin):
+                    each.close()
             elif place in _CLOSED_WHEN_FREED:
                 each.close()
             elif place[0] == "__main__" and hasattr(kind, "__del__"):
                 each.__del__()
+    _flush_files(found)
+
+
+def _flush_files(objects: list[Any]) -> None:
+    for each in objects:
+        if type(each).__module__ == "_io" and issubclass(type(each), io.IOBase):
+            with contextlib.suppress(Exception):
+                if not (each.closed or each in (sys.stdout, sys.stderr)):
+                    each.flush()
 
 
 def _flush() -> int:
@@ -206,6 +226,6 @@ def _flush() -> int:
                 stream.flush()
         except Exception as error:
             if stream is sys.stdout:
-                _unraisable(error, stream)
+                _unraisable(error, "on flushing sys.stdout", stream)
                 code = 120
     return code

@@ -1,6 +1,9 @@
 """A forked program does what it does under ``python program.py``: output, exit code, files."""
 
+import bz2
 import difflib
+import gzip
+import lzma
 import os
 import re
 import shutil
@@ -62,7 +65,8 @@ ENDS = {
     "object": "import sys; sys.exit([1, 2])",
     "negative": "import sys; sys.exit(-1)",
     "more than a byte": "import sys; sys.exit(256 + 5)",
-    "huge": "import sys; sys.exit(1 << 80)",
+    # Without standard error: there 3.12 and 3.13 print an error of their own.
+    "huge": "import os, sys; os.dup2(os.open(os.devnull, 1), 2); sys.exit(1 << 80)",
     "true": "import sys; sys.exit(True)",
     "quit": "quit(4)",
     "subclass": "class Stop(SystemExit): pass\nraise Stop(6)",
@@ -130,6 +134,17 @@ folder = tempfile.TemporaryDirectory(dir=".")
 weakref.finalize(kept, print, "finalized")
 def scope(): opened = open("scope", "w"); opened.write("s"); globals()["f"] = lambda: opened
 scope()
+"""
+COMPRESSED = """
+import bz2, gzip, io, lzma, os
+given = open("given", "wb"); on_given = gzip.GzipFile("", "wb", mtime=0, fileobj=given)
+on_given.write(b"given" * 99)
+first = gzip.GzipFile("", "wb", mtime=0, fileobj=io.BufferedWriter(io.FileIO("raw", "wb")))
+first.write(os.fsencode("raw" * 99))
+large = gzip.GzipFile("large", "wb", mtime=0); large.write(bytes(range(256)) * 2000)
+lines = io.TextIOWrapper(gzip.GzipFile("lines", "wb", mtime=0)); lines.write("line\\n" * 9)
+bz, xz = bz2.BZ2File("bz", "wb"), lzma.LZMAFile("xz", "wb")
+bz.write(b"bz" * 9); xz.write(b"xz" * 9)
 """
 MULTI = """
 import multiprocessing, os, sys
@@ -316,3 +331,17 @@ def test_as_under_python(name, forked, tmp_path, monkeypatch):
         folder.rename(tmp_path / f"folder-{len(found)}")
     differs = "\n".join(difflib.unified_diff(found[0][1], found[1][1], "python", "forked", n=0))
     assert found[1] == found[0], differs
+
+
+def test_compressed_files_that_are_left_open_are_whole(forked, tmp_path, monkeypatch):
+    # Python 3.12 and 3.13 lose the first, as they close the file below it before.
+    case = Case(COMPRESSED)
+    case.lay_out(tmp_path / "folder")
+    monkeypatch.chdir(tmp_path / "folder")
+    assert forked.run(case) == [(b"", 0)]
+    assert gzip.decompress(Path("given").read_bytes()) == b"given" * 99
+    assert gzip.decompress(Path("raw").read_bytes()) == b"raw" * 99
+    assert gzip.decompress(Path("large").read_bytes()) == bytes(range(256)) * 2000
+    assert gzip.decompress(Path("lines").read_bytes()) == b"line\n" * 9
+    assert bz2.decompress(Path("bz").read_bytes()) == b"bz" * 9
+    assert lzma.decompress(Path("xz").read_bytes()) == b"xz" * 9
