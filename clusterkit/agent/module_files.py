@@ -1,0 +1,70 @@
+"""Where the source of a module lies, without importing it. Run as text, like `forkserver`."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+
+_SUFFIXES = (".py", ".pyc", *importlib.machinery.EXTENSION_SUFFIXES)
+
+
+def locate(name: str, folders: Iterable[str]) -> tuple[str, list[str]] | None:
+    """Return a module's file, "" for a package that has none, and a package's folders."""
+    parts: list[str] = []
+    for folder in folders:
+        base = os.path.join(folder or os.getcwd(), name)
+        for suffix in _SUFFIXES:
+            if os.path.isfile(file := f"{base}/__init__{suffix}"):
+                return file, [base]
+        for suffix in _SUFFIXES:
+            if os.path.isfile(file := f"{base}{suffix}"):
+                return file, []
+        if os.path.isdir(base):
+            parts.append(base)
+    return ("", parts) if parts else None
+
+
+def by_finders(name: str) -> tuple[str, list[str]] | None:
+    """Ask the finders of packages that are installed from where they are developed."""
+    for finder in sys.meta_path:
+        try:
+            spec = finder.find_spec(name, None)
+        except Exception:
+            continue
+        if spec is not None:
+            file = spec.origin if spec.has_location and spec.origin else ""
+            return file, list(spec.submodule_search_locations or [])
+    return None
+
+
+def is_of_python(file: str) -> bool:
+    """Return whether a module is one of Python's own."""
+    folders = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+    return file.startswith(tuple(f"{folder}/" for folder in folders)) and not is_installed(file)
+
+
+def is_installed(file: str) -> bool:
+    return "/site-packages/" in file or "/dist-packages/" in file
+
+
+def files_of(name: str, path: Iterable[str]) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield what an import of this module runs: name, file and folders, packages first.
+
+    It ends where there is no such module. A file is "" where a package has none, or Python itself
+    holds the module.
+    """
+    folders = path
+    parts = name.split(".")
+    for number, part in enumerate(parts):
+        full = ".".join(parts[: number + 1])
+        if full in sys.builtin_module_names:
+            found: tuple[str, list[str]] | None = ("", [])
+        else:
+            found = locate(part, folders) or (None if number else by_finders(part))
+        if found is None:
+            return
+        yield full, *found
+        folders = found[1]
