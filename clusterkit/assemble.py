@@ -372,6 +372,8 @@ def _agent_argv(placement: Placement) -> list[Word]:
         argv += ["--time-limit", f"{job.limit_seconds:.10g}"]
     if placement.forked is not None:
         argv += ["--fork", str(placement.forked)]
+        if job.preload is not None:
+            argv += ["--preload", ",".join(job.preload)]
     elif placement.starter == "forkserver":
         argv += ["--spawn"]
     elif placement.starter == "mpirun":

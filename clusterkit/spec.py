@@ -28,6 +28,7 @@ MAX_NODES = 100_000
 MAX_RANKS = 10_000
 """Ranks of one node. No machine has as many: a larger number is a typing mistake."""
 _JOB_NAME = r"\w[\w. -]*"
+_MODULE = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
 _NODES = "([0-9]{1,7})(?::([0-9]{1,7}))?"
 _SECONDS = r"[0-9]+(\.[0-9]+)?"
 _DURATION = r"([0-9]+(\.[0-9]+)?[dhms])+"
@@ -176,6 +177,10 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     secrets: tuple[Annotated[str, Meta(extra_json_schema={"pattern": f"^{NAME}$"})], ...] = ()
     """Names of variables taken from the submitter's environment; their values are never written to
     a file, an argument list or a log."""
+    preload: tuple[Annotated[str, Meta(pattern=rf"^{_MODULE}$")], ...] | None = None
+    """Modules that launcher forkserver imports once per node, before the ranks start. By default
+    torch, where the program's source shows that the time of the import makes no difference; `[]`:
+    none. The program must not influence these imports, by its environment for example."""
     workdir: Text | None = None
     """Folder in which the ranks start; by default the folder where `program` was looked up."""
     track: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
@@ -329,6 +334,13 @@ def _check_node_loss(job: JobSpec) -> None:
             f"nodes: {job.nodes}: launcher {job.launcher} cannot run an elastic number of nodes",
             hint="launcher: torchrun, or on_node_loss: shrink with launcher: forkserver",
             job="nodes",
+        )
+    if job.preload is not None and (job.started_by != "forkserver" or job.command is not None):
+        other = f"launcher {job.started_by}" if job.command is None else "a command"
+        raise BadInput(
+            f"preload: {other} has nothing imported ahead",
+            hint="program or module, with launcher: forkserver; or no preload",
+            job="preload",
         )
     if job.spares and job.on_node_loss == "fail":
         raise BadInput(

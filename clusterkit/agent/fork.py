@@ -24,7 +24,6 @@ from clusterkit.agent.protocol import (
 )
 from clusterkit.agent.signals import end_with_parent
 
-_LAST_LEVEL = 2  # of what the server imports, `preload.LEVELS`: nothing
 _HANDLES = 200  # that go into one message; unix(7) allows 253
 
 
@@ -89,7 +88,7 @@ class ForkLauncher(Launcher):
     def _start_server(self, level: int) -> None:
         channel, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         output = self._new_output()
-        target = Target(self._python, self._program, self._environment())
+        target = Target(self._python, self._program, self._environment(), self._options.preload)
         try:
             process = forkserver_process.start(
                 target, other.fileno(), output, level=level, preexec=end_with_parent
@@ -121,8 +120,9 @@ class ForkLauncher(Launcher):
         assert ended is not None
         self._receive_all(ended)
         code, level = self._close_server(ended), ended.level + 1
-        if code < 0 and not ended.ready and level <= _LAST_LEVEL:
-            # What it imported may have killed it.
+        if code < 0 and not ended.ready and level <= 1:
+            os.write(output := self._new_output(), b"nothing is imported ahead: it ended Python\n")
+            os.close(output)
             try:
                 self._start_server(level)
                 if self.running:

@@ -1,9 +1,9 @@
 """The program that imports torch once and forks the ranks of a node.
 
 The agent (`forkserver_process`) has the job's own Python run the text of this module and of
-`preload`, `rank`, `program` and `lazy_dynamo`, with the job's options and environment. They are no
-modules there: ``sys.modules`` and ``sys.path`` of the program that a fork becomes hold nothing of
-clusterkit. Standard library only, and any Python from 3.9 on.
+the others that it names, with the job's options and environment. They are no modules there:
+``sys.modules`` and ``sys.path`` of the program that a fork becomes hold nothing of clusterkit.
+Standard library only, and any Python from 3.9 on.
 
 Messages on the channel, a socket of packets:
 
@@ -17,6 +17,7 @@ Messages on the channel, a socket of packets:
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -28,6 +29,7 @@ from typing import Any
 
 Document = dict[str, Any]
 _HANDLES = 253  # the most that one message brings; unix(7)
+_HANDLE = 200  # beyond those that the program opens first
 _NAME_SECONDS, _NAME_PAUSE = 12.0, 0.2  # another pod's name may come late, or the pod have ended
 
 
@@ -130,7 +132,7 @@ def run(config: Document, spaces: Document) -> Any:
     if sys.path[:1] == [""]:
         del sys.path[0]  # of ``-c``; each rank adds the program's own folder
     gc.disable()  # nothing of an import is garbage
-    preload = spaces["preload"]["Preload"](config, spaces["lazy_dynamo"])
+    preload = spaces["preload"]["Preload"](config, spaces)
     preload()
     gc.freeze()  # collections in ranks do not touch, and so copy, what all ranks share
     server = Server(config["channel"])
@@ -138,6 +140,18 @@ def run(config: Document, spaces: Document) -> Any:
     order = server.serve()
     gc.enable()
     os.close(config["source"])
-    spaces["rank"]["become"](order, config, environment)
-    last = preload.save if order["number"] == 0 else lambda code: None
-    return spaces["program"]["Program"](order["argv"], config["modules"], last)
+    rank, reads = spaces["rank"], spaces["influences"]
+    # Only the first rank of a node tells: into the run's log, not as the program.
+    tells = fcntl.fcntl(2, fcntl.F_DUPFD_CLOEXEC, _HANDLE) if order["number"] == 0 else -1
+    rank["become"](order, config, environment)
+
+    def tell(text: str) -> None:
+        if tells >= 0:
+            os.write(tells, f"{text}\n".encode())
+
+    spaces["first_import"]["FirstImports"](
+        preload.groups, spaces["module_files"]["is_of_python"],
+        {"torch": reads["READ_BY_TORCH"], "torch._dynamo": reads["READ_BY_DYNAMO"]}, tell,
+        lambda: rank["start_worker_server"](order["socket"].format(**order["env"])),
+    )  # fmt: skip
+    return spaces["program"]["Program"](order["argv"], config["modules"])

@@ -7,7 +7,10 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-MODULES = ("lazy_dynamo", "preload", "rank", "program", "forkserver")
+MODULES = (
+    "module_files", "influences", "static_look", "preload", "first_import", "rank", "program",
+    "forkserver",
+)  # fmt: skip
 # Run by the server, as "<clusterkit>". The program's stack must hold its own frames alone, or what
 # looks outwards differs: inspect.stack(), the stacklevel of warnings and logging. So the server
 # runs in a hook that Python calls once all frames are gone, and whose own frame Python takes for
@@ -60,6 +63,8 @@ class Target(NamedTuple):
     program: Sequence[str]
     """The program, or ``-m`` and its module; arguments may follow."""
     env: Mapping[str, str]
+    preload: Sequence[str] | None = None
+    """What it imports; None: what cannot make a difference."""
 
 
 def start(
@@ -75,7 +80,7 @@ def start(
     Args:
         channel: the handle of the socket that it gets its orders from.
         output: a handle that takes what it prints.
-        level: the first of `preload.LEVELS` to try.
+        level: 1 to import nothing.
         preexec: called in the new process.
 
     Raises:
@@ -88,6 +93,7 @@ def start(
             "texts": {name: module_text(name) for name in MODULES}, "argv": list(target.python),
             "program": list(target.program), "env": dict(target.env), "channel": channel,
             "source": source, "text": text,
+            "preload": None if target.preload is None else list(target.preload),
         }  # fmt: skip
         os.write(source, f"config = {config!r}\n{_MAIN}".encode())
         return subprocess.Popen(

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 Document = dict[str, Any]
-_AUTOMATIC = ("numpy", "torch", "torch._dynamo")
-"""torch imports numpy; the first optimizer or DistributedDataParallel imports torch._dynamo."""
+_AUTOMATIC = ("torch", "torch._dynamo")
+"""The first optimizer or DistributedDataParallel of a program imports torch._dynamo."""
 _LOADERS: Any = (
     (importlib.machinery.ExtensionFileLoader, importlib.machinery.EXTENSION_SUFFIXES),
     (importlib.machinery.SourceFileLoader, importlib.machinery.SOURCE_SUFFIXES),
@@ -44,8 +44,9 @@ class Preload:
         safe = getattr(sys.flags, "safe_path", sys.flags.isolated)
         folder = self._program if os.path.isdir(self._program) else os.path.dirname(self._program)
         self._first = None if safe else os.getcwd() if self._module else folder
-        self.groups: list[tuple[str, list[str]]] = []
-        """Each name that was imported, with the modules that its import brought."""
+        self.groups: list[tuple[str, list[str], dict[str, str]]] = []
+        """Each name that was imported, with the modules that its import brought, and the variables
+        that it set."""
 
     def __call__(self) -> None:
         """Import, or start this process anew without what does not survive a fork."""
@@ -54,14 +55,16 @@ class Preload:
         modules, handles = set(sys.modules), _handles()
         names, why = self._chosen()
         for name in names:
-            known = set(sys.modules)
-            self._import(name)
+            known, before = set(sys.modules), dict(os.environ)
+            if (error := self._import(name)) and self._config["preload"]:
+                why += f"{'; ' if why else ''}{name}: {error}"
+            variables = {key: value for key, value in os.environ.items() if key not in before}
             if new := [each for each in list(sys.modules) if each not in known]:
-                self.groups.append((name, new))
+                self.groups.append((name, new, variables))
         if self.groups and (problem := self._not_forkable(modules, handles)):
             _note(f"nothing is imported ahead: the imports brought {problem}")
             self._restart()
-        done = ", ".join(name for name, _ in self.groups)
+        done = ", ".join(name for name, *_ in self.groups)
         if done or why:
             _note(f"imported ahead: {done or 'nothing'}{f'; {why}' if why else ''}")
 
@@ -84,16 +87,21 @@ class Preload:
             return _AUTOMATIC[:-1], f"not torch._dynamo: {found.dynamo}"
         return _AUTOMATIC, ""
 
-    def _import(self, name: str) -> None:
+    def _import(self, name: str) -> str | None:
+        """Import a module; return why that failed."""
         # torch asks the driver's library then, and not the GPU.
         variable = "PYTORCH_NVML_BASED_CUDA_CHECK"
         ours = name in _AUTOMATIC and os.environ.setdefault(variable, "1") and (
             variable not in self._config["env"]
         )  # fmt: skip
-        with contextlib.suppress(BaseException):
+        try:
             importlib.import_module(name)
-        if ours:
-            os.environ.pop(variable, None)
+        except BaseException as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            if ours:
+                os.environ.pop(variable, None)
+        return None
 
     def _not_forkable(self, modules: set[str], handles: set[str]) -> str | None:
         """Return what imports have brought that a fork would break; None: nothing."""

@@ -34,16 +34,13 @@ class Program:
     start: Callable[..., Any]
     arguments: tuple[Any, ...]
 
-    def __init__(
-        self, words: list[str], modules: frozenset[str], last: Callable[[int], None]
-    ) -> None:
+    def __init__(self, words: list[str], modules: frozenset[str]) -> None:
         """
         Args:
             words: the program, or ``-m`` and its module; its arguments.
             modules: those that Python itself had imported.
-            last: called at the very end, with the exit code.
         """
-        self._words, self._modules, self._last = words, modules, last
+        self._words, self._modules = words, modules
         self._flushes = False  # whether Python flushes before it looks at how the program ended
         self.start, self.arguments = self._prepare, ()
 
@@ -108,8 +105,6 @@ class Program:
             atexit._run_exitfuncs()
         _close_files()
         code = _flush() or code
-        with contextlib.suppress(Exception):
-            self._last(code)
         if isinstance(error, KeyboardInterrupt) and code == _INTERRUPTED:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)

@@ -10,17 +10,13 @@ import ctypes
 import faulthandler
 import fcntl
 import importlib
-import importlib.abc
-import importlib.util
 import os
 import signal
 import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Callable, Mapping
 from typing import Any
 
 Document = dict[str, Any]
@@ -55,7 +51,6 @@ def become(order: Document, config: Document, environment: Mapping[str, str]) ->
         sys.orig_argv[:] = [*argv, *words]
     _renew_process_state()
     _dump_traces_on_signal(*order["trace"])
-    _serve_rank_state(order["socket"].format(**env))
 
 
 def _set_environment(before: Mapping[str, str], wanted: Mapping[str, str]) -> None:
@@ -145,41 +140,11 @@ def _dump_traces_on_signal(name: str, signum: int) -> None:
         faulthandler.register(signum, file)
 
 
-def _serve_rank_state(path: str) -> None:
-    """Have torch answer on this socket what the rank does, as soon as torch is imported."""
-    if "torch" in sys.modules:
-        _start_worker_server(path)
-    else:
-        sys.meta_path.insert(0, _TorchImport(path))
+def start_worker_server(path: str) -> None:
+    """Have torch answer on this socket what the rank does.
 
-
-class _TorchImport(importlib.abc.MetaPathFinder):
-    """Start torch's worker server once the program imports torch."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            loader, run = vars(spec.loader), spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                del loader["exec_module"]
-                run(module)
-                _start_worker_server(self._path)
-
-            loader["exec_module"] = exec_module
-        return spec
-
-
-def _start_worker_server(path: str) -> None:
-    """Start it without its line on standard error, unless torch was built without it."""
+    It is started without its line on standard error, unless torch was built without it.
+    """
     folder, name = os.path.split(path)
     with contextlib.suppress(Exception):
         place = importlib.import_module("torch._C._distributed_c10d")

@@ -22,7 +22,8 @@ agent.failure agent.messages agent.retries
 agent.member
 agent.processes agent.signals agent.archive agent.connections agent.membership
 agent.hangs agent.host agent.node_log agent.report agent.coordinator agent.peer
-agent.rank_state agent.stragglers agent.lazy_dynamo agent.preload agent.rank agent.program
+agent.rank_state agent.stragglers agent.preload agent.rank agent.program
+agent.module_files agent.influences agent.static_look agent.first_import
 agent.usage agent.stopped
 agent.forkserver
 agent.forkserver_process

@@ -129,13 +129,14 @@ def become(wanted: Mapping[str, Any]) -> None:
 
 
 def main(modules: Sequence[str]) -> None:
-    from clusterkit.agent.lazy_dynamo import defer_dynamo, deferred_compile
-
     os.environ["DS_ACCELERATOR"] = "cpu"
-    defer_dynamo()
-    with deferred_compile():
-        for name in modules:
-            importlib.import_module(name)
+    torch: Any = importlib.import_module("torch")
+    importlib.import_module("torch._dynamo")
+    # DeepSpeed's Muon optimizer compiles functions when it is imported: 3 s.
+    compile_now, torch.compile = torch.compile, lambda fn=None, **_: fn or (lambda f: f)
+    for name in modules:
+        importlib.import_module(name)
+    torch.compile = compile_now
     if (wanted := serve(sys.stdin.buffer)) is not None:
         become(wanted)
         runpy.run_path(sys.argv[0], run_name="__main__")
