@@ -70,7 +70,7 @@ class Forked:
         if key not in self.servers:
             argv = [self.python, *case.python, "program.py"]
             options = Namespace(
-                nproc=len(self.pipes), nodes=1, preload=None, fork=len(argv) - 1, argv=argv,
+                nproc=len(self.pipes), nodes=1, preload=[], fork=len(argv) - 1, argv=argv,
                 tagged=False,
             )  # fmt: skip
             log = SimpleNamespace(ranks=[])
