@@ -18,9 +18,11 @@ import msgspec
 from clusterkit import shell
 from clusterkit.errors import BadInput, counted
 from clusterkit.jobfile.launcher_options import (
+    ACCELERATE,
     AGAIN,
     BY_ENVIRONMENT,
     COMMAND,
+    LAUNCH,
     MISSING,
     MODULE,
     MODULES,
@@ -28,6 +30,7 @@ from clusterkit.jobfile.launcher_options import (
     NO_VALUE,
     OURS,
     SCRIPTS,
+    TORCHRUN,
     Tool,
 )
 from clusterkit.spec import JobSpec
@@ -173,6 +176,10 @@ def options(tool: Tool, words: Sequence[str], launcher: str) -> tuple[list[Used]
 
 def _launched(launcher: str, tool: Tool, words: Sequence[str], python: str | None) -> Started:
     found, rest = options(tool, words, launcher)
+    # argparse drops a `--` after the script unless one was before it; deepspeed parses twice.
+    before = len(rest) < len(words) and words[-len(rest) - 1] == "--"
+    for _ in range(tool.parses - before):
+        rest = [*rest[:1], *rest[2:]] if rest[1:2] == ["--"] else rest
     kinds = {used.meaning for used in found}
     if not any(rest[:1]):
         raise BadInput(f"{launcher} starts no program", hint=f"{launcher} train.py --lr 0.1")
@@ -236,7 +243,7 @@ def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | Non
     if (tool := started.tool) is None:
         return Taken(job)
     started = replace(started, args=(*started.args, *job.args))
-    keys = {"launcher": (tool.launcher, started.launcher), **_values(started, job)}
+    keys = {"launcher": (tool.launcher, started.launcher), **_values(started, job, given)}
     for used in started.options:
         if used.meaning.startswith("!"):
             raise BadInput(
@@ -245,6 +252,12 @@ def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | Non
                 hint=_instead(started.words(), keys, given, typed),
                 job="command",
             )
+    if tool is MPIRUN and "gpus_per_node" not in {**keys, **given}:
+        raise BadInput(
+            f"command: {started.launcher} without -np starts one rank for each core",
+            hint="--gpus N says how many ranks a node has",
+            job="command",
+        )
     for key, (value, written) in keys.items():
         if key in given and str(getattr(job, key)) != str(value):
             raise BadInput(
@@ -271,8 +284,13 @@ def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | Non
     return Taken(taken, note, started.local_rank, _instead(by_shell, keys, given, typed))
 
 
-def _values(started: Started, job: JobSpec) -> dict[str, tuple[Any, str]]:
-    """Return the keys of a job that the launcher's options set: value and option as written."""
+def _values(
+    started: Started, job: JobSpec, given: Mapping[str, str]
+) -> dict[str, tuple[Any, str]]:
+    """Return the keys of a job that the launcher's options set: value and option as written.
+
+    ``gpus_per_node`` has the launcher's default, unless it was given.
+    """
     found: dict[str, tuple[Any, str]] = {}
     for used in started.options:
         key, is_set, constant = used.meaning.partition("=")
@@ -303,6 +321,10 @@ def _values(started: Started, job: JobSpec) -> dict[str, tuple[Any, str]]:
                 job="command",
             )
         found["gpus_per_node"] = (ranks // int(nodes), written)
+    if started.tool is ACCELERATE and "device" in found:
+        found["gpus_per_node"] = (1, "--cpu")  # its launcher for CPUs starts one process
+    elif started.tool in (TORCHRUN, LAUNCH) and "gpus_per_node" not in {**found, **given}:
+        found["gpus_per_node"] = (1, "without --nproc-per-node")
     return found
 
 

@@ -57,6 +57,8 @@ class Tool:
     """Whether ``--nproc`` stands for the only long option with this prefix."""
     unknown: str = ""
     """Meaning of options in no table, which then take a value; empty: they are errors."""
+    parses: int = 1
+    """How many times it parses the program's words with argparse."""
     local_rank: str = ""
     """Argument with which it passes the local rank to its program; empty: it does not."""
 
@@ -123,6 +125,7 @@ DEEPSPEED = Tool(
     | each("--bind-core-list", BINDING)
     | each("--launcher-args --venv-script --autotuning", "!"),
     short={"-H": "--hostfile", "-i": "--include", "-e": "--exclude"},
+    parses=2,
     local_rank="--local_rank",
 )
 MPIRUN = Tool(
@@ -143,6 +146,7 @@ MPIRUN = Tool(
     ),
     joined=False,
     abbreviated=False,
+    parses=0,
 )
 ACCELERATE = Tool(
     launcher="torchrun",

@@ -25,14 +25,30 @@ def taken(line, given=None, typed=(), **fields):
 @pytest.mark.parametrize(
     ("line", "fields"),
     [
-        ("torchrun train.py --lr 1", TRAIN | {"launcher": "torchrun", "gpus_per_node": "auto"}),
+        ("torchrun train.py --lr 1", TRAIN | {"launcher": "torchrun", "gpus_per_node": 1}),
         ("torchrun --nproc_per_node=2 train.py --lr 1", TRAIN | {"gpus_per_node": 2}),
         ("torchrun --nproc-per-node 2 train.py --lr 1", TRAIN | {"gpus_per_node": 2}),
         ("torchrun --nproc_per_node gpu train.py", {"gpus_per_node": "auto"}),
         ("torchrun --nnodes 1:4 --max_restarts 3 train.py", {"nodes": "1:4", "restarts": 3}),
         ("torchrun --standalone --nnodes=2 -m a.b", {"nodes": 2, "module": "a.b", "args": ()}),
         ("torchrun --no_python ./go --fast", {"command": ("./go", "--fast")}),
-        ("torchrun train.py --nproc_per_node 3", {"gpus_per_node": "auto"}),
+        ("torchrun train.py --nproc_per_node 3", {"gpus_per_node": 1}),
+        ("python -m torch.distributed.launch train.py", {"gpus_per_node": 1}),
+        ("deepspeed train.py", {"gpus_per_node": "auto"}),
+        ("accelerate launch train.py", {"gpus_per_node": "auto"}),
+        ("accelerate launch --cpu --num_processes 4 train.py", {"gpus_per_node": 1}),
+        # What argparse in the launcher leaves of `--`, as tried with each.
+        ("torchrun train.py -- -- x", {"args": ("--", "x")}),
+        ("torchrun -- train.py -- x", {"args": ("--", "x")}),
+        ("torchrun train.py a -- x", {"args": ("a", "--", "x")}),
+        ("python -m torch.distributed.launch train.py -- x", {"args": ("x",)}),
+        ("accelerate launch train.py -- x", {"args": ("x",)}),
+        ("accelerate launch -- train.py -- x", {"args": ("--", "x")}),
+        ("deepspeed train.py -- -- x", {"args": ("x",)}),
+        ("deepspeed train.py -- -- -- x", {"args": ("--", "x")}),
+        ("deepspeed train.py a -- x", {"args": ("a", "--", "x")}),
+        ("mpirun -np 1 python train.py -- x", {"args": ("--", "x")}),
+        ("python train.py -- x", {"command": ("python", "train.py", "--", "x")}),
         ("/venv/bin/torchrun train.py", {"python": "/venv/bin/python3"}),
         ("python -u -m torch.distributed.run train.py --lr 1", TRAIN | {"python": None}),
         ("/p/python3.12 -m torch.distributed.launch train.py", {"python": "/p/python3.12"}),
@@ -104,9 +120,9 @@ def test_what_is_taken_over_is_said():
          "torchrun --log_dir x cannot be taken over: every rank's lines are kept",
          "clusterkit submit --gpus 2 -- python train.py --lr 1"),
         ("torchrun -t 3 -m a.b", "torchrun -t 3 cannot be taken over",
-         "clusterkit submit -- python -m a.b"),
+         "clusterkit submit --gpus 1 -- python -m a.b"),
         ("torchrun --nope 3 train.py", "clusterkit does not know this option of torchrun",
-         "clusterkit submit -- python train.py"),
+         "clusterkit submit --gpus 1 -- python train.py"),
         ("deepspeed --include h1@h2 train.py", "the cluster entry names the hosts",
          "clusterkit submit --set launcher=deepspeed -- python train.py"),
         ("mpirun -np 4 -x A=1 /p/python train.py", "mpirun -x A=1 cannot be taken over: --set env.",
@@ -156,6 +172,7 @@ def test_the_line_to_type_keeps_what_was_typed_and_a_file_gets_its_keys():
         ("torchrun --nproc_per_node", {}, {}, "torchrun starts no program"),
         ("torchrun", {}, {}, "torchrun starts no program"),
         ("mpirun -np 1 ./a : -np 1 ./b", {}, {}, "mpirun starts several programs"),
+        ("mpirun ./a", {}, {}, "mpirun without -np starts one rank for each core"),
         ("mpirun -np 2 torchrun train.py", {}, {}, "mpirun starts torchrun: only one of them"),
     ],
 )  # fmt: skip
@@ -198,7 +215,7 @@ def test_a_program_that_takes_its_local_rank_from_the_launcher_is_refused(writte
     ],
 )
 def test_a_program_that_starts_its_own_ranks_is_known_by_its_source(source, starts):
-    said = check_source(taken("torchrun train.py"), source)
+    said = check_source(taken("torchrun --nproc_per_node 2 train.py"), source)
     assert (said is not None) == starts
     assert said is None or "launcher: forkserver with gpus_per_node: 1" in said
     alone = take_over(JobSpec(name="demo", program="train.py", gpus_per_node=1), {})
