@@ -18,7 +18,7 @@ from clusterkit import shell
 from clusterkit.agent import COORDINATOR, PEER_TOKEN
 from clusterkit.agent.archive import ARCHIVE
 from clusterkit.batch import Batch
-from clusterkit.cluster import ClusterSpec, HostFacts
+from clusterkit.cluster import ClusterSpec, Facts, HostFacts
 from clusterkit.errors import BadInput, Unavailable, about, counted
 from clusterkit.plan import Native, Note, Plan, PlanFile, Step, Tree
 from clusterkit.program import deepspeed_config, interpreter_words, program_argv, solve_batch
@@ -34,7 +34,7 @@ from clusterkit.rendezvous import (
     node_environment,
     rank_script,
 )
-from clusterkit.shell import Joined, Var, Word
+from clusterkit.shell import Default, Joined, Var, Word
 from clusterkit.spec import JobSpec, Launcher, launcher_of
 
 OWNED = frozenset({
@@ -183,7 +183,7 @@ class Placement:
             for node in range(self.launchers)
         )
 
-    def plan(self, backend: str) -> Plan:
+    def plan(self, backend: str, facts: Facts | None = None) -> Plan:
         """Return the plan. Raises as `assemble`."""
         assembly, topology, address = assemble(self), self.topology, self.endpoint.address
         spares = f" and {counted(self.job.spares, 'spare')}" if self.job.spares else ""
@@ -193,7 +193,7 @@ class Placement:
             backend=backend,
             summary=f"{topology}{spares} {self.where}, started by {self.job.started_by}; "
             f"world size {topology.world_size}",
-            notes=(*self.notes, *assembly.notes, *self.remarks),
+            notes=(*self.notes, *_threads_notes(self, facts), *assembly.notes, *self.remarks),
             trees=self.trees,
             files=self.files(assembly),
             steps=self.steps(assembly),
@@ -288,7 +288,7 @@ def _environment(placement: Placement, run_env: Mapping[str, str]) -> dict[str, 
             raise BadInput(f"env.{clash[0]}: clusterkit sets it", f"take {clash[0]} out of env")
     return {
         "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": str(placement.threads),
+        "OMP_NUM_THREADS": _threads(placement),
         **_accelerate_environment(job, placement.device),
         **placement.network_env,
         **given,
@@ -305,6 +305,25 @@ def _coordinator_address(placement: Placement) -> dict[str, Word]:
     if coordinator is None or not placement.watched or placement.launchers == 1:
         return {}
     return {COORDINATOR: Joined((coordinator.address, f":{coordinator.port}"))}
+
+
+def _threads(placement: Placement) -> Word:
+    threads = str(placement.threads)
+    # As torchrun: what the node's environment says stays.
+    auto = placement.job.threads_per_rank == "auto"
+    return Default("OMP_NUM_THREADS", threads) if auto else threads
+
+
+def _threads_notes(placement: Placement, facts: Facts | None) -> list[Note]:
+    """Return where OMP_NUM_THREADS comes from if not from the number of cores."""
+    name, job = "OMP_NUM_THREADS", placement.job
+    for env, origin in ((job.env, "job: env"), (placement.cluster.env, "cluster: env")):
+        if name in env:
+            return [Note(name, env[name], origin)]
+    found = {host.omp_num_threads: host.host for host in (facts.hosts if facts else ())}
+    origin = "the environment of {}; --set threads_per_rank=N sets another"
+    kept = job.threads_per_rank == "auto"
+    return [Note(name, n, origin.format(host)) for n, host in found.items() if n and kept]
 
 
 def _run_environment(placement: Placement, sizes: Batch | None) -> dict[str, str]:

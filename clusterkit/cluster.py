@@ -355,6 +355,8 @@ class HostFacts(Struct, frozen=True, kw_only=True):
     """Network interface with that address; None: the same on all hosts."""
     slots: int | None = None
     """Most ranks on this host; None: as many as it has GPUs."""
+    omp_num_threads: str | None = None
+    """OMP_NUM_THREADS of its environment; None: not set, or not known."""
 
 
 class Project(Struct, frozen=True, kw_only=True):

@@ -139,6 +139,7 @@ def document(asked: dict[str, Any]) -> dict[str, Any]:
         "tools": {tool: path for tool in asked["tools"] if (path := shutil.which(tool))},
         "gpus": gpus(asked["gpu_query"]),
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
     }
 
 

@@ -38,7 +38,19 @@ class Joined:
     parts: tuple[str | Var, ...]
 
 
-Word = str | Var | Joined
+@dataclass(frozen=True)
+class Default:
+    """A shell variable, or this text where it is not set: ``"${N-4}"``."""
+
+    name: str
+    otherwise: str
+
+    def __post_init__(self) -> None:
+        if not is_name(self.name) or not self.otherwise.isalnum():
+            raise ValueError(f"not a shell variable with a plain value: {self}")
+
+
+Word = str | Var | Joined | Default
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,8 @@ def quote(word: Word) -> str:
     match word:
         case Var():
             return f'"${word.name}"'
+        case Default():
+            return f'"${{{word.name}-{word.otherwise}}}"'
         case Joined():
             return "".join(map(quote, word.parts))
         case _:

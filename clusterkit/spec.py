@@ -131,7 +131,8 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     device: Device = "auto"
     """`auto`: GPUs if there are any, otherwise CPU threads."""
     threads_per_rank: Count | Auto = "auto"
-    """OMP_NUM_THREADS of a rank. `auto`: the node's cores divided by its ranks."""
+    """OMP_NUM_THREADS of a rank. `auto`: as in the node's environment (on this machine yours), or
+    else the node's cores divided by its ranks."""
     batch: BatchSpec | None = None
     """Batch sizes, in samples."""
     deepspeed: dict[str, Any] | None = None

@@ -202,7 +202,7 @@ class Backend(ABC):
         Raises:
             BadInput: the job does not fit the cluster.
         """
-        return self.place(job, cluster, facts, run_id).plan(self.name)
+        return self.place(job, cluster, facts, run_id).plan(self.name, facts)
 
     def home(self, facts: Facts) -> Path:
         """Return the folder on this machine whose ``runs`` holds the run folders."""

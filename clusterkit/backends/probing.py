@@ -61,6 +61,8 @@ class HostReport(Struct, frozen=True, kw_only=True):
     """Output of nvidia-smi."""
     visible: str | None
     """CUDA_VISIBLE_DEVICES."""
+    omp_num_threads: str | None = None
+    """OMP_NUM_THREADS."""
 
     def visible_gpus(self) -> tuple[Gpu, ...]:
         return parse_gpus(self.gpus, self.visible)
@@ -72,6 +74,7 @@ class HostReport(Struct, frozen=True, kw_only=True):
             "memory_mib": self.memory_mib,
             "versions": self.versions,
             "tools": self.tools,
+            "omp_num_threads": self.omp_num_threads,
         }
         return HostFacts(host=host, address=address, **(common | more))
 

@@ -284,9 +284,7 @@ def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | Non
     return Taken(taken, note, started.local_rank, _instead(by_shell, keys, given, typed))
 
 
-def _values(
-    started: Started, job: JobSpec, given: Mapping[str, str]
-) -> dict[str, tuple[Any, str]]:
+def _values(started: Started, job: JobSpec, given: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     """Return the keys of a job that the launcher's options set: value and option as written.
 
     ``gpus_per_node`` has the launcher's default, unless it was given.

@@ -48,8 +48,14 @@ UGLY = "a b\n'\"$HOME;`x`,=é"
 
 ARGS = (UGLY, "--r=16", "--log", "x", "--n", "3", ":", "--", "-m")
 """Arguments that torchrun, deepspeed and mpirun would read themselves."""
-PET = {"PET_NNODES": "7", "PET_STANDALONE": "1", "PET_NODE_RANK": "x", "PET_MINE": UGLY}
-"""Variables that torchrun reads as its options, and one that only looks like it."""
+KEPT = {
+    "OMP_NUM_THREADS": "3",
+    "PET_NNODES": "7",
+    "PET_STANDALONE": "1",
+    "PET_NODE_RANK": "x",
+    "PET_MINE": UGLY,
+}
+"""Variables that torchrun reads as its options, one that only looks like it, one it keeps."""
 
 QUIET = {"OMPI_MCA_orte_execute_quiet": "1"}
 """Has mpirun keep to itself which rank failed; now and then it does so unasked."""
@@ -116,7 +122,7 @@ def in_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], api.Ru
             env={"UGLY": UGLY},
         )  # fmt: skip
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in PET.items():
+            for name, value in KEPT.items():
                 patch.setenv(name, value)
             patch.setenv("CLUSTERKIT_HOME", str(home))
             run = api.submit(job, nodes=2, gpus=2)
@@ -139,7 +145,7 @@ def test_every_rank_sees_the_whole_environment_contract(
         assert rank is not None
         env = told["env"]
         assert told["argv"] == list(ARGS)
-        assert {name: env.get(name) for name in PET} == PET
+        assert {name: env.get(name) for name in KEPT} == KEPT
         assert env["UGLY"] == UGLY
         expected = {
             "RANK": str(rank),
@@ -169,7 +175,7 @@ def test_a_rank_sees_the_variables_of_torchrun_s_ranks_whatever_the_agent_starts
     torchrun, forked = seen(in_ranks("torchrun")), seen(in_ranks("forkserver"))
     words = ["python", "-c", (PROGRAMS / "environment.py").read_text()]
     settings = ["name=environment", f"env={json.dumps({'UGLY': UGLY})}", "restarts=3"]
-    for name, value in PET.items():
+    for name, value in KEPT.items():
         monkeypatch.setenv(name, value)
     run = api.submit(words, nodes=2, gpus=2, settings=settings)
     assert run.wait(SOON).state is State.SUCCEEDED, run.status()

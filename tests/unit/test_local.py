@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from clusterkit import backends
@@ -313,7 +314,27 @@ def test_worked_out_values_say_where_they_come_from(make_facts):
 def test_ranks_share_the_cores(make_facts, cpus, fields, threads):
     found = plan(make_facts(cpus=cpus), **fields)
     assert noted(found, "threads_per_rank") == threads
-    assert f"export OMP_NUM_THREADS={threads}\n" in (found.files[0].text or "")
+    value = threads if "threads_per_rank" in fields else f'"${{OMP_NUM_THREADS-{threads}}}"'
+    assert f"export OMP_NUM_THREADS={value}\n" in (found.files[0].text or "")
+
+
+def test_threads_that_the_environment_names_are_kept_and_noted(make_facts):
+    facts = make_facts()
+    host = msgspec.structs.replace(facts.hosts[0], omp_num_threads="3")
+    facts = msgspec.structs.replace(facts, hosts=(host,))
+    notes = [str(note) for note in plan(facts).notes]
+    origin = f"the environment of {host.host}; --set threads_per_rank=N sets another"
+    assert f"OMP_NUM_THREADS=3 ({origin})" in notes
+    assert noted(plan(facts, threads_per_rank=2), "OMP_NUM_THREADS") is None
+    notes = [str(note) for note in plan(facts, env={"OMP_NUM_THREADS": "5"}).notes]
+    assert "OMP_NUM_THREADS=5 (job: env)" in notes
+
+
+def test_the_probe_reads_the_threads_of_the_environment(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert LOCAL.probe(LocalCluster(), LocalTransport(), None).hosts[0].omp_num_threads is None
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert LOCAL.probe(LocalCluster(), LocalTransport(), None).hosts[0].omp_num_threads == "3"
 
 
 def test_more_ranks_than_cores_get_a_remark(make_facts):
