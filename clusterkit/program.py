@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from clusterkit import agent
 from clusterkit import batch as batches
 from clusterkit.batch import Batch
 from clusterkit.errors import BadInput
@@ -108,6 +109,7 @@ def program_argv(
         "checkpoint_dir",
     )  # fmt: skip
     values = {name: run_env.get(f"CLUSTERKIT_{name.upper()}") for name in names}
+    values["local_rank"] = agent.LOCAL_RANK_WORD  # each rank's own: replaced on its node
     values["world_size"] = None if topology.elastic else str(topology.world_size)
 
     def value_of(match: re.Match[str]) -> str:

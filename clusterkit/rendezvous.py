@@ -282,7 +282,7 @@ def rank_script(
         f"own log, {becomes} the program\n"
         f"{completion}\n{path}"
         f'CLUSTERKIT_PIPE="${{CLUSTERKIT_PIPE:-}}-${pipe}"\n'
-        f"set -- {join(words)}\n"
+        f"set -- {join(map(_with_local_rank, words))}\n"
     )
     if not stays:
         return (
@@ -313,6 +313,13 @@ def rank_script(
         'kill -s "$((code - 128))" "$$"; fi\n'
         'exit "$code"\n'
     )
+
+
+def _with_local_rank(word: Word) -> Word:
+    if not isinstance(word, str) or agent.LOCAL_RANK_WORD not in word:
+        return word
+    before, *others = word.split(agent.LOCAL_RANK_WORD)
+    return Joined((before, *(part for text in others for part in (Var("LOCAL_RANK"), text))))
 
 
 def hostfile(hosts: Sequence[str], slots: int) -> str:

@@ -108,7 +108,8 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     """Command to run instead of a Python program, as a list of words."""
     args: tuple[Text, ...] = ()
     """Arguments of the program. `${clusterkit.NAME}` is replaced; NAME is one of global_batch,
-    micro_batch, accumulation, deepspeed_config, run_id, run_dir, checkpoint_dir, world_size."""
+    micro_batch, accumulation, deepspeed_config, run_id, run_dir, checkpoint_dir, world_size,
+    local_rank."""
     python: Annotated[str, Meta(min_length=1)] | None = None
     """Interpreter of the ranks: a path, or a command on the hosts; by default the cluster entry's.
     """

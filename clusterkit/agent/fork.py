@@ -16,6 +16,7 @@ from clusterkit.agent.forkserver_process import Target
 from clusterkit.agent.launcher import Launcher
 from clusterkit.agent.processes import send
 from clusterkit.agent.protocol import (
+    LOCAL_RANK_WORD,
     RANK_HEADER,
     TRACE_FILE,
     TRACE_SIGNAL,
@@ -174,9 +175,9 @@ class ForkLauncher(Launcher):
             some = numbers[first : first + _HANDLES]
             order = os.memfd_create("clusterkit")
             self._orders.append(order)
-            ranks = [{"number": number, "env": self._rank_environment(number)} for number in some]
+            ranks = [self._rank(number) for number in some]
             document = {
-                "start": self._starts, "argv": self._program, "cwd": os.getcwd(), "ranks": ranks,
+                "start": self._starts, "cwd": os.getcwd(), "ranks": ranks,
                 "header": RANK_HEADER.decode(), "socket": str(self._folder / WORKER_SOCKET),
                 "trace": (TRACE_FILE, TRACE_SIGNAL),
                 "head": os.environ.get("MASTER_ADDR") if self._options.nodes > 1 else None,
@@ -190,6 +191,10 @@ class ForkLauncher(Launcher):
             finally:
                 for handle in handles[1:]:
                     os.close(handle)
+
+    def _rank(self, number: int) -> Document:
+        words = [word.replace(LOCAL_RANK_WORD, str(number)) for word in self._program]
+        return {"number": number, "env": self._rank_environment(number), "argv": words}
 
     def _close_orders(self) -> None:
         for handle in self._orders:

@@ -10,6 +10,8 @@ Document = dict[str, Any]  # A JSON object: a message between nodes, or a file o
 GROWING_FILES = ("log", "ranks.jsonl")
 WHOLE_FILES = ("started.json", "agent.log", "usage.json", "exit.json")
 """The files of a node's folder that are sent to other machines; exit.json is sent last."""
+LOCAL_RANK_WORD = "${clusterkit.local_rank}"
+"""Text in the ranks' arguments that stands for the local rank."""
 RANK_HEADER = b"@clusterkit-rank"
 """Begins a line in a pipe with the rank and process id of the writer of the lines after it."""
 RANK_ENDED = b"@clusterkit-rank-ended"

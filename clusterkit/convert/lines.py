@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from clusterkit import shell
+from clusterkit.agent import LOCAL_RANK_WORD
 from clusterkit.convert import accelerate, deepspeed, mpirun, torchx
 from clusterkit.convert.draft import Draft, unknown_in
 from clusterkit.convert.options import apply_option, assigned, job_name
@@ -22,12 +23,12 @@ from clusterkit.jobfile.launcher_options import (
     TORCHRUN,
     Tool,
 )
+from clusterkit.jobfile.sources import imported, local_rank_argument, starts
 
 _ASSIGNMENT = re.compile(rf"({shell.NAME})=(.*)\Z", re.DOTALL)
 _PLAIN_WRAPPERS = frozenset({"exec", "nohup", "time"})
 _WRAPPERS = _PLAIN_WRAPPERS | {"env", "timeout"}
 _SHELLS = frozenset({"bash", "sh", "/bin/bash", "/bin/sh"})
-_LOCAL_RANK = re.compile(r"--local[_-]rank\b")
 
 Rule = Callable[[Draft, Used], None]
 
@@ -121,13 +122,14 @@ def program(draft: Draft, started: Started, *, inside: bool) -> None:
     """Set the program, its arguments and its interpreter."""
     if "name" not in draft.job:
         draft.job["name"] = job_name(started.name)
-    if started.local_rank and _takes_local_rank(draft, started, inside):
-        words = shell.join([started.python or "python", *_target(started)])
-        script = f'exec {words} {started.local_rank}="$LOCAL_RANK" "$@"'
-        became = f"command: the launcher gives it {started.local_rank}, so a shell does here"
-        draft.key(started.name, "command", ["sh", "-c", script, "sh"], became)
-        started = replace(started, python=None)
-    elif started.module is not None:
+    if started.local_rank:
+        files, roots = starts(started.program, started.module)
+        read = (lambda path: None) if inside else draft.read
+        texts = [text for _, text in imported(files, roots, read)]
+        argument = f"{local_rank_argument(started.local_rank, texts)}={LOCAL_RANK_WORD}"
+        draft.note(started.local_rank, f"args: {argument}", "job")
+        started = replace(started, args=(argument, *started.args))
+    if started.module is not None:
         draft.key(f"-m {started.module}", "module", started.module)
     elif started.program is not None and inside:
         words_of = [started.python or "python", started.program]
@@ -144,21 +146,6 @@ def program(draft: Draft, started: Started, *, inside: bool) -> None:
             if bad := unknown_in(word):
                 draft.refuse(word, f"${bad} has no known value, and no shell expands the arguments")
         draft.job["args"] = list(started.args)
-
-
-def _target(started: Started) -> list[str]:
-    return ["-m", started.module] if started.module else [started.program or ""]
-
-
-def _takes_local_rank(draft: Draft, started: Started, inside: bool) -> bool:
-    """Return whether the program parses its local rank; True if its source is not readable."""
-    if started.program is None and started.module is None:
-        return False
-    source = draft.read(started.program) if started.program and not inside else None
-    if source is not None and not _LOCAL_RANK.search(source):
-        draft.drop(started.local_rank, "the program does not parse it; LOCAL_RANK is set")
-        return False
-    return True
 
 
 def _without_wrappers(draft: Draft, words: list[str]) -> list[str]:

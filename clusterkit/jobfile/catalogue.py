@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +9,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from clusterkit.errors import BadInput, counted
-from clusterkit.jobfile import loader
+from clusterkit.jobfile import loader, sources
 from clusterkit.spec import JobSpec
 
 FOLDER = "jobs"
@@ -113,39 +111,10 @@ def _ranks(job: JobSpec) -> str:
 
 def followed(program: Path) -> Iterator[tuple[Path, set[str]]]:
     """Yield a program and each module next to it that it imports, with their other imports."""
-    seen: set[Path] = set()
-    queue = [program]
-    while queue:
-        path = queue.pop()
-        if path in seen:
-            continue
-        seen.add(path)
-        found: set[str] = set()
-        for name in _imported_names(path):
-            beside = program.parent / f"{name}.py"
-            if beside.is_file():
-                queue.append(beside)
-            elif (program.parent / name).is_dir():
-                queue += (program.parent / name).rglob("*.py")
-            elif name not in sys.stdlib_module_names and name != "clusterkit":
-                found.add(name)
-        yield path, found
-
-
-def _imported_names(path: Path) -> frozenset[str]:
-    try:
-        return _names_in(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return frozenset()  # running the job will report the error
-
-
-@functools.cache  # many job files have the same program
-def _names_in(text: bytes) -> frozenset[str]:
-    tree = ast.parse(text)
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names.add(node.module.partition(".")[0])
-    return frozenset(names)
+    folder = program.parent
+    for path, text in sources.imported([str(program)], [str(folder)]):
+        names = {names[0] for level, names in sources.imports(text) if not level}
+        names -= {*sys.stdlib_module_names, "clusterkit"}
+        own = {name for name in names if (folder / name).is_dir()}
+        own |= {name for name in names if (folder / f"{name}.py").is_file()}
+        yield Path(path), names - own

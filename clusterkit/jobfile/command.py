@@ -40,7 +40,6 @@ PYTHONS = ("python", "python3")
 """First words of a command that stand for the ranks' interpreter."""
 # Options of Python without a further word, except those with which it runs no program.
 _OPTION = re.compile(r"-[bBdEIOPqRsSu]+|-[WX].+")
-_LOCAL_RANK = re.compile(r"--local[_-]rank\b")
 SPAWN = re.compile(r"\b(mp|multiprocessing)\.spawn\(|multiprocessing(\.spawn)? import .*\bspawn\b")
 """Matches the source of a program that starts its ranks itself."""
 _NO_KEY = (OURS, MODULE, COMMAND, BY_ENVIRONMENT)
@@ -78,7 +77,8 @@ class Started:
     options: tuple[Used, ...] = ()
     """Options of the launcher."""
     local_rank: str = ""
-    """The argument with which the launcher passes the local rank, such as ``--local_rank``."""
+    """The argument with which the launcher passes the local rank, such as ``--local_rank``; it is
+    not in ``args``."""
 
     @property
     def name(self) -> str:
@@ -190,6 +190,8 @@ def _launched(launcher: str, tool: Tool, words: Sequence[str], python: str | Non
         inner = read(rest)
         if inner.tool is not None:
             raise BadInput(f"{launcher} starts {inner.launcher}: only one of them starts ranks")
+    elif COMMAND in kinds and by_argument:
+        inner = Started(command=(rest[0],), args=tuple(rest[1:]), local_rank=by_argument)
     elif COMMAND in kinds:
         inner = Started(command=tuple(rest))
     elif MODULE in kinds:
@@ -213,8 +215,6 @@ class Taken:
     """Remark on what was taken over; None: nothing."""
     local_rank: str = ""
     """As in `Started`."""
-    instead: str = ""
-    """What to type if the program needs that argument."""
 
 
 def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | None = None) -> Taken:
@@ -276,12 +276,7 @@ def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | Non
     left = f"; left to clusterkit: {' '.join(ours)}" if ours else ""
     summary = ", ".join([f"launcher {tool.launcher}", *values])
     note = f"{started.launcher} in the command is taken over: {summary}{left}"
-    if not (started.local_rank and started.program):
-        return Taken(taken, note)
-    program = shell.join([started.python or "python", started.program])
-    script = f'exec {program} {started.local_rank}="$LOCAL_RANK" "$@"'
-    by_shell = ["sh", "-c", script, "sh", *started.args]
-    return Taken(taken, note, started.local_rank, _instead(by_shell, keys, given, typed))
+    return Taken(taken, note, started.local_rank)
 
 
 def _values(started: Started, job: JobSpec, given: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
@@ -346,20 +341,8 @@ def _instead(
     return shell.join(["clusterkit", "submit", *options, "--", *words])
 
 
-def check_source(taken: Taken, source: str) -> str | None:
-    """Return a warning if a program starts its ranks itself; otherwise None.
-
-    Raises:
-        BadInput: it reads its local rank from an argument that only its own launcher passes.
-    """
-    job = taken.job
-    if taken.local_rank and _LOCAL_RANK.search(source):
-        raise BadInput(
-            f"command: {job.program} reads the argument {taken.local_rank}, which its own launcher "
-            "passes; clusterkit sets the variable LOCAL_RANK instead",
-            hint=taken.instead,
-            job="command",
-        )
+def check_source(job: JobSpec, source: str) -> str | None:
+    """Return a warning if a program starts its ranks itself; otherwise None."""
     once = job.launcher in ("forkserver", "python") or job.gpus_per_node == 1
     if not once and SPAWN.search(source):
         return (

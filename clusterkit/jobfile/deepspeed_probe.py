@@ -8,15 +8,13 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from clusterkit.batch import DEEPSPEED_KEYS
 from clusterkit.cluster import Facts
 from clusterkit.errors import BadInput, ClusterkitError, Place, RunFolderError
 from clusterkit.files import read_file, write_atomic
-from clusterkit.jobfile import catalogue, deepspeed_config
+from clusterkit.jobfile import deepspeed_config, sources
 from clusterkit.plan import Note, Plan
 from clusterkit.run import folder as run_folder
 from clusterkit.spec import JobSpec
@@ -27,7 +25,6 @@ _COMPLETES = re.compile(
     r"|PipelineModule)\b|[\"']auto[\"']|train_(micro_)?batch_size|gradient_accumulation_steps"
 )
 """Matches the source of a program that itself sets, or checks, batch sizes and ``auto``."""
-_MOST_FILES = 200
 _SECONDS = 60
 
 # Prints one line of JSON: null, or what DeepSpeed says, with the path of keys that it is about.
@@ -103,21 +100,8 @@ def examine(
 
 def completes(job: JobSpec) -> bool | None:
     """Return whether the job's program completes the config; None: its source is not available."""
-    folder = Path(job.workdir or ".")
-    if job.program is not None:
-        program = folder / job.program
-    elif job.module is not None:
-        program = folder.joinpath(*job.module.split("."))
-        program = program / "__main__.py" if program.is_dir() else program.with_suffix(".py")
-    else:
-        return None
-    if not program.is_file():
-        return None
-    for path, _ in islice(catalogue.followed(program), _MOST_FILES):
-        with contextlib.suppress(OSError):
-            if _COMPLETES.search(read_file(path).decode(errors="replace")):
-                return True
-    return False
+    texts = [text for _, text in sources.imported(*sources.starts_of(job))]
+    return any(map(_COMPLETES.search, texts)) if texts else None
 
 
 def _without_autos(config: Mapping[str, Any]) -> dict[str, Any]:

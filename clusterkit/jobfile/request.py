@@ -10,9 +10,9 @@ from pathlib import Path
 
 import msgspec
 
+from clusterkit.agent import LOCAL_RANK_WORD
 from clusterkit.errors import BadInput
-from clusterkit.files import source_of
-from clusterkit.jobfile import command, loader
+from clusterkit.jobfile import command, loader, sources
 from clusterkit.spec import Job, JobSpec, check_job
 from clusterkit.yaml_file import Document
 
@@ -95,9 +95,16 @@ def read(
         check_job(spec)
         if spec.workdir is None or document is not None:
             spec = loader.locate_program(spec, document)
-        text = source_of(Path(spec.workdir or "", spec.program)) if spec.program else ""
-        remark = command.check_source(taken, text)
-    remarks = tuple(each for each in (taken.note, remark) if each is not None)
+        note, texts = taken.note, []
+        if spec.program or taken.local_rank:
+            texts = [text for _, text in sources.imported(*sources.starts_of(spec))]
+        if taken.local_rank:
+            name = sources.local_rank_argument(taken.local_rank, texts)
+            argument = f"{name}={LOCAL_RANK_WORD}"
+            spec = msgspec.structs.replace(spec, args=(argument, *spec.args))
+            note = f"{note}; each rank gets {name}"
+        remark = command.check_source(spec, texts[0] if texts else "")
+    remarks = tuple(each for each in (note, remark) if each is not None)
     return Request(spec, document, flags, remarks)
 
 

@@ -190,6 +190,27 @@ def test_a_rank_sees_the_variables_of_torchrun_s_ranks_whatever_the_agent_starts
     assert forked == torchrun == spawned
 
 
+@pytest.mark.parametrize("launcher", ["torchrun", "forkserver"])
+@pytest.mark.parametrize(
+    ("words", "argument"),
+    [(["old.py"], "--local_rank"), (["split/train.py"], "--local_rank"),
+     (["-m", "pkg.extract"], "--local-rank")],
+    ids=" ".join,
+)  # fmt: skip
+def test_each_rank_gets_its_local_rank_as_the_argument_that_its_program_knows(
+    own_home: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], argument: str, launcher: str
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[1] / "unit/local_rank")
+    taken = ["python", "-m", "torch.distributed.launch", "--nproc_per_node=2", *words]
+    plan = api.plan(taken)
+    assert plan.job is not None
+    assert plan.job.args == (f"{argument}=${{clusterkit.local_rank}}",)
+    run = api.submit(msgspec.structs.replace(plan.job, launcher=launcher))
+    assert run.wait(SOON).state is State.SUCCEEDED, list(run.logs())
+    texts = {line.rank: line.text.split()[:2] for line in run.logs() if line.rank is not None}
+    assert texts == {0: ["LOCAL", "0"], 1: ["LOCAL", "1"]}
+
+
 def test_lines_carry_the_node_and_rank_that_wrote_them(
     in_ranks: Callable[[str], api.Run],
 ) -> None:

@@ -40,7 +40,7 @@ shell transport output.logs yaml_text estimate.mesh
 output.mirror output.tracebacks yaml_file
 spec output.diagnose
 jobfile.launcher_options
-cluster jobfile.command
+cluster jobfile.command jobfile.sources
 addresses
 batch rendezvous jobfile.loader jobfile.schema
 plan jobfile.request jobfile.catalogue jobfile.deepspeed_config

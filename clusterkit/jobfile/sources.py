@@ -1,0 +1,116 @@
+"""Follow the imports of a program through its own files; nothing is run or imported."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import posixpath
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from clusterkit.files import source_of
+from clusterkit.spec import JobSpec
+
+Read = Callable[[str], str | None]
+"""Returns a file's text, or None if there is none."""
+MOST_FILES = 300
+_CONSTANT = "--local_rank", "--local-rank"
+
+
+def read_source(path: str) -> str | None:
+    """Return a file's text, or None."""
+    return source_of(Path(path)) if os.path.isfile(path) else None
+
+
+def starts(
+    program: str | None, module: str | None, folder: str = ""
+) -> tuple[list[str], list[str]]:
+    """Return the files that may run first, and the folders in which Python looks for modules.
+
+    Args:
+        folder: the one in which the ranks start.
+    """
+    if program is not None:
+        path = posixpath.join(folder, program)
+        return [path], [posixpath.dirname(path)]
+    if module is None:
+        return [], []
+    files = _files(folder, module.split("."))
+    return [*files, posixpath.join(folder, *module.split("."), "__main__.py")], [folder]
+
+
+def starts_of(job: JobSpec) -> tuple[list[str], list[str]]:
+    """Return `starts` of a job on this machine, with the folders of PYTHONPATH."""
+    folder = job.workdir or "."
+    files, roots = starts(job.program, job.module, folder)
+    path = ":".join(env.get("PYTHONPATH", "") for env in (job.env, os.environ))
+    return files, [*roots, *(os.path.join(folder, each) for each in path.split(":") if each)]
+
+
+def imported(
+    files: Sequence[str], roots: Sequence[str], read: Read = read_source
+) -> Iterator[tuple[str, str]]:
+    """Yield path and text of files and of what they import from ``roots``, `MOST_FILES` at most.
+
+    Imports that only happen under a condition count as well.
+    """
+    queue, seen = list(files), set[str]()
+    while queue and len(seen) < MOST_FILES:
+        path = queue.pop(0)
+        if path in seen or (text := read(path)) is None:
+            continue
+        seen.add(path)
+        yield path, text
+        for level, names in imports(text):
+            folder = posixpath.dirname(path)
+            for _ in range(level - 1):
+                folder = posixpath.dirname(folder)
+            for root in [folder] if level else roots:
+                queue += _files(root, names)
+
+
+def local_rank_argument(given: str, texts: Sequence[str]) -> str:
+    """Return the spelling of a launcher's argument, such as ``--local_rank``, for a program.
+
+    torch's launcher passes ``--local-rank`` since 2.0 and passed ``--local_rank`` before; argparse
+    takes neither for the other.
+
+    Args:
+        given: the launcher's spelling.
+        texts: of the program's files.
+    """
+    known = {name for text in texts for name in _CONSTANT if name in _strings(text)}
+    known = known or {name for text in texts for name in _CONSTANT if name in text}
+    return known.pop() if len(known) == 1 else given
+
+
+def _files(root: str, names: Sequence[str]) -> list[str]:
+    """Return the files that importing ``a.b.c`` may run."""
+    paths = [posixpath.join(root, *names[: end + 1]) for end in range(len(names))]
+    return [file for path in paths for file in (f"{path}/__init__.py", f"{path}.py")]
+
+
+def _parsed(text: str) -> list[ast.AST]:
+    try:
+        return list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError, RecursionError):
+        return []  # running the program will report it
+
+
+@functools.cache
+def imports(text: str) -> list[tuple[int, list[str]]]:
+    """Return level and dotted name of each import; a name may be an attribute of the last one."""
+    found = []
+    for node in _parsed(text):
+        if isinstance(node, ast.Import):
+            found += [(0, alias.name.split(".")) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module.split(".") if node.module else []
+            found += [(node.level, [*base, alias.name]) for alias in node.names]
+    return found
+
+
+def _strings(text: str) -> set[str]:
+    nodes = _parsed(text)
+    return {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}

@@ -1,0 +1,4 @@
+import os
+import sys
+
+print("ARGS", sys.argv[1:], "RANK", os.environ["RANK"])

@@ -1,0 +1,3 @@
+from . import extract
+
+__all__ = ["extract"]

@@ -1,0 +1,3 @@
+from .extract import p
+
+__all__ = ["p"]
