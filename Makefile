@@ -164,13 +164,14 @@ unit: .venv/.dev ## Run the unit, contract, golden and simulation tests: WORKERS
 	@$(BIN)/pytest -m "not thorough" $(SLOW) --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal \
 		tests/unit tests/contract tests/golden tests/simulation
 
-# What differs from Python to Python: the agent and its threads, the fork server, tracebacks, files
-# and processes; of the command line and the backends what needs no torch.
-ON_EACH ?= tests/unit tests/contract
+# What differs from Python to Python and needs no torch: the agent and its threads, tracebacks, files
+# and processes. `make thorough` runs all the rest there, with torch.
+ON_EACH ?= $(addprefix tests/unit/test_,$(addsuffix .py, \
+	agent bandwidth catalogue diagnose estimate failure hangs pythons scaffold stragglers streams tracebacks usage watch_port watching worker))
 TORCH ?=
 
 .PHONY: unit-newest
-unit-newest: ## Run the unit tests on the newest Python that is there, in .venv-VERSION; tests/pythons.py finds it
+unit-newest: ## Run the tests of the agent on the newest Python that is there, in .venv-VERSION; tests/pythons.py finds it
 	@found=$$($(PYTHON) -m tests.pythons newest) && \
 	if [ -n "$$found" ]; then set -- $$found && $(MAKE) --no-print-directory unit-on VERSION=$$1 ON=$$2; \
 	else echo "unit-newest: skipped: no Python up to 3.14 is here that is newer than that of .venv" >&2; fi
@@ -194,7 +195,7 @@ unit-others: ## Run them on all other Pythons from 3.11 to 3.14 that are there, 
 .PHONY: unit-on
 unit-on: .venv-$(VERSION)/.made$(TORCH)
 	@.venv-$(VERSION)/bin/python -m pytest -m "not thorough" $(SLOW) --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal \
-		$(ON_EACH) $(if $(TORCH),tests/golden tests/simulation)
+		$(if $(TORCH),tests/unit tests/contract tests/golden tests/simulation,$(ON_EACH))
 	@$(if $(TORCH),.venv-$(VERSION)/bin/python -m pytest tests/live/test_hangs.py)
 
 SCHEDULES ?= 100000

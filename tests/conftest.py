@@ -79,8 +79,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def missing(name: str) -> bool:
-    """Whether what a test is marked to need is not here: torch, or a program."""
-    return find_spec("torch") is None if name == "torch" else shutil.which(name) is None
+    """Whether what a test is marked to need is not here: a package, or a program in PATH."""
+    package = name in ("torch", "deepspeed")
+    return find_spec(name) is None if package else shutil.which(name) is None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -253,6 +253,7 @@ BAD_SECTIONS = {
 }
 
 
+@pytest.mark.needs("deepspeed")
 @pytest.mark.parametrize("name", BAD_SECTIONS)
 def test_plan_refuses_a_bad_section_with_its_line_and_key(name, refused, write_job):
     text, message = BAD_SECTIONS[name]
@@ -390,6 +391,7 @@ def test_tabs_between_the_values_of_a_json_file_are_as_good_as_spaces(beside):
     assert loader.load_job(beside(JSON % "2")).deepspeed == json.loads(JSON % "2")
 
 
+@pytest.mark.needs("deepspeed")
 def test_an_error_in_such_a_file_is_told_with_its_own_line(beside, refused):
     text = '{\n"train_batch_size": 4,\n"zero_optimization":\n{"stage": 9}}'
     said = refused("plan", beside(text), "--gpus", "2")
