@@ -1,20 +1,32 @@
 """Check the image from inside: `make image-test`, or python docker/check.py [--quick] [IMAGE].
 
-Once as the image's own user, once as one that the image does not know, with a read-only root file
-system, as a Kubernetes cluster might run it; the home also as one of group 0, as OpenShift does.
+With the restrictions of docker/compose.yaml: as the image's own user, and as one that the image
+does not know, as in Kubernetes; the home also as one of group 0, as OpenShift does.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 
-from common import ROOT, default_image, require_engine, require_image, told
+from common import ROOT, default_image, docker, require_engine, require_image, told
 
 STRANGER = "4242:4242"
 OF_GROUP_0 = "4242:0"
-READ_ONLY = ("--read-only", "--tmpfs", "/tmp:exec", "--cap-drop", "ALL")
+
+
+def restrictions() -> list[str]:
+    """Return what docker/compose.yaml keeps its nodes from, as flags of ``docker run``."""
+    file = str(ROOT / "docker" / "compose.yaml")
+    text = docker("compose", "--file", file, "config", "--format", "json")
+    node = json.loads(text)["services"]["node0"]
+    flags = ["--read-only"] if node["read_only"] else []
+    for key in ("tmpfs", "cap_drop", "security_opt"):
+        for value in node[key]:
+            flags += [f"--{key.replace('_', '-')}", value]
+    return flags
 
 
 def main() -> int:
@@ -24,19 +36,19 @@ def main() -> int:
         "--quick", action="store_true", help="without DeepSpeed's Adam, and training as one user"
     )
     options = parser.parse_args()
-    require_engine()
+    require_engine(compose=True)
     image = options.image or default_image()
     require_image(image)
     gpus = ("--gpus", "all") if image.endswith(":gpu") else ()
     checks = (ROOT / "docker" / "image_test.py").read_text("utf-8")
-    failed = 0
-    for flags, more in (
-        ((), ("--light",) if options.quick else ("--slow",)),
-        (("--user", STRANGER, *READ_ONLY), ()),
-        (("--user", OF_GROUP_0), ("--home",)),
+    failed, shipped = 0, restrictions()
+    for flags, limits, more in (
+        ((), shipped, ("--light",) if options.quick else ("--slow",)),
+        (("--user", STRANGER), shipped, ()),
+        (("--user", OF_GROUP_0), [], ("--home",)),
     ):
         print(f"{image} {' '.join(flags)}".rstrip(), flush=True)
-        words = ["docker", "run", "--rm", "-i", *gpus, *flags, image, "python", "-", *more]
+        words = ["docker", "run", "--rm", "-i", *gpus, *flags, *limits, image, "python", "-", *more]
         failed += subprocess.run(words, input=checks, text=True).returncode
     return min(failed, 1)
 

@@ -39,6 +39,13 @@ sys.stdout.write(f"sum {total.item()}\n")  # in one piece: the other rank writes
 dist.barrier()
 os._exit(0)
 """
+COMPILED = """
+import torch
+def function(x):
+    return torch.sin(x) * 2 + 1
+x = torch.linspace(0, 1, 64)
+print("difference", (torch.compile(function)(x) - function(x)).abs().max().item())
+"""
 CPU_ADAM = """
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -194,14 +201,23 @@ def health() -> str:
 
 
 def compiles() -> str:
-    """A module for this Python: what every operation that is compiled at first use needs."""
-    with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder, "module.cpp"), Path(folder, "module.so")
-        source.write_text('#include <Python.h>\nextern "C" int answer() { return 42; }\n')
-        include = f"-I{sysconfig.get_path('include')}"
-        run("g++", "-shared", "-fPIC", include, str(source), "-o", str(library))
-        assert ctypes.CDLL(str(library)).answer() == 42
+    """A module for this Python: what every operation that is compiled at first use needs. Where
+    torch.compile puts it, and where C++ extensions go."""
+    (cache := HOME / ".cache").mkdir(exist_ok=True)
+    for place in (tempfile.gettempdir(), cache):
+        with tempfile.TemporaryDirectory(dir=place) as folder:
+            source, library = Path(folder, "module.cpp"), Path(folder, "module.so")
+            source.write_text('#include <Python.h>\nextern "C" int answer() { return 42; }\n')
+            include = f"-I{sysconfig.get_path('include')}"
+            run("g++", "-shared", "-fPIC", include, str(source), "-o", str(library))
+            assert ctypes.CDLL(str(library)).answer() == 42
     return f"g++, Python.h, ninja {run('ninja', '--version').strip()}"
+
+
+def torch_compile() -> str:
+    difference = float(run(sys.executable, "-c", COMPILED, timeout=600).split("difference")[1])
+    assert difference < 1e-5, difference
+    return f"differs from eager by {difference:.0e}"
 
 
 def cpu_adam() -> str:
@@ -235,7 +251,7 @@ LIGHT: tuple[Callable[[], str], ...] = (
     compiles,
     gpus,
 )
-ALL = (*LIGHT, imports, all_reduce, trains)
+ALL = (*LIGHT, imports, all_reduce, trains, torch_compile)
 
 
 def main() -> int:

@@ -561,6 +561,16 @@ def test_without_an_engine_only_an_exit_file_gives_a_state() -> None:
     assert judge(0, NodeFiles(begun=True, exit=exited(0)), **engine).state is State.SUCCEEDED
 
 
+def test_a_silent_engine_ends_no_node_that_it_knew_to_run() -> None:
+    silent = "the docker engine does not answer"
+    for live in (UP, Container(state="paused")):
+        found = judge(0, NodeFiles(begun=True), live=live, saved=None, unreachable=silent)
+        assert (found.state, found.reason) == (State.RUNNING, silent)
+    over = Container(state="exited", exit_code=9)
+    found = judge(0, NodeFiles(begun=True), live=over, saved=None, unreachable=silent)
+    assert (found.state, found.exit_code) == (State.FAILED, 9)
+
+
 def test_a_node_that_is_interrupted_for_too_long_has_failed() -> None:
     for live in (Container(state="paused"), Container(state="running", connected=False)):
         found = judge(0, NodeFiles(begun=True), live=live, saved=None, lost=True)
@@ -624,10 +634,11 @@ def test_containers_of_a_later_attempt_are_ignored(handle: RunHandle) -> None:
     "text",
     ["", "not json", "[]", "null", "{}", '{"state": "running", "node": ""}', '{"state": 3}'],
 )
-def test_a_malformed_answer_contains_no_container(handle: RunHandle, text: str) -> None:
+def test_a_malformed_answer_is_none_and_ends_no_run(handle: RunHandle, text: str) -> None:
     engine = FakeEngine()
     engine.answer = Completed((), 0, text, "")
-    assert inspect(handle, engine) == {}
+    with pytest.raises(Unavailable, match="docker's answer"):
+        inspect(handle, engine)
 
 
 def test_containers_that_are_gone_are_no_error_and_a_dead_engine_is(handle: RunHandle) -> None:
@@ -659,9 +670,7 @@ def test_the_monitor_does_not_query_the_engine_each_time(handle: RunHandle) -> N
     monitor.close()
 
 
-def test_the_monitor_tolerates_an_unreachable_engine_for_a_while(
-    handle: RunHandle, monkeypatch: Any
-) -> None:
+def test_no_run_ends_because_its_engine_is_silent(handle: RunHandle, monkeypatch: Any) -> None:
     monkeypatch.setattr(observe, "INSPECT_INTERVAL", 0.0)
     monkeypatch.setattr(observe, "RETRY_SECONDS", 0.0)
     engine = FakeEngine()
@@ -669,11 +678,21 @@ def test_the_monitor_tolerates_an_unreachable_engine_for_a_while(
     monitor = ContainerMonitor(handle, engine)
     assert monitor.status().state is State.RUNNING
     engine.answer = SubmitFailed("docker on localhost did not end within 10 s")
+    deadline = time.monotonic() + 30
+    while (seen := monitor.status()).nodes[0].reason is None:
+        assert time.monotonic() < deadline
+    # Containers run on without their engine.
+    assert seen.state is State.RUNNING
+    assert re.search(r"did not end within 10 s \(since \d\d:\d\d:\d\d\)", seen.nodes[0].reason)
+    # What is only read once the engine answers is in the run's folder as well.
+    Path(node_dir(handle.plan.run_dir, 1, 0), "exit.json").write_bytes(exited(0))
+    assert monitor.status().nodes[0].state is State.SUCCEEDED
     assert monitor.status().state is State.RUNNING
-    seen = until(monitor, State.UNKNOWN)
-    assert "did not end within 10 s" in seen.nodes[0].reason
-    engine.containers(handle, node0={}, node1={})
-    assert until(monitor, State.RUNNING)
+    Path(node_dir(handle.plan.run_dir, 1, 0), "exit.json").unlink()
+    engine.containers(handle, node0={}, node1={"state": "exited", "exit_code": 137})
+    while (seen := monitor.status()).nodes[1].state is not State.FAILED:
+        assert time.monotonic() < deadline
+    assert seen.nodes[1].exit_code == 137
 
 
 def test_a_node_that_stays_paused_has_failed(handle: RunHandle, monkeypatch: Any) -> None:

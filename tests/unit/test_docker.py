@@ -142,3 +142,11 @@ def test_the_entry_point_finds_a_home_that_can_be_written_to(tmp_path: Path) -> 
         env = {"HOME": str(home), "PATH": "/usr/bin:/bin"}
         done = subprocess.run(entry, env=env, capture_output=True, text=True, check=True)
         assert done.stdout == expected
+
+
+def test_code_that_is_compiled_at_first_use_can_be_loaded() -> None:
+    """From /tmp and the home: a tmpfs is noexec unless it is told otherwise."""
+    node = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["node0"]
+    assert len(node["tmpfs"]) == 2
+    for each in node["tmpfs"]:
+        assert "exec" in each.partition(":")[2].split(",")

@@ -107,11 +107,16 @@ def inspect(handle: RunHandle, transport: Transport) -> dict[int, Container]:
     if done.exit_code and errors and not done.stdout.strip():
         raise Unavailable(f"the docker engine does not answer: {errors[-1]}")
     containers: dict[int, Container] = {}
-    for line in done.stdout.splitlines():
-        with contextlib.suppress(MsgspecError):
-            container = json.decode(line, type=Container, strict=False)  # labels are text
-            if container.run_dir == plan.run_dir and container.attempt <= handle.attempt:
-                containers[container.node] = container
+    lines = done.stdout.splitlines()
+    try:
+        found = [json.decode(line, type=Container, strict=False) for line in lines]  # labels: text
+    except MsgspecError as error:
+        raise Unavailable(f"docker's answer cannot be read: {error}") from None
+    if done.exit_code == 0 and len(found) < len(names):
+        raise Unavailable("docker's answer lacks containers, and names none that is missing")
+    for container in found:
+        if container.run_dir == plan.run_dir and container.attempt <= handle.attempt:
+            containers[container.node] = container
     return containers
 
 

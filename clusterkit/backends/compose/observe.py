@@ -42,6 +42,9 @@ STATES: Mapping[str, State] = {
 """State of a node that has no exit.json, by the state of its container."""
 
 
+_UNREPORTED = (State.FAILED, State.UNKNOWN)
+
+
 def status(handle: RunHandle, transport: Transport) -> Observation | None:
     """Implement `clusterkit.backends.base.Backend.status`."""
     if not folder_exists(handle):
@@ -64,11 +67,25 @@ def judge(
     """Return a node's status.
 
     Args:
-        live: its container now; None: it has none.
+        live: its container now, or when the engine answered last; None: it has none.
         saved: its container before clusterkit stopped it; None: clusterkit has not stopped it.
         unreachable: why the engine does not answer; None: it does.
         lost: whether its container has been paused or disconnected for `lost_after` seconds.
     """
+    if unreachable is not None and files.exit is not None:
+        live = None  # the exit record is enough
+    found = _judge(node, files, live=live, saved=saved, lost=lost)
+    if unreachable is None or files.exit is not None or (live is not None and live.ended):
+        return found
+    # Containers run on without their engine.
+    state = found.state if live is not None and not found.state.final else State.UNKNOWN
+    return msgspec.structs.replace(found, state=state, reason=unreachable, exit_code=None)
+
+
+def _judge(
+    node: int, files: NodeFiles, *, live: Container | None, saved: Container | None, lost: bool
+) -> NodeStatus:
+    """Return a node's status from what is known of it; for the arguments see `judge`."""
     host = f"node-{node}"
 
     def status(state: State, reason: str | None = None, code: int | None = None) -> NodeStatus:
@@ -82,8 +99,6 @@ def judge(
         if live is not None and live.state == "running" and saved is None and not continues:
             return status(State.RUNNING)  # its agent has ended, its container is about to
         return _judge_exit(node, files.exit, saved or live)
-    if unreachable is not None:
-        return status(State.UNKNOWN, unreachable)
     if saved is not None and (live is None or live.ended):
         if saved.ended:
             return status(State.FAILED, saved.failure(), saved.exit_code)
@@ -146,10 +161,15 @@ def observation(
         )  # fmt: skip
         nodes.append(status)
         reported = None if files.exit is None else judge_exit(node, status.host, files.exit)
-        if status.state is State.FAILED and status.reason and status != reported:
+        if status.state in _UNREPORTED and status.reason and status != reported:
             # The agent has reported nothing, or only that it was asked to end.
+            hint = (
+                None if status.state is State.FAILED else "is docker up? `docker info` says why not"
+            )
             causes.append(
-                NodeCause(node=node, words=status.reason, exit_code=status.exit_code or 1)
+                NodeCause(
+                    node=node, words=status.reason, hint=hint, exit_code=status.exit_code or 1
+                )
             )
         exits[node] = files.exit or b""
     found = observed(nodes, exits)
@@ -228,7 +248,7 @@ class ContainerMonitor:
         self._live: dict[int, Container] = {}
         self._inspect_at = 0.0
         self._unreachable_since: float | None = None
-        self._error = ""
+        self._error = self._since = ""
         self._last: tuple[NodeStatus, ...] = ()
         self._interrupted_since: dict[int, float] = {}
         """By node whose container is paused or disconnected."""
@@ -252,20 +272,21 @@ class ContainerMonitor:
 
     def _observation(self, now: float) -> Observation:
         unreachable, lost_after = None, self._handle.plan.lost_after
-        if self._unreachable_since is not None:
-            seconds = now - self._unreachable_since
-            if seconds >= lost_after:
-                unreachable = f"{self._error} (for {seconds:.0f} s)"
-        lost = [
+        since = self._unreachable_since
+        if since is not None and now - since >= lost_after:
+            unreachable = f"{self._error} (since {self._since})"
+        # What is known of interruptions is from when the engine answered last.
+        lost = [] if self._unreachable_since is not None else [
             node for node, since in self._interrupted_since.items() if now - since >= lost_after
-        ]
+        ]  # fmt: skip
         return observation(self._handle, self._live, unreachable=unreachable, lost=lost)
 
     def _inspect(self, now: float) -> None:
         try:
             self._live = inspect(self._handle, self._transport)
         except ClusterkitError as error:
-            self._unreachable_since = self._unreachable_since or now
+            if self._unreachable_since is None:
+                self._unreachable_since, self._since = now, time.strftime("%H:%M:%S")
             self._error = error.message
             self._inspect_at = now + RETRY_SECONDS
         else:

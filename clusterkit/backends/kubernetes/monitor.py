@@ -90,6 +90,7 @@ class PodWatch:
         self.ensure, self.join = self._worker.ensure, self._worker.join
 
     def _run(self) -> None:
+        since = ""
         while not self._closed.is_set():
             try:
                 # After a watch has ended, the next list shows what was missed.
@@ -99,9 +100,10 @@ class PodWatch:
                 why = f"the pods cannot be followed: {type(error).__name__}: {error}"
                 if isinstance(error, ClusterkitError):
                     why = error.message
-                news = self.unreachable is None
+                if news := self.unreachable is None:
+                    since = time.strftime("%H:%M:%S")
                 with self.lock:
-                    self.unreachable = why
+                    self.unreachable = f"{why} (since {since})"
                 if news:
                     self._notify()
                 self._closed.wait(RETRY_SECONDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -30,9 +31,10 @@ from clusterkit.backends.node_status import judge_exit, judge_running, observed
 from clusterkit.errors import ClusterkitError
 from clusterkit.plan import Plan
 from clusterkit.run.folder import RunHandle
-from clusterkit.run.status import NodeStatus, State
+from clusterkit.run.status import NodeCause, NodeStatus, State
 from clusterkit.transport import Transport
 
+_PREVENTS = re.compile("Fail|Error|Exceed|Invalid|Forbidden|Denied|NotFound|Missing")
 ENDED_ELSEWHERE = (
     "nothing of it is left in the cluster: it was taken up elsewhere (`clusterkit attach`) and has "
     "ended there, or somebody deleted it"
@@ -197,7 +199,9 @@ def ended_elsewhere(
         NodeStatus(node=node, host=hosts.get(node, ""), state=State.UNKNOWN, reason=ENDED_ELSEWHERE)
         for node in range(handle.plan.nodes)
     ]
-    return observed(nodes, {})
+    hint = f"`clusterkit cancel {handle.plan.run_id}` records here that it is over"
+    cause = NodeCause(node=0, words=ENDED_ELSEWHERE, hint=hint, exit_code=1)
+    return replace(observed(nodes, {}), causes=(cause,))
 
 
 def all_nodes_had_pods(plan: Plan, pods: Mapping[str, Pod]) -> bool:
@@ -221,9 +225,9 @@ def why_no_pods(objects: RunObjects) -> str | None:
             # A pod's status is more exact than its events.
             if about.get("kind") != "Pod" and f"{about.get('name')}-".startswith(f"{name}-"):
                 at = str(event.get("lastTimestamp") or event.get("eventTime") or "")
-                # Operators warn of much; what they failed at comes first.
-                failed = str(event.get("reason", "")).startswith("Failed")
-                reasons.append((failed, at, str(event.get("message", "")).strip()))
+                # Operators warn of much that keeps no pod from being created.
+                if _PREVENTS.search(str(event.get("reason", ""))):
+                    reasons.append((True, at, str(event.get("message", "")).strip()))
     return max(reasons, default=(False, "", None))[2]
 
 

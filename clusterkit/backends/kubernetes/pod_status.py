@@ -68,10 +68,20 @@ def updated(
     found = dict(known)
     for name, pod in pods.items():
         first = known.get(name)
+        if pod.node is None and pod.terminating and pod.removed_by is None and first is not None:
+            # An MPIJob's operator removes the workers only once the launcher has ended.
+            over = any(each.node is not None and each.exit_code is not None
+                       for each in (*known.values(), *pods.values()))  # fmt: skip
+            if not over:
+                pod = replace(pod, removed_by=DELETED)
         if first is None or (first.uid != pod.uid and replaceable):
             found[name] = pod
         elif first.uid != pod.uid:
             found[name] = replace(first, gone="replaced")
+        elif first.stuck and not pod.started:
+            # Why it never began is what was known first, whatever it shows while it is removed.
+            kept = replace(pod, waits_for=first.waits_for, stuck=True, exit_code=None)
+            found[name] = replace(kept, removed_by=first.removed_by)
         elif not first.started and pod.reason == "ContainerStatusUnknown":
             # A kubelet reports 137 of a container that it never created; why the pod ends is what
             # it waited for.
@@ -235,8 +245,15 @@ def causes(pods: Iterable[Pod], ours: Collection[str] = ()) -> tuple[NodeCause, 
         if pod.reason == "OOMKilled":
             hint = "a larger `memory` in the cluster entry, or a smaller batch.micro"
             found.append(NodeCause(node=node, words=_out_of_memory(pod), hint=hint))
+        elif pod.lost and pod.name not in ours:
+            words = f"node {pod.host} of the cluster does not answer"
+            hint = (
+                f"`kubectl describe node {pod.host}` says why; `kubectl cordon` keeps pods off it"
+            )
+            found.append(NodeCause(node=node, words=words, hint=hint, exit_code=1))
         elif pod.name not in ours and (pod.removed_by is not None or pod.stopped):
-            code = 137 if pod.exit_code is None else pod.exit_code
             cause = pod.removed_by or DELETED
-            found.append(NodeCause(node=node, words=cause, exit_code=code))
+            if pod.node is None:  # whose sshd ends with 0
+                cause = f"worker {pod.name}: {cause}"
+            found.append(NodeCause(node=node, words=cause, exit_code=pod.exit_code or 137))
     return tuple(found)

@@ -484,3 +484,42 @@ def test_a_pod_whose_probe_failed_is_told_which_and_why():
 )  # fmt: skip
 def test_the_events_are_asked_for_where_they_may_say_more(told, expected):
     assert needs_events(read_pod(told, INDEX, T0)) is expected
+
+
+def worker_and_launcher(launcher, **meta):
+    told = document(state=RUNS, node=1, meta=meta)
+    told["metadata"]["labels"]["clusterkit/role"] = "worker"
+    pods = [read_pod(told, INDEX), read_pod(document(state=launcher), None)]
+    return {each.name: each for each in pods}
+
+
+def test_a_worker_that_is_deleted_under_its_launcher_is_the_cause():
+    """Of which mpirun and gloo only say that a connection broke."""
+    before = worker_and_launcher(RUNS)
+    found = updated(before, worker_and_launcher(RUNS, **LEAVING), replaceable=False)
+    found = updated(found, worker_and_launcher(ended(1, words_of(1)), **LEAVING), replaceable=False)
+    (cause,) = causes(found.values())
+    assert (cause.words, cause.exit_code) == (f"worker r-worker-1: {DELETED}", 137)
+    # Its operator deletes all workers once the launcher has ended.
+    over = updated(before, worker_and_launcher(ended(1, words_of(1))), replaceable=False)
+    over = updated(over, worker_and_launcher(ended(1, words_of(1)), **LEAVING), replaceable=False)
+    assert causes(over.values()) == ()
+
+
+def test_why_a_pod_never_began_stays_known_while_it_is_removed():
+    stuck = document("Pending", waiting("ErrImageNeverPull"), conditions=[SCHEDULED])
+    words = seen(stuck)[2]
+    for shown in (
+        document("Pending", waiting("ContainerCreating"), conditions=[SCHEDULED], meta=LEAVING),
+        document("Pending", meta=LEAVING),
+        document("Failed", meta=LEAVING),
+    ):
+        for ours in (False, True):
+            assert seen(shown, stuck, ours=ours) == (State.FAILED, None, words)
+
+
+def test_a_node_that_is_lost_has_the_remedy_of_a_cluster():
+    pod = msgspec.structs.replace(read_pod(document(state=RUNS), INDEX), lost=True)
+    (cause,) = causes([pod])
+    assert cause.words == "node node-1 of the cluster does not answer"
+    assert "kubectl describe node node-1" in cause.hint
