@@ -166,7 +166,9 @@ def _unsupervised(base: RunStatus, handle: RunHandle, seen: Observation) -> tupl
         remark = f"not known: {since}; {attach} follows it, once the hosts answer"
         return _replace(base, state=State.UNKNOWN, remark=remark), True
     if found is Verdict.CANCELLED:
-        return _replace(base, state=State.CANCELLED, exit_code=EXIT_INTERRUPTED), False
+        remark = base.remark if folder.is_cancelled() else seen.removed
+        ended = _replace(base, state=State.CANCELLED, exit_code=EXIT_INTERRUPTED, remark=remark)
+        return ended, False
     if not begun and folder.file(BY_HAND).exists():
         remark = f"its plan was written to be started by hand: {folder.file('files')}"
         return _replace(base, state=State.PENDING, remark=remark), False
@@ -237,7 +239,8 @@ def cancel(folder: RunFolder) -> RunStatus:
             _await_end(folder, RECORD_SECONDS)  # a supervisor on a busy machine notices late
         after = _replace(reconcile(folder, connections), remark=remark)
         if after.state.final and folder.saved_status() != after:
-            folder.record_end(after)
+            with contextlib.suppress(RunFolderError):  # the disk is full, and the run has ended
+                folder.record_end(after)
         return after
 
 

@@ -152,7 +152,7 @@ def verdict(
     """Return what follows an attempt that has ended."""
     if seen.state is State.SUCCEEDED:
         return Verdict.SUCCEEDED
-    if cancelled:
+    if cancelled or seen.removed is not None:
         return Verdict.CANCELLED
     decided, losses = seen.final or seen.late, lost(seen)
     if port_taken:

@@ -442,6 +442,9 @@ class Supervisor:
         )
         if self.trouble is not None and ended.remark == self.trouble:
             ended = msgspec.structs.replace(ended, remark=None)
+        removed = self.machine.seen.removed if self.machine.seen else None
+        if state is State.CANCELLED and removed is not None:
+            ended = msgspec.structs.replace(ended, remark=ended.remark or removed)
         self.folder.record_end(ended)
         self.status = ended
         notify(self.cluster.notify, self.status, self._event)

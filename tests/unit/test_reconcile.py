@@ -259,6 +259,13 @@ def test_a_cancel_is_repeated_until_the_nodes_have_ended():
     assert made.judged(9.0, cancelled=True) == [Finish(STOPPED)]
 
 
+@pytest.mark.parametrize("states", [(STOPPED, STOPPED), (BAD, STOPPED)])
+def test_whoever_removes_what_owns_the_nodes_ends_the_run(states):
+    """As `kubectl delete` of its job, or a cancel on another machine."""
+    made = running(restarts=2)
+    assert ended(made, seen(*states, removed="Job r is gone"), 2.0) == [Finish(STOPPED)]
+
+
 def test_a_cancel_does_not_wait_for_ever_for_a_host_that_is_gone():
     made = running()
     for now in (2.0, 8.0):
