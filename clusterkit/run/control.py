@@ -166,8 +166,8 @@ def _unsupervised(base: RunStatus, handle: RunHandle, seen: Observation) -> tupl
         remark = f"not known: {since}; {attach} follows it, once the hosts answer"
         return _replace(base, state=State.UNKNOWN, remark=remark), True
     if found is Verdict.CANCELLED:
-        remark = base.remark if folder.is_cancelled() else seen.removed
-        ended = _replace(base, state=State.CANCELLED, exit_code=EXIT_INTERRUPTED, remark=remark)
+        why = base.remark if folder.is_cancelled() else seen.removed
+        ended = _replace(base, state=State.CANCELLED, exit_code=EXIT_INTERRUPTED, remark=why)
         return ended, False
     if not begun and folder.file(BY_HAND).exists():
         remark = f"its plan was written to be started by hand: {folder.file('files')}"
