@@ -56,7 +56,11 @@ class Stream(Protocol):
         return False
 
     def write(self, data: bytes) -> None:
-        """Write to its standard input. Does nothing if the command has closed that."""
+        """Write to its standard input. Does nothing if the command has closed that.
+
+        Raises:
+            SubmitFailed: the host does not read it.
+        """
 
     def close_input(self) -> None:
         """End its standard input."""

@@ -321,6 +321,15 @@ def test_speaking_with_a_command(shared):
         assert stream.exit_code(60) == 4
 
 
+def test_a_host_that_stalls_while_it_is_sent_something_is_given_up(shared, monkeypatch):
+    monkeypatch.setattr(ssh_transport, "WRITE_SECONDS", 0.5)
+    with (
+        shared.open("h0", ["sleep", "60"]) as stream,
+        pytest.raises(SubmitFailed, match="host h0 no longer answers"),
+    ):
+        stream.write(bytes(1 << 26))
+
+
 def test_many_commands_at_once_share_one_connection(sshd):
     transport = sshd.transport()
     results = fan_out(

@@ -41,6 +41,8 @@ PYTHON_SECONDS = 60.0
 NEAR_SECONDS = 0.002
 """Round trip below which a host is near: in the same network, not across the internet."""
 WRITE_BYTES = 1 << 18
+WRITE_SECONDS = 120.0
+"""For a host to read some of what is sent. TCP does not notice that one behind a jump host stalls."""
 LOGINS = 64
 """Logins at the same time: each takes processor time here, and has a timeout."""
 FILES_PER_HOST = 8
@@ -70,11 +72,13 @@ class SshStream(Stream):
         return _round_trip(self._channel.get_transport()) < NEAR_SECONDS
 
     def write(self, data: bytes) -> None:
-        self._channel.settimeout(None)
+        self._channel.settimeout(WRITE_SECONDS)
         try:
             # In parts, because paramiko copies all unsent data for every packet.
             for start in range(0, len(data), WRITE_BYTES):
                 self._channel.sendall(data[start : start + WRITE_BYTES])
+        except TimeoutError:
+            raise SubmitFailed(f"host {self._host} no longer answers") from None
         except OSError:
             return  # it has closed its input; its exit code and stderr tell why
 
