@@ -936,7 +936,7 @@ def judged(*views, patience=30.0):
     return None if seen is None else [(node.state, node.reason) for node in seen.nodes]
 
 
-def test_a_host_that_is_silent_for_long_is_lost_and_one_that_is_not_runs():
+def test_a_host_that_is_silent_for_long_is_unknown_and_one_that_is_not_runs():
     (state, reason), other = judged(view(0, silent=31), view(1))
     assert state is State.UNKNOWN
     assert reason == "host h0 does not answer (no answer for 31 s)"
@@ -948,25 +948,25 @@ def test_a_host_that_is_silent_for_long_is_lost_and_one_that_is_not_runs():
     assert state is State.PENDING
 
 
-def test_when_nobody_answers_it_is_the_submitter_that_is_cut_off():
+def test_when_nobody_answers_nothing_is_known():
     assert [state for state, _ in judged(view(0, silent=99), view(1, silent=99))] == [
-        State.RUNNING,
-        State.RUNNING,
+        State.UNKNOWN,
+        State.UNKNOWN,
     ]
 
 
 def test_a_run_on_one_host_that_is_out_of_sight_goes_on():
     ((state, reason),) = judged(view(0, silent=999))
-    assert state is State.RUNNING
+    assert state is State.UNKNOWN  # which ends nothing
     assert "no answer for 999 s" in reason
 
 
-def test_a_node_that_has_succeeded_makes_no_host_look_lost():
+def test_a_node_that_has_succeeded_says_nothing_of_the_others():
     files = {"exit.json": b'{"exit_code": 0, "at": 1.0, "reason": null}'}
     done = view(0, alive=False, ended=True, files=files)
     assert [state for state, _ in judged(done, view(1, silent=99))] == [
         State.SUCCEEDED,
-        State.RUNNING,
+        State.UNKNOWN,
     ]
 
 
@@ -994,9 +994,9 @@ def test_the_silence_of_hosts_counts_from_when_this_machine_is_back():
         mirror.Unreadable("a node's report cannot be read: 'motd'", hint="look at it"),
     ],
 )
-def test_a_host_that_answers_otherwise_is_not_lost(error):
+def test_a_host_that_answers_otherwise_is_unknown_for_that_reason(error):
     _, (state, reason) = judged(view(0), view(1, silent=600, error=error))
-    assert state is State.RUNNING
+    assert state is State.UNKNOWN
     assert reason.startswith(f"{error.message} (it answers, but there is no report for 600 s); ")
     assert reason.endswith(error.hint)
 

@@ -38,7 +38,7 @@ def observation(handle: RunHandle, views: list[NodeView], lost_after: float) -> 
     """Return the state of an attempt from its nodes' reports; None: no host has the run.
 
     Args:
-        lost_after: seconds of silence after which a node counts as lost.
+        lost_after: seconds of silence after which a node's state is unknown.
     """
     if all(not view.known for view in views):
         return None
@@ -73,9 +73,8 @@ def _judge(view: NodeView, lost_after: float) -> NodeStatus:
         reason = f"{error.message} ({answer} for {silence:.0f} s)"
         if error.answered and error.hint:
             reason += f"; {error.hint}"
-        # Silence is no evidence of an end: where no host answers, or one answers otherwise, the
-        # run may go on.
-        if not lost_after or (silence >= lost_after and not (view.away or error.answered)):
+        # Silence is no evidence of an end; see `run.reconcile`.
+        if silence >= lost_after:
             return status(State.UNKNOWN, reason)
         return status(State.RUNNING if view.begun else State.PENDING, reason)
     if not view.known:

@@ -42,7 +42,7 @@ NEAR_SECONDS = 0.002
 """Round trip below which a host is near: in the same network, not across the internet."""
 WRITE_BYTES = 1 << 18
 WRITE_SECONDS = 120.0
-"""For a host to read some of what is sent. TCP does not notice that one behind a jump host stalls."""
+"""For a host to read some of what is sent; behind a jump host, TCP does not notice a stall."""
 LOGINS = 64
 """Logins at the same time: each takes processor time here, and has a timeout."""
 FILES_PER_HOST = 8

@@ -1,4 +1,4 @@
-"""Hosts out of sight of the machine that submits: silence ends no run, and starts no second copy."""
+"""Hosts out of sight: silence ends no run, and starts no second copy of one."""
 
 from __future__ import annotations
 
