@@ -109,7 +109,7 @@ def test_no_second_rank_0_starts_while_the_first_may_run(
     shared_lab: Lab, submit: Submit, tmp_path: Path
 ) -> None:
     """Node 0's host is cut off, and writes to the shared storage: alone, as the job allows."""
-    run = submit(600, nodes="1:2", spares=1, restarts=2)
+    run = submit(600, nodes="1:2", spares=1, restarts=2, on_node_loss="shrink")
     files = written(shared_lab, tmp_path.name)
     until(lambda: len(list(files.iterdir())) == 2)
     shared_lab.fault("cut", "h0")
