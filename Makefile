@@ -202,6 +202,7 @@ SCHEDULES ?= 100000
 .PHONY: simulation
 simulation: .venv/.dev ## Simulate runs under random faults: SCHEDULES=100000
 	@$(BIN)/python -m tests.simulation $(SCHEDULES)
+	@$(BIN)/python -m tests.simulation submitter $(SCHEDULES)
 
 FAULTS ?= 50
 SEED ?= 1

@@ -301,8 +301,10 @@ class Reconciler:
             self.quiet_since = None
             return False
         if 0 in unknown:
-            # The nodes that are left could continue around node 0, where they are enough.
-            holds = len(unknown) < self.terms.least
+            # The nodes that are left could continue around node 0, where they are enough; and where
+            # another one has succeeded, they may have, too.
+            succeeded = any(node.state is State.SUCCEEDED for node in others)
+            holds = len(unknown) < self.terms.least and not succeeded
         else:
             # Where node 0 succeeds, the others may finish without it.
             holds = seen.nodes[0].state is not State.SUCCEEDED
@@ -368,7 +370,9 @@ class Reconciler:
             if self.stop_at is None or now >= self.stop_at:
                 return [Stop(OTHER_ENDED)]
             if self.seen is not None and self._lease_over(self.seen, now):
-                without = tuple(n.node for n in self.seen.nodes if n.state is State.UNKNOWN)
+                known = tuple(n for n in self.seen.nodes if n.state is not State.UNKNOWN)
+                if not may_live(msgspec.structs.replace(self.seen, nodes=known)):
+                    without = tuple(n.node for n in self.seen.nodes if n not in known)
             if not 0 < len(without) <= self.terms.dispensable:
                 given_up = now - self.settled_at > LOST_SECONDS
                 return [Finish(State.FAILED)] if given_up else []

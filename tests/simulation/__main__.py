@@ -1,9 +1,14 @@
-"""Run schedules by number: python -m tests.simulation [COUNT] [FIRST]; or 1,000 nodes: scale."""
+"""Run schedules by number: python -m tests.simulation [COUNT] [FIRST].
+
+Those of the submitter's side: submitter [COUNT] [FIRST]; 1,000 nodes: scale.
+"""
 
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 
+from tests.simulation import submitter
 from tests.simulation.schedule import Fault, Schedule, make
 from tests.simulation.world import World, fails, shrink, tried
 
@@ -31,6 +36,22 @@ def at_scale(nodes):
     return Scale(nodes, after - before, round(ended - began, 2), round(found.thinking, 3))
 
 
+def submitters(count="2000", first="0"):
+    """Run schedules of the submitter's side."""
+    began, ends, attempts, bad = time.process_time(), Counter(), Counter(), 0
+    for seed in range(int(first), int(first) + int(count)):
+        schedule = submitter.make(seed)
+        world, why = submitter.tried(schedule)
+        ends[str(world.end)] += 1
+        attempts[min(3, len(world.groups))] += 1
+        if why:
+            bad += 1
+            print(f"seed {seed}: {why}\n  {submitter.shrink(schedule)!r}", flush=True)
+    print(f"{count} schedules of the submitter's side; {bad} broken; {dict(ends)}; by attempts "
+          f"{dict(attempts)}; {time.process_time() - began:.0f} s of processor time")  # fmt: skip
+    return bool(bad)
+
+
 def main(count="2000", first="0"):
     if count == "scale":
         for nodes in (10, 100, 1000):
@@ -54,4 +75,5 @@ def main(count="2000", first="0"):
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    _, *given = sys.argv
+    sys.exit(submitters(*given[1:]) if given[:1] == ["submitter"] else main(*given))

@@ -118,6 +118,7 @@ def test_without_evidence_the_next_attempt_waits_and_then_the_run_has_failed():
         ((BAD, AWAY), 2, None, False),  # nothing ends the ranks there
         ((OK, AWAY), 2, LEASE, False),  # they may finish without node 0
         ((AWAY, BAD), 2, LEASE, True),
+        ((AWAY, OK), 2, LEASE, False),  # node 0 may have succeeded as well
         ((AWAY, BAD), 1, LEASE, False),  # node 0 may continue alone
         ((AWAY, BAD, AWAY), 2, LEASE, False),  # with node 2
         ((AWAY, AWAY), 2, LEASE, False),  # nobody has told of an end
