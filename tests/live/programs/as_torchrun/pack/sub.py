@@ -1,0 +1,5 @@
+"""Imported by its package."""
+
+
+def where():
+    return __name__
