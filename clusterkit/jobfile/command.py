@@ -2,7 +2,6 @@
 
 As the command of a job, ``torchrun --nproc_per_node=2 train.py`` would start torchrun once for
 each rank. `take_over` turns it into a job whose ranks clusterkit starts with that launcher.
-Commands inside ``bash -c`` are not parsed.
 """
 
 from __future__ import annotations
@@ -35,6 +34,12 @@ from clusterkit.jobfile.launcher_options import (
 )
 from clusterkit.spec import JobSpec
 
+_ASSIGNMENT = re.compile(rf"({shell.NAME})=(.*)\Z", re.DOTALL)
+_SECONDS = re.compile(r"(?=.*[1-9])\d+(\.\d+)?[smhd]?")
+_INTERPRETED = re.compile(r"[$`;&|<>(){}*?\[\]!~#\n]")
+_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE",
+               "LOCAL_WORLD_SIZE")  # fmt: skip
+"""Variables that clusterkit sets for every rank, as a launcher does."""
 _PYTHON = re.compile(r"python[\d.]*\Z")
 PYTHONS = ("python", "python3")
 """First words of a command that stand for the ranks' interpreter."""
@@ -129,9 +134,22 @@ def interpreter_options(words: Sequence[str]) -> int | None:
     return None
 
 
+def _with_module_apart(words: Sequence[str]) -> list[str]:
+    """Return Python's words with ``-mMODULE`` and ``-um`` as ``-m MODULE`` and ``-u -m``."""
+    at = 0
+    while at < len(words):
+        if match := re.fullmatch(r"-([bBdEIOPqRsSu]*)m(.*)", words[at]):
+            flags, module = [f"-{match[1]}"] * bool(match[1]), [match[2]] * bool(match[2])
+            return [*words[:at], *flags, "-m", *module, *words[at + 1 :]]
+        if not _OPTION.fullmatch(words[at]) and words[at] not in ("-W", "-X"):
+            break
+        at += 2 if words[at] in ("-W", "-X") else 1
+    return list(words)
+
+
 def _python(words: Sequence[str]) -> Started:
     named = None if words[0] in PYTHONS else words[0]
-    rest = list(words[1:])
+    rest = _with_module_apart(words[1:])
     while rest[:1] == ["-u"]:
         rest = rest[1:]
     # A launcher does not pass the options of its own Python on to the ranks.
@@ -203,6 +221,74 @@ def _launched(launcher: str, tool: Tool, words: Sequence[str], python: str | Non
     )
 
 
+# ---------------------------------------------------------------- in front of a launcher
+
+
+class Peeled(NamedTuple):
+    """What stands in front of a launcher and has an equivalent."""
+
+    words: list[str]
+    """The command line without it."""
+    keys: dict[str, tuple[Any, str]]
+    """Keys of the job: value, and the words that set it."""
+    dropped: list[str]
+    """What a run does anyway."""
+
+
+def peel(words: Sequence[str]) -> Peeled:
+    """Take ``NAME=VALUE``, ``env``, ``nohup``, ``timeout`` and ``sh -c`` of plain words away.
+
+    Not with options, and no script that a shell would interpret.
+    """
+    rest, keys, dropped = list(words), dict[str, tuple[Any, str]](), list[str]()
+    while rest:
+        name, second = posixpath.basename(rest[0]), "".join(rest[1:2])
+        if match := _ASSIGNMENT.match(rest[0]):
+            if match[1] in _RENDEZVOUS:
+                dropped.append(rest[0])
+            else:
+                keys[f"env.{match[1]}"] = (match[2], rest[0])
+            rest = rest[1:]
+        elif name == "timeout" and _SECONDS.fullmatch(second) and "time_limit" not in keys:
+            keys["time_limit"] = (second, f"timeout {second}")
+            rest = rest[2:]
+        elif name in ("sh", "bash", "dash") and second == "-c" and len(rest) == 3:
+            if _INTERPRETED.search(rest[2]):
+                break
+            rest = shell.split(rest[2])
+        elif name in ("env", "nohup", "exec") and not second.startswith("-"):
+            dropped += [name] * (name == "nohup")
+            rest = rest[1:]
+        else:
+            break
+    return Peeled(rest, keys, dropped)
+
+
+def read_past(words: Sequence[str]) -> tuple[Started, Peeled]:
+    """Parse a command line, past what can be peeled if a launcher follows. Raises as `read`."""
+    peeled = peel(words)
+    if peeled.words and (started := read(peeled.words)).tool is not None:
+        return started, peeled
+    return read(words), Peeled(list(words), {}, [])
+
+
+def _check_peeled(peeled: Peeled, job: JobSpec) -> None:
+    """Refuse variables that would not mean to a job what they mean to a launcher."""
+    for key, (value, written) in peeled.keys.items():
+        name = key.removeprefix("env.")
+        if name.startswith("PET_"):
+            raise BadInput(f"command: {written} is an option of torchrun", "write it as an option")
+        if name == "CUDA_VISIBLE_DEVICES":
+            hint = f"{shell.join([written])} clusterkit submit ..."
+            raise BadInput(f"command: {written}: each node's share of the GPUs is set here", hint)
+        if key != name and job.env.get(name, value) != value:
+            raise BadInput(
+                f"{key}: {job.env[name]}, but the command says {written}",
+                hint="leave one of the two out",
+                job=("env", name),
+            )
+
+
 # ---------------------------------------------------------------- as a job
 
 
@@ -231,7 +317,8 @@ def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | Non
     words = job.command
     if not words:
         return Taken(job)
-    started = read(words)
+    started, peeled = read_past(words)
+    words = tuple(peeled.words)
     if started.python is not None:
         if job.python not in (None, started.python):
             raise BadInput(
@@ -242,8 +329,10 @@ def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | Non
         job = msgspec.structs.replace(job, python=started.python, command=("python", *words[1:]))
     if (tool := started.tool) is None:
         return Taken(job)
+    _check_peeled(peeled, job)
     started = replace(started, args=(*started.args, *job.args))
     keys = {"launcher": (tool.launcher, started.launcher), **_values(started, job, given)}
+    keys |= peeled.keys
     for used in started.options:
         if used.meaning.startswith("!"):
             raise BadInput(
@@ -272,7 +361,7 @@ def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | Non
         args=started.args, env=env | job.env, **fields,
     )  # fmt: skip
     values = [f"{key} {value} ({written})" for key, (value, written) in [*keys.items()][1:]]
-    ours = [used.written for used in started.options if used.meaning == OURS]
+    ours = [*peeled.dropped, *(used.written for used in started.options if used.meaning == OURS)]
     left = f"; left to clusterkit: {' '.join(ours)}" if ours else ""
     summary = ", ".join([f"launcher {tool.launcher}", *values])
     note = f"{started.launcher} in the command is taken over: {summary}{left}"

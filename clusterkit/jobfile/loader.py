@@ -261,7 +261,7 @@ def job_from_command(argv: Sequence[str], **fields: Any) -> JobSpec:
             f"{argv[0]} is a Python file, not a command",
             hint=shell.join(["clusterkit", "submit", "--", "python", *argv]),
         )
-    started = command.read(argv)
+    started, _ = command.read_past(argv)
     name = re.sub(r"[^\w. -]+", "-", started.name).lstrip("-. ")[:40] or "command"
     job = JobSpec(name=name, command=tuple(argv), **fields)
     if started.tool is None:

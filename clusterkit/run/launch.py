@@ -24,6 +24,7 @@ from clusterkit.backends.base import (
     check_capabilities,
 )
 from clusterkit.cluster import ClusterSpec, Facts
+from clusterkit.convert import nested
 from clusterkit.errors import BadInput, CapabilityError, ClusterkitError, RunFolderError
 from clusterkit.files import write_atomic
 from clusterkit.jobfile import loader, request
@@ -101,6 +102,7 @@ def prepare(
     asked = request.read(job, settings, nodes, gpus, more_args, cluster)
     spec = asked.job
     with asked.locating():
+        nested.check(spec)
         check_secrets(spec)
         check_trackers(spec)
     loaded = _cluster(cluster, clusters_file, include, exclude)

@@ -10,6 +10,7 @@ from clusterkit.jobfile.command import (
     instead_of_a_job,
     interpreter_options,
     read,
+    read_past,
     take_over,
 )
 from clusterkit.spec import JobSpec
@@ -67,7 +68,19 @@ def taken(line, given=None, typed=(), **fields):
          {"threads_per_rank": 4, "module": "a.b"}),
         # Nothing to take over.
         ("accelerate config", {"command": ("accelerate", "config")}),
-        ("bash -c 'torchrun train.py'", {"command": ("bash", "-c", "torchrun train.py")}),
+        ("bash -c 'torchrun train.py; ls'", {"command": ("bash", "-c", "torchrun train.py; ls")}),
+        ("env A=1 who", {"command": ("env", "A=1", "who"), "env": {}}),
+        ("timeout 5 ./who", {"command": ("timeout", "5", "./who"), "time_limit": None}),
+        # Peeled.
+        ("bash -c 'torchrun train.py --lr 1'", TRAIN | {"launcher": "torchrun"}),
+        ("bash -c 'A=1 exec torchrun train.py --lr 1'", TRAIN | {"env": {"A": "1"}}),
+        ("env A=1 B='x y' MASTER_PORT=1 torchrun train.py",
+         {"program": "train.py", "env": {"A": "1", "B": "x y"}}),
+        ("nohup /usr/bin/env timeout 1.5h deepspeed train.py",
+         {"program": "train.py", "time_limit": "1.5h", "launcher": "deepspeed"}),
+        ("python -mtorch.distributed.run --nproc_per_node 2 train.py", {"gpus_per_node": 2}),
+        ("python -um torch.distributed.run train.py", {"program": "train.py"}),
+        ("python -X dev -Oumtorch.distributed.run -m a.b", {"module": "a.b"}),
         ("python -X dev who.py", {"command": ("python", "-X", "dev", "who.py"), "python": None}),
         ("python3.9 who.py", {"command": ("python", "who.py"), "python": "python3.9"}),
     ],
@@ -172,6 +185,12 @@ def test_the_line_to_type_keeps_what_was_typed_and_a_file_gets_its_keys():
         ("torchrun --nproc_per_node", {}, {}, "torchrun starts no program"),
         ("torchrun", {}, {}, "torchrun starts no program"),
         ("mpirun -np 1 ./a : -np 1 ./b", {}, {}, "mpirun starts several programs"),
+        ("env A=1 torchrun train.py", {}, {"env": {"A": "2"}},
+         "env.A: 2, but the command says A=1"),
+        ("env PET_NNODES=2 torchrun train.py", {}, {}, "PET_NNODES=2 is an option of torchrun"),
+        ("env CUDA_VISIBLE_DEVICES=0 torchrun train.py", {}, {}, "share of the GPUs is set here"),
+        ("timeout 9 torchrun train.py", {"time_limit": "time_limit: 5"}, {"time_limit": 5},
+         "time_limit: 5, but the command says timeout 9"),
         ("mpirun ./a", {}, {}, "mpirun without -np starts one rank for each core"),
         ("mpirun -np 2 torchrun train.py", {}, {}, "mpirun starts torchrun: only one of them"),
     ],
@@ -226,11 +245,12 @@ def test_a_program_is_no_job_file(words, meant):
 
 @pytest.mark.parametrize(
     ("line", "name"),
-    [("torchrun a/train.py", "train"), ("python -m a.b", "b"), ("./go.sh 1", "go"),
+    [("torchrun a/train.py", "train"), ("env A=1 torchrun a/train.py", "train"),
+     ("python -m a.b", "b"), ("./go.sh 1", "go"),
      ("mpirun -np 2 ./a.out", "a")],
 )  # fmt: skip
 def test_a_job_is_named_after_what_runs(line, name):
-    assert read(line.split()).name == name
+    assert read_past(line.split())[0].name == name
 
 
 @pytest.mark.parametrize(

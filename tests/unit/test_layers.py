@@ -52,6 +52,7 @@ convert.options
 convert.deepspeed
 convert.mpirun convert.accelerate convert.torchx
 convert.lines convert.shell_text
+convert.nested
 convert.script
 convert.slurm convert.kubernetes convert.clouds
 convert.compose
