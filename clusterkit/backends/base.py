@@ -131,6 +131,8 @@ class Backend(ABC):
     """Further keys of the cluster entry that `clusterkit init` writes."""
     init_note: ClassVar[str] = ""
     """What `clusterkit init` tells the user to check in that entry."""
+    runs_here: ClassVar[bool] = False
+    """Whether nodes are processes of the machine that submits, which no other machine can see."""
     start_seconds: ClassVar[float] = 60.0
     """Seconds for a node to show a first sign of life; infinite where nodes wait in a queue."""
 

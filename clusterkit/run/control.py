@@ -7,6 +7,7 @@ copies what the nodes wrote, and removes what a service keeps of a run that has 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from functools import partial
 from typing import TYPE_CHECKING
@@ -70,6 +71,17 @@ def current(folder: RunFolder) -> RunStatus | None:
     return None
 
 
+def elsewhere(folder: RunFolder) -> str | None:
+    """Return the other machine whose processes a run's nodes are; None: this one can judge it."""
+    submission = folder.maybe_json("run.json", Submission)
+    if submission is None or not backends.backend(submission.backend).runs_here:
+        return None
+    from clusterkit.agent import boot_id  # deferred: most commands do without
+
+    here = submission.boot_id == boot_id() or submission.host in ("", os.uname().nodename)
+    return None if here else submission.host
+
+
 def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunStatus:
     """Return the status of a run now. Records the end of a run whose nodes a service keeps, and
     removes them there.
@@ -94,6 +106,9 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
         unknown = saved or RunStatus.unknown(folder.run_id)
         return _replace(unknown, state=State.UNKNOWN, remark=error.message)
     base = saved or submission.pending()
+    if (host := elsewhere(folder)) is not None:
+        remark = f"its processes are on {host}: `clusterkit status {folder.run_id}` there shows it"
+        return _replace(base, state=State.UNKNOWN, remark=remark)
     job = folder.maybe_json("job.json", JobSpec)
     if base.restarts_left is None and job is not None:
         base = _replace(base, restarts_left=job.restarts)
@@ -229,6 +244,8 @@ def cancel(folder: RunFolder) -> RunStatus:
             folder.mark_cancelled()
         backend, handle, transport = _access(folder, before.attempt, connections)
         _await_end(folder, handle.plan.stop_grace + RECORD_SECONDS)
+        if elsewhere(folder) is not None:
+            return reconcile(folder, connections)
         found = current(folder)
         if found is not None and found.state is State.CANCELLED and not leftovers.exists():
             return found  # its supervisor has ended it everywhere: no need to log in to every host

@@ -77,6 +77,9 @@ class Submission(Struct, frozen=True, kw_only=True):
     backend: str
     created_at: float
     clusterkit: str
+    host: str = ""
+    """The machine that submitted it, and its boot: processes there are no other machine's."""
+    boot_id: str = ""
 
     def pending(self, restarts_left: int | None = None) -> RunStatus:
         """Return the status of a run that was submitted and has not started."""

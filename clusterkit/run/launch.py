@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 import clusterkit
-from clusterkit import backends
+from clusterkit import agent, backends
 from clusterkit.backends.base import (
     Backend,
     SupportsPreflight,
@@ -264,6 +264,8 @@ def _record(folder: RunFolder, ready: Prepared, created_at: float) -> None:
         backend=ready.backend.name,
         created_at=created_at,
         clusterkit=clusterkit.__version__,
+        host=os.uname().nodename,
+        boot_id=agent.boot_id(),
     )
     folder.write_json("run.json", submission)
 

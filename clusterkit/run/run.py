@@ -222,6 +222,7 @@ class Run:
         """
         if not control.unfinished(self._folder):
             return False
+        self._refuse_elsewhere("attach")
         check_secrets(self._folder.read_json("job.json", JobSpec))
         if (lock := self._folder.hold()) is None:
             return False
@@ -230,6 +231,12 @@ class Run:
         with lock:
             supervise.spawn(self._folder, lock, adopt=True)
         return True
+
+    def _refuse_elsewhere(self, verb: str) -> None:
+        if (host := control.elsewhere(self._folder)) is not None:
+            raise BadInput(
+                f"run {self.id}: its processes are on {host}", hint=f"clusterkit {verb} there"
+            )
 
     def cancel(self) -> RunStatus:
         """End the run and everything that it started. Idempotent."""
@@ -247,6 +254,8 @@ class Run:
             Unavailable: a host does not answer; the folder on this machine is kept.
         """
         status = self.status()
+        if not status.state.final:
+            self._refuse_elsewhere("rm")
         if not status.state.final and (status.state is not State.UNKNOWN or self._has_processes()):
             raise BadInput(f"run {self.id} is {status.state}", hint=f"clusterkit cancel {self.id}")
         try:

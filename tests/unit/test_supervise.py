@@ -22,7 +22,7 @@ from clusterkit.backends.local.backend import LocalBackend
 from clusterkit.backends.node_status import observed as from_files
 from clusterkit.backends.ports import move_port
 from clusterkit.cluster import CLUSTER_TYPES
-from clusterkit.errors import ClusterkitError, RunFolderError, SubmitFailed, Unavailable
+from clusterkit.errors import BadInput, ClusterkitError, RunFolderError, SubmitFailed, Unavailable
 from clusterkit.output import logs, mirror
 from clusterkit.output.logs import parse_lines
 from clusterkit.run import control, outcome, supervise
@@ -1421,3 +1421,29 @@ def test_a_cancel_ends_what_an_agent_that_was_killed_left_and_says_what_it_could
         api.Run(folder).delete()
     assert (cancel(folder).remark, stopped) == (None, [1, 1])
     assert not folder.file("leftovers").exists()
+
+
+def test_a_run_is_not_judged_by_another_machine_s_processes(folder, hand, monkeypatch):
+    """The home is shared (NFS): the run's processes are another machine's."""
+    hand.unwatched()
+    hand.node(started=hand.dead())
+    submitted = json.loads(folder.read("run.json"))
+    assert submitted["host"] == os.uname().nodename
+    assert submitted["boot_id"] == processes.boot_id()
+    stopped = []
+    monkeypatch.setattr(LocalBackend, "cancel", lambda *_, **__: stopped.append(1))
+    monkeypatch.setattr(control, "RECORD_SECONDS", 0.1)
+    folder.write_json("run.json", {**submitted, "host": "login-2", "boot_id": "another"})
+    status = reconcile(folder)
+    assert status.state is State.UNKNOWN
+    assert "its processes are on login-2" in status.remark
+    assert cancel(folder).state is State.UNKNOWN  # the supervisor there reads the mark
+    assert folder.is_cancelled()
+    assert stopped == []
+    for verb in (api.Run(folder).attach, api.Run(folder).delete):
+        with pytest.raises(BadInput, match="its processes are on login-2"):
+            verb()
+    # This machine after a restart.
+    folder.write_json("run.json", {**submitted, "boot_id": "another"})
+    folder.file("cancelled").unlink()
+    assert reconcile(folder).state is State.FAILED

@@ -31,6 +31,7 @@ class LocalBackend(Backend, SupportsDoctor):
     """Nodes are processes on this machine; see `clusterkit.agent` for what each one is."""
 
     name = "local"
+    runs_here = True
     summary = "this machine; several nodes are simulated on it"
 
     def subject(self, name: str, cluster: LocalCluster, job: JobSpec | None = None) -> HostSubject:
