@@ -22,7 +22,7 @@ READ_BY_TORCH = re.compile(
     r"|TRITON_|LD_|MALLOC_|GLIBC_|PYTHON)"
 )
 READ_BY_DYNAMO = re.compile(
-    r"(?!TORCH_(NCCL|SHOW_CPP|CPP_LOG|DISTRIBUTED|GLOO|FR)_|TORCHELASTIC_|TORCH_HOME$)"
+    r"(?!TORCH_(NCCL|FORCE|SHOW_CPP|CPP_LOG|DISTRIBUTED|GLOO|FR)_|TORCHELASTIC_|TORCH_HOME$)"
     r"(TORCH|PYTORCH_(?!CUDA_ALLOC_CONF|ALLOC_CONF)|AOT|INDUCTOR_|PT2_|PARTITIONER_|CUTEDSL_"
     r"|CUTLASS_|DUMP_|ENABLE_|FAKE_|FX_|LOG_|UNSAFE_|ATEN_|TRITON_|MPMATH_|SYMPY_|SAGE_|HOME$|TMP"
     r"|TEMP|LNAME$|LOGNAME$|USER|CI$|CXX$|CC$|PATH$|CUDA_(HOME|PATH)|ROCM_|HIP_|XDG_|_PYTHON"
@@ -38,6 +38,7 @@ _CHANGES_PROCESS = re.compile(
     r"|setdlopenflags|spec_from_file_location|CDLL|PyDLL|import_module|__import__|exec|eval"
 )
 _TEXT = ("eval", "exec")
+_IMPORTS = ("importlib.import_module", "builtins.__import__")
 _STARTS = re.compile(r"subprocess\.|os\.(system|popen|spawn|posix_spawn)|pip\.")
 _INSTALLS = re.compile(r"\b(pip3?|conda|uv)\b")
 # Settings that torch's own imports do not read, and that programs make everywhere.
@@ -70,6 +71,8 @@ class Influences:
         is_own: Callable[[str], bool],
     ) -> None:
         self._names, self._texts, self._is_own = names, texts, is_own
+        self.imports: list[str] = []
+        """Modules that calls have been seen to import, by a name that is known."""
 
     def dotted(self, node: Any) -> str | None:
         """Return the full name of ``node``, if it is one that begins with an imported name."""
@@ -165,6 +168,8 @@ class Influences:
             yield self._written(node, "environ", first)
         elif last in _TEXT and (method or isinstance(first, ast.Constant)):
             pass  # ``model.eval()``
+        elif name in _IMPORTS and isinstance(first, ast.Constant) and len(node.args) == 1:
+            self.imports.append(str(first.value))
         elif _CHANGES_PROCESS.fullmatch(last) or (name or "").startswith(
             ("unittest.mock.", "mock.")
         ):
@@ -175,7 +180,9 @@ class Influences:
                 yield from self._patched(node, patched)
         elif name and _STARTS.match(name) and _INSTALLS.search(" ".join(_texts_in(node.args))):
             yield Influence(node, True, False)
-        if not kind:
+        of = node.func.value if isinstance(node.func, ast.Attribute) else None
+        looks = self.dotted(of.func) if isinstance(of, ast.Call) and method in _READS else None
+        if not (kind or looks == "builtins.vars"):  # ``vars(module).items()``
             yield from self.of(node.func)
         reads = _READERS.match(name or "")
         for each in node.args:

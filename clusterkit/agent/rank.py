@@ -75,7 +75,8 @@ def _renew_process_state() -> None:
             create(module)
 
     # Not torch.seed(), which seeds GPUs as well, and so starts CUDA.
-    renew("torch", lambda torch: torch.default_generator.seed())
+    with contextlib.suppress(AttributeError):  # a torch whose import failed half-way
+        renew("torch", lambda torch: torch.default_generator.seed())
     renew("numpy.random", lambda numpy: numpy.seed())
     renew("multiprocessing.process", _renew_authkey)
     with contextlib.suppress(AttributeError):  # what has no public name

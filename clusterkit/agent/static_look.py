@@ -276,3 +276,5 @@ class _File:
     def _expression(self, node: Any, done: bool) -> None:
         for found in self._influences.of(node):
             self._doubt(found.node, done, torch=found.torch, dynamo=found.dynamo)
+        while self._influences.imports:
+            self._walk.imports(self._influences.imports.pop(), done, self._file)

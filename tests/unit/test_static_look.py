@@ -110,6 +110,7 @@ BEFORE = {
     "exec": "exec(open('config.py').read())",
     "eval": "eval(sys.argv[1])",
     "a plugin": "import importlib; importlib.import_module(sys.argv[1])",
+    "a module by its name": "import importlib; importlib.import_module('pack.sets')",
     "runpy": "import runpy; runpy.run_path('config.py')",
     "a file that is no Python": "import broken",
     "the processors": "os.sched_setaffinity(0, {0})",

@@ -94,8 +94,9 @@ def _join(ranks: Ranks, device: torch.device, backend: str) -> None:
     except (ValueError, OverflowError):
         raise BadInput(f"CLUSTERKIT_TIMEOUT is {seconds!r}; it must be seconds") from None
     # Libraries (DeepSpeed) read these names whoever started the rank.
-    names = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    os.environ.update(zip(names, map(str, astuple(ranks)), strict=True))
+    rank, local_rank, node, size, local_size = map(str, astuple(ranks))
+    os.environ.update(RANK=rank, LOCAL_RANK=local_rank, NODE_RANK=node)
+    os.environ.update(WORLD_SIZE=size, LOCAL_WORLD_SIZE=local_size)
     if backend == "nccl":
         torch.cuda.set_device(device)
         options["device_id"] = device
