@@ -23,7 +23,7 @@ READ_BY_TORCH = re.compile(
 )
 READ_BY_DYNAMO = re.compile(
     r"(?!TORCH_(NCCL|FORCE|SHOW_CPP|CPP_LOG|DISTRIBUTED|GLOO|FR)_|TORCHELASTIC_|TORCH_HOME$)"
-    r"(TORCH|PYTORCH_(?!CUDA_ALLOC_CONF|ALLOC_CONF)|AOT|INDUCTOR_|PT2_|PARTITIONER_|CUTEDSL_"
+    r"(TORCH|PYTORCH_(?!CUDA_ALLOC_CONF|ALLOC_CONF|NVML)|AOT|INDUCTOR_|PT2_|PARTITIONER_|CUTEDSL_"
     r"|CUTLASS_|DUMP_|ENABLE_|FAKE_|FX_|LOG_|UNSAFE_|ATEN_|TRITON_|MPMATH_|SYMPY_|SAGE_|HOME$|TMP"
     r"|TEMP|LNAME$|LOGNAME$|USER|CI$|CXX$|CC$|PATH$|CUDA_(HOME|PATH)|ROCM_|HIP_|XDG_|_PYTHON"
     r"|PYTHON(USERBASE|INSPECT))"
@@ -43,7 +43,7 @@ _STARTS = re.compile(r"subprocess\.|os\.(system|popen|spawn|posix_spawn)|pip\.")
 _INSTALLS = re.compile(r"\b(pip3?|conda|uv)\b")
 # Settings that torch's own imports do not read, and that programs make everywhere.
 _SETTINGS = re.compile(
-    r"torch\.(backends\.|compile$|_dynamo\.config|_inductor\.config)|sys\.\w*hook$"
+    r"deepspeed\.|torch\.(backends\.|compile$|_dynamo\.config|_inductor\.config)|sys\.\w*hook$"
 )
 
 

@@ -121,7 +121,8 @@ class _Walk:
                     return True
                 if files["is_of_python"](file) or full in sys.builtin_module_names:
                     return done
-                if HARMLESS.match(full) and files["is_installed"](file):
+                harmless = HARMLESS.match(full) or (done and full == "deepspeed")
+                if harmless and files["is_installed"](file):
                     return done
             if file.endswith(".py"):
                 done = self.visit(file, full, full if inner else full.rpartition(".")[0], done)
