@@ -40,9 +40,9 @@ def report(folder: Path, out: BinaryIO, *, log: int, ranks: int, follow: bool) -
         while offsets[name] >= 0 and (data := read_from(folder / name, offsets[name])):
             # The agent takes an unfinished line back where the disk has no room for the rest of it.
             whole = data.rfind(b"\n") + 1
-            if not whole and len(data) < limits.REPORT_BYTES and not state["ended"]:
+            if not whole and len(data) < limits.REPORT_BYTES and state["alive"]:
                 break
-            data = data if state["ended"] else data[: whole or None]
+            data = data[: whole or None] if state["alive"] else data
             if "started.json" not in sent:
                 # It began after `node_state`; the reader must know its process before its lines.
                 send_whole("started.json", read_from(folder / "started.json"))
