@@ -484,6 +484,15 @@ def test_a_detached_submit_returns_the_id(cli, write_job, scripted_submit):
     assert (done.code, done.out) == (0, "demo-9\n")
 
 
+def test_a_detached_submit_that_fails_at_once_says_why(cli, write_job, scripted_submit):
+    failure = Failure(node=0, exit_code=1, cause="image a/b:1 cannot be pulled", hint="push it")
+    scripted_submit(State.FAILED, 1, failure=failure)
+    done = cli("submit", write_job("launcher: forkserver\n"), "--detach", "--run-id", "demo-9")
+    assert (done.code, done.out) == (1, "demo-9\n")
+    assert "demo-9 FAILED\nnode 0 failed first: image a/b:1 cannot be pulled" in done.err
+    assert "push it" in done.err
+
+
 def test_a_submit_under_an_id_that_exists_is_refused_and_the_run_stays(cli, ended, write_job):
     done = cli("submit", "job.yaml", "--run-id", ended.id)
     assert done.code == 2

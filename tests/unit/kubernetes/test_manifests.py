@@ -51,6 +51,7 @@ AGENT = {
     "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "CLUSTERKIT_ATTEMPT", "CLUSTERKIT_PEER_TOKEN",
     "CLUSTERKIT_NODE_ADDRESS", "CLUSTERKIT_NODE_DIR", "CLUSTERKIT_RUN_ID", "CLUSTERKIT_RUN_DIR",
     "CLUSTERKIT_JOB", "CLUSTERKIT_DEVICE", "CLUSTERKIT_MICRO_BATCH", "CLUSTERKIT_ACCUMULATION",
+    "CLUSTERKIT_COORDINATOR",
 }  # fmt: skip
 # What lies elsewhere in a pod without a run's folder.
 FOLDERS = {"CLUSTERKIT_CHECKPOINT_DIR", "CLUSTERKIT_DEEPSPEED_CONFIG"}
@@ -120,13 +121,15 @@ def test_the_command_is_that_of_the_plan(both):
     objects, plan = both
     words = launching(objects)["command"]
     own = words[words.index("jobs/train/gpt/train.py") :]
-    assert f"python -u {' '.join(own)}\n" in file_of(plan, "node.sh").replace("python3", "python")
+    assert f"python -u {' '.join(own)}\n" in file_of(plan, "rank.sh").replace("python3", "python")
 
 
 def test_the_environment_is_that_of_the_plan(both):
     objects, plan = both
     planned = documents_of(plan)
     theirs = dict(re.findall(r"(?m)^export (\w+)=(.*)", file_of(plan, "node.sh")))
+    # Unless the image has its own.
+    theirs = {key: re.sub(r'^"\$\{\w+-(.*)\}"$', r"\1", value) for key, value in theirs.items()}
     theirs |= {each["name"]: each.get("value") for each in launching(planned)["env"]}
     ours = {each["name"]: each["value"] for each in launching(objects)["env"]}
     besides = {name for name in set(theirs) - set(ours) if not name.startswith("OMPI_")}
