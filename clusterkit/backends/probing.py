@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
@@ -33,6 +35,8 @@ GPU_QUERY = (
 )
 NAMES_PYTHON = "`python` in the job, or in the cluster entry, names the interpreter of the ranks"
 PROBE_SECONDS = 60.0
+PROJECT_ENVIRONMENTS = (".venv", "venv", "env")
+"""Folders of a project that may hold its virtual environment."""
 
 
 class Interface(Struct, frozen=True):
@@ -180,8 +184,11 @@ def interpreter(job: JobSpec | None, *entries: tuple[str | None, str]) -> tuple[
 def local_interpreter(job: JobSpec | None, entry: str | None) -> tuple[str, str]:
     """Return `interpreter` for ranks on this machine.
 
-    The last resorts are the active environment's interpreter, and the one that runs clusterkit.
+    The last resorts are the active environment's interpreter, and the one that runs clusterkit; if
+    that has no torch, before it one of the project or of the PATH that has torch.
     """
+    if (job is not None and job.python) or entry:
+        return interpreter(job, (entry, "cluster: python"))
     active = []
     for variable in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         folder = os.environ.get(variable, "")
@@ -189,9 +196,28 @@ def local_interpreter(job: JobSpec | None, entry: str | None) -> tuple[str, str]
         # A shell may still name an environment that has been removed.
         if folder and os.access(python, os.X_OK):
             active.append((python, f"the active environment, {variable}"))
-    return interpreter(
-        job, (entry, "cluster: python"), *active, (sys.executable, "clusterkit's own")
-    )
+    own = (sys.executable, "clusterkit's own")
+    if not active and importlib.util.find_spec("torch") is None:
+        # clusterkit's Python, from pipx for one, has no torch; the project's may have it.
+        folder = (job.workdir if job is not None else None) or "."
+        for name in (*PROJECT_ENVIRONMENTS, "python3"):
+            path = os.path.abspath(os.path.join(folder, name, "bin/python"))
+            python = shutil.which(name if name == "python3" else path)
+            if python is not None and _has_torch(python):
+                origin = "on PATH" if name == "python3" else f"the project's {name}"
+                return python, f"{origin}; clusterkit's own has no torch"
+    return interpreter(job, *active, own)
+
+
+def _has_torch(python: str) -> bool:
+    program = "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is None)"
+    try:
+        done = subprocess.run(
+            [python, "-c", program], stdin=subprocess.DEVNULL, capture_output=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
 
 
 def parse_gpus(csv: str, visible: str | None = None) -> tuple[Gpu, ...]:

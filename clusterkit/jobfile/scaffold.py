@@ -17,8 +17,9 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import backends
+from clusterkit.backends.probing import PROJECT_ENVIRONMENTS
 from clusterkit.cluster import CLUSTER_TYPES, HostFacts, LocalCluster
-from clusterkit.errors import BadInput, Unavailable, choices, listed
+from clusterkit.errors import BadInput, choices, listed
 from clusterkit.files import source_of, write_new
 from clusterkit.jobfile import catalogue, loader
 from clusterkit.jobfile.command import SPAWN
@@ -36,7 +37,6 @@ _TORCH = re.compile(
 _RUNNABLE = re.compile(r"__main__|parse_args\(|\binit_process_group\b|\bAccelerator\(")
 """Matches the source of a program, as opposed to a module that others import."""
 _LIBRARIES = ("deepspeed", "accelerate", "lightning", "pytorch_lightning", "ray")
-_ENVIRONMENTS = (".venv", "venv", "env")
 _COMMENT_COLUMN = 40
 
 
@@ -114,7 +114,7 @@ def scripts() -> list[Script]:
     found = []
     for path in [*sorted(current.glob("*.py")), *sorted(current.glob("*/*.py"))][:MAX_SCRIPTS]:
         name = path.relative_to(current)
-        hidden = name.parts[0].startswith(".") or name.parts[0] in (*_ENVIRONMENTS, "tests")
+        hidden = name.parts[0].startswith(".") or name.parts[0] in (*PROJECT_ENVIRONMENTS, "tests")
         with contextlib.suppress(BadInput):
             if not hidden and _RUNNABLE.search(source_of(path)):
                 found.append(inspect(str(name)))
@@ -148,15 +148,8 @@ def only_script() -> Script:
 
 def machine() -> Machine:
     """Probe this machine for CPUs, GPUs, a Python with torch and the commands of backends."""
-    host, python = _probed(None), None
-    if "torch" not in host.versions:
-        # clusterkit's Python, from pipx for one, has no torch; the project's may have it.
-        for name in (*(str(Path(folder, "bin/python")) for folder in _ENVIRONMENTS), "python3"):
-            with contextlib.suppress(Unavailable):
-                other = _probed(name)
-                if "torch" in other.versions:
-                    host, python = other, other.python
-                    break
+    host = _probed()
+    python = host.python if host.python_origin.endswith("own has no torch") else None
     return Machine(
         cpus=host.cpus,
         gpus=tuple(gpu.name for gpu in host.gpus),
@@ -166,8 +159,8 @@ def machine() -> Machine:
     )
 
 
-def _probed(python: str | None) -> HostFacts:
-    entry = LocalCluster(python=python)
+def _probed() -> HostFacts:
+    entry = LocalCluster()
     with contextlib.closing(backends.transport_for(entry)) as transport:
         return backends.backend(entry.backend).probe(entry, transport).hosts[0]
 

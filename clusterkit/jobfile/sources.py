@@ -85,6 +85,36 @@ def local_rank_argument(given: str, texts: Sequence[str]) -> str:
     return known.pop() if len(known) == 1 else given
 
 
+def always_imports(
+    name: str, files: Sequence[str], roots: Sequence[str], read: Read = read_source
+) -> bool:
+    """Return whether a program certainly imports a package: unconditionally, where it begins.
+
+    Imports under ``if``, in ``try`` and in functions do not count.
+    """
+    queue, seen = list(files), set[str]()
+    while queue and len(seen) < MOST_FILES:
+        path = queue.pop(0)
+        if path in seen or (text := read(path)) is None:
+            continue
+        seen.add(path)
+        try:
+            body = ast.parse(text).body
+        except (SyntaxError, ValueError, RecursionError):
+            continue
+        for node in body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                level = getattr(node, "level", 0)
+                for _, names in imports(ast.unparse(node)) if not level else ():
+                    own = [file for root in roots for file in _files(root, names)]
+                    if names[0] == name and not any(read(file) is not None for file in own):
+                        return True
+                    queue += own
+            elif isinstance(node, ast.Expr | ast.If) and "exit" in ast.dump(node):
+                break  # it may end here
+    return False
+
+
 def _files(root: str, names: Sequence[str]) -> list[str]:
     """Return the files that importing ``a.b.c`` may run."""
     paths = [posixpath.join(root, *names[: end + 1]) for end in range(len(names))]

@@ -25,9 +25,15 @@ from clusterkit.backends.base import (
 )
 from clusterkit.cluster import ClusterSpec, Facts
 from clusterkit.convert import nested
-from clusterkit.errors import BadInput, CapabilityError, ClusterkitError, RunFolderError
+from clusterkit.errors import (
+    BadInput,
+    CapabilityError,
+    ClusterkitError,
+    RunFolderError,
+    Unavailable,
+)
 from clusterkit.files import write_atomic
-from clusterkit.jobfile import loader, request
+from clusterkit.jobfile import loader, request, sources
 from clusterkit.output.track import check_trackers
 from clusterkit.plan import Note, Plan
 from clusterkit.run import control, supervise
@@ -126,6 +132,8 @@ def prepare(
         if callable(run_id):
             run_id = run_id(spec.name)
         run_id = run_folder.check_run_id(run_id) if run_id else run_folder.new_run_id(spec.name)
+        if probed:
+            _check_torch(spec, entry, facts)
         plan = backend.plan(spec, entry, facts, run_id)
         notes = list(plan.notes)
         if spec.deepspeed is not None:
@@ -144,6 +152,26 @@ def prepare(
         plan = msgspec.structs.replace(plan, notes=tuple(notes))
         undo.pop_all()
         return Prepared(spec, cluster, entry, facts, backend, plan, transport)
+
+
+def _check_torch(job: JobSpec, entry: ClusterSpec, facts: Facts) -> None:
+    """Refuse a Python without torch for a program that certainly imports it.
+
+    Raises:
+        Unavailable: naming the Python, and why it was chosen.
+    """
+    found = [host for host in facts.hosts if "torch" not in host.versions]
+    # Not where the job itself puts packages on the path.
+    if not found or getattr(entry, "setup", None) or "PYTHONPATH" in {**entry.env, **job.env}:
+        return
+    if sources.always_imports("torch", *sources.starts_of(job)):
+        host = found[0]
+        raise Unavailable(
+            f"{job.program or job.module} imports torch, which {host.python} on {host.host} does "
+            f"not have ({host.python_origin})",
+            hint="create .venv in the project and install torch in it, activate the environment "
+            "that has it, or name its Python: --set python=/path/to/bin/python",
+        )
 
 
 def _probed(subject: doctors.Subject, transport: Transport, probe: Callable[[], Facts]) -> Facts:

@@ -4,13 +4,15 @@ import json
 import os
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from clusterkit import backends
+from clusterkit import api, backends
 from clusterkit.agent.processes import process_start
+from clusterkit.backends import probing
 from clusterkit.backends.base import Backend, check_capabilities
 from clusterkit.backends.local.backend import LocalBackend
 from clusterkit.backends.node_status import NodeFiles, judge_exit, judge_node
@@ -229,6 +231,60 @@ def test_the_ranks_interpreter_is_named_or_active_or_clusterkit_s_own(environmen
     assert chosen()[0] == sys.executable
     monkeypatch.setenv("VIRTUAL_ENV", "/nowhere")
     assert chosen()[0] == conda
+
+
+def test_the_project_s_python_is_chosen_where_clusterkit_s_own_has_no_torch(tmp_path, monkeypatch):
+    for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name, code in ((".venv", 1), ("venv", 0)):  # whether it has torch
+        python = tmp_path / name / "bin/python"
+        python.parent.mkdir(parents=True)
+        python.write_text(f"#!/bin/sh\nexit {code}\n")
+        python.chmod(0o755)
+    here = job(workdir=str(tmp_path))
+    own = (sys.executable, "clusterkit's own")
+    monkeypatch.setattr(probing.importlib.util, "find_spec", lambda name: object())
+    assert probing.local_interpreter(here, None) == own
+    monkeypatch.setattr(probing.importlib.util, "find_spec", lambda name: None)
+    chosen = (str(python), "the project's venv; clusterkit's own has no torch")
+    assert probing.local_interpreter(here, None) == chosen
+    assert probing.local_interpreter(here, "/p/python") == ("/p/python", "cluster: python")
+    monkeypatch.chdir(tmp_path)
+    assert probing.local_interpreter(None, None) == chosen
+    python.write_text("#!/bin/sh\nexit 1\n")
+    assert probing.local_interpreter(here, None) == own
+
+
+@pytest.mark.parametrize(
+    ("source", "refused"),
+    [
+        ("import torch", True),
+        ("import os, torch.nn as nn", True),
+        ("import own", True),
+        ("print('no torch')", False),
+        ("try:\n  import torch\nexcept ImportError:\n  torch = None", False),
+        ("def f():\n  import torch", False),
+        ("if 0:\n  import torch", False),
+        ("import sys\nsys.exit(0)\nimport torch", False),
+    ],
+)
+def test_a_python_without_torch_is_refused_for_a_program_that_imports_it(
+    source, refused, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    venv.create(tmp_path / "bare", symlinks=True)
+    (tmp_path / "train.py").write_text(source)
+    (tmp_path / "own.py").write_text("from torch import nn")
+    words = ["bare/bin/python", "train.py"]
+    if not refused:
+        assert api.plan(words).python == str(tmp_path / "bare/bin/python")
+        return
+    with pytest.raises(Unavailable, match=r"train\.py imports torch, which .*/bare/bin/python on "
+                       r"localhost does not have \(job: python\)"):  # fmt: skip
+        api.plan(words)
+    assert api.plan(words, settings=["env.PYTHONPATH=/lib"]).world_size == 1
 
 
 def test_an_interpreter_is_found_by_its_name(environment, monkeypatch):
