@@ -202,10 +202,10 @@ def local_interpreter(job: JobSpec | None, entry: str | None) -> tuple[str, str]
         folder = (job.workdir if job is not None else None) or "."
         for name in (*PROJECT_ENVIRONMENTS, "python3"):
             path = os.path.abspath(os.path.join(folder, name, "bin/python"))
-            python = shutil.which(name if name == "python3" else path)
-            if python is not None and _has_torch(python):
+            found = shutil.which(name if name == "python3" else path)
+            if found is not None and _has_torch(found):
                 origin = "on PATH" if name == "python3" else f"the project's {name}"
-                return python, f"{origin}; clusterkit's own has no torch"
+                return found, f"{origin}; clusterkit's own has no torch"
     return interpreter(job, *active, own)
 
 
