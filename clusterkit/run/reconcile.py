@@ -142,6 +142,8 @@ class Reconciler:
     living: bool = True
     """Whether ranks of the attempt may live."""
     acknowledged: bool = False
+    looked: bool = False
+    """Whether the attempt was looked at again after all hosts had acknowledged the stop."""
     ending_since: float | None = None
     settled_at: float | None = None
     problem: str = ""
@@ -388,7 +390,8 @@ class Reconciler:
 
     def _begin(self, attempt: int, stage: Stage, now: float) -> None:
         self.attempt, self.stage, self.followed = attempt, stage, False
-        self.fresh, self.seen, self.verdict = False, None, None
+        self.fresh = self.looked = False
+        self.seen = self.verdict = None
         self.stops, self.stop_at, self.acknowledged, self.living = 0, None, False, True
         self.begun_at = now if stage is Stage.WATCH else None
         self.running_since = self.quiet_since = self.ending_since = self.settled_at = None
@@ -419,8 +422,14 @@ class Reconciler:
         self.acknowledged = acknowledged and self.stage is Stage.SETTLE
         self.stop_at = now + AGAIN_SECONDS
         unknown = self.seen and any(n.state is State.UNKNOWN for n in self.seen.nodes)
-        if self.acknowledged and unknown and self.verdict not in _ENDS:
-            self.stage = Stage.WATCH  # all hosts answer: how the nodes ended is known now
+        if self.acknowledged and unknown and self.starts_again and not self.looked:
+            # All hosts answer: how the nodes ended can be known now.
+            self.stage, self.looked = Stage.WATCH, True
+
+    @property
+    def starts_again(self) -> bool:
+        """Whether another attempt is to follow."""
+        return self.verdict is not None and self.verdict not in _ENDS
 
 
 def _pause(times: int) -> float:

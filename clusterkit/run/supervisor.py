@@ -217,7 +217,7 @@ class Supervisor:
     def _stop(self, why: str) -> None:
         error = self._stopping(partial(self.backend.cancel, self._handle(), self.transport, why))
         self.machine.stopped(mirror.awake(), acknowledged=error is None)
-        if error is not None and self.machine.stage is Stage.SETTLE:
+        if error is not None and self.machine.starts_again:
             self._show_waiting(error)
 
     def _show_waiting(self, error: ClusterkitError) -> None:

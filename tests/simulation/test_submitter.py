@@ -130,6 +130,18 @@ def trouble_cancels(monkeypatch):
     monkeypatch.setattr(submitter.Supervisor, "tick", tick)
 
 
+HARD = (
+    # The submitter and the other host stop hearing of node 1 one after the other; node 0 fails.
+    Schedule(1, 2, spare_hosts=1, work=90, faults=(
+        Fault("cut", 1, 5, 150), Fault("partition", 1, 14, 150), Fault("rank", 0, 15))),
+    # Node 0 is out of sight of all others, and goes on alone.
+    Schedule(1, 2, least=1, spare_hosts=1, work=90, faults=(Fault("island", 0, 5, 200),)),
+    # A host never comes back, and ranks without an agent live on the other one.
+    Schedule(1, 2, work=90, orphans=True, faults=(
+        Fault("agent", 0, 10), Fault("crash", 1, 12, 100_000))),
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "broken",
     [
@@ -140,8 +152,10 @@ def trouble_cancels(monkeypatch):
     ids=lambda broken: broken.__name__,
 )  # fmt: skip
 def test_a_rule_that_is_broken_on_purpose_is_found(broken, monkeypatch):
+    assert [fails(each) for each in HARD] == [None] * len(HARD)
     broken(monkeypatch)
-    schedule = next((make(seed) for seed in range(20_000) if fails(make(seed))), None)
+    schedules = (*HARD, *map(make, range(4000)))
+    schedule = next((each for each in schedules if fails(each)), None)
     assert schedule is not None
     small = shrink(schedule)
     assert fails(small) == fails(eval(repr(small)))  # it replays exactly

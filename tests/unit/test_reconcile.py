@@ -163,6 +163,16 @@ def test_the_records_of_a_host_that_came_back_decide():
     assert ended(made, seen(BAD, BAD), 61.0) == [Next(2, Verdict.RESTART)]
 
 
+def test_a_host_that_obeys_and_does_not_report_is_looked_at_once_more():
+    made = running()
+    made.decide(seen(BAD, AWAY), 10.0, False)
+    assert ended(made, seen(BAD, AWAY), 10.0 + LEASE)[0] == Stop(reconcile.OTHER_ENDED)
+    made.stopped(60.0, acknowledged=True)
+    assert ended(made, seen(BAD, AWAY), 120.0)[0] == Stop(reconcile.OTHER_ENDED)
+    made.stopped(121.0, acknowledged=True)
+    assert made.decide(None, 122.0, False) == [Next(2, Verdict.REPLACE)]
+
+
 # ---------------------------------------------------------------- what follows
 
 
