@@ -132,7 +132,7 @@ def test_what_could_influence_it_is_named_with_its_place(name, tmp_path):
     assert found.dynamo == found.torch
 
 
-@pytest.mark.parametrize("name", BEFORE.keys() - {"pip", "in a condition", "dotenv"})
+@pytest.mark.parametrize("name", sorted(BEFORE.keys() - {"pip", "in a condition", "dotenv"}))
 def test_after_the_import_it_matters_only_to_what_comes_later(name, tmp_path):
     found = looked(tmp_path, f"import json, os, sys\nimport torch\n{BEFORE[name]}\n",
                    **{"broken.py": "x ="})  # fmt: skip
