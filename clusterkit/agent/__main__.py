@@ -61,14 +61,15 @@ def main(arguments: list[str]) -> int:
     options = _parse(arguments)
     # Each verb imports what it needs: nothing of an archive is kept compiled.
     if options.verb == "run":
-        from clusterkit.agent.node import run_node
+        from clusterkit.agent.start import run_node
 
         return run_node(options)
     if options.verb == "stop":
-        from clusterkit.agent import processes
+        from clusterkit.agent import ending
 
-        print(json.dumps(processes.stop(options.run_dir, options.grace)))
-        return 0
+        print(json.dumps(ended := ending.stop(options.run_dir, options.grace)))
+        print("\n".join(ended["left"]), end="", file=sys.stderr)
+        return 1 if ended["left"] else 0
     from clusterkit.agent.report import report as write_report
 
     with contextlib.suppress(BrokenPipeError):

@@ -98,3 +98,9 @@ class RankOutput:
 def shell_code(code: int) -> int:
     """Return an exit code as a shell reports it: 128 + N for a process that signal N ended."""
     return 128 - code if code < 0 else code
+
+
+def start_failure(error: OSError) -> tuple[int, str]:
+    """Return the exit code, as a shell gives it, and the reason of a start that failed."""
+    place = f": {error.filename}" if error.filename else ""
+    return 127 if isinstance(error, FileNotFoundError) else 126, f"{error.strerror}{place}"

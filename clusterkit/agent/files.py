@@ -42,6 +42,16 @@ def read_json(path: Path) -> Document | None:
     return document if isinstance(document, dict) else None
 
 
+def read_lines(path: Path) -> list[Document]:
+    """Return the objects in the lines of a file; none if it is missing."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    return [each for each in found if isinstance(each, dict)]
+
+
 def next_attempt(exit_json: bytes | None) -> int | None:
     """Return the attempt that a node's agent began after this ``exit.json``; None: it ended."""
     with contextlib.suppress(ValueError, AttributeError):

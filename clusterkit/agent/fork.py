@@ -11,7 +11,7 @@ import socket
 import subprocess
 from typing import Any
 
-from clusterkit.agent import forkserver_process
+from clusterkit.agent import forkserver_process, limits
 from clusterkit.agent.forkserver_process import Target
 from clusterkit.agent.launcher import Launcher
 from clusterkit.agent.processes import send
@@ -110,7 +110,9 @@ class ForkLauncher(Launcher):
         """Return its exit code."""
         self._selector.unregister(ended.channel)
         ended.channel.close()
-        code = ended.process.wait()
+        code = 1
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it may wait for a device
+            code = ended.process.wait(limits.KILL_SECONDS)
         self._selector.unregister(ended.handle)
         os.close(ended.handle)
         self._server, self.kept = None, set()

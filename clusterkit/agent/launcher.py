@@ -10,12 +10,14 @@ import os
 import selectors
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 from clusterkit.agent import limits
-from clusterkit.agent.failure import RankOutput, shell_code
+from clusterkit.agent.ending import Ending
+from clusterkit.agent.failure import RankOutput, shell_code, start_failure
 from clusterkit.agent.node_log import NodeLog
-from clusterkit.agent.processes import all_below, is_alive, kill_all_below, send, wait_gone
+from clusterkit.agent.processes import all_below, is_alive, send
 from clusterkit.agent.protocol import Document
 from clusterkit.agent.stopped import StoppedRanks
 from clusterkit.agent.streams import Stream
@@ -72,11 +74,17 @@ class Launcher:
         """How the processes of this start ended, for ``exit.json``."""
         self.ranks_were_done = False
         """Whether a launcher had no ranks left when it was asked to stop."""
-        self._first_failure: Document | None = None  # of ``ends``, before any was asked to stop
+        self.stuck: list[int] = []
+        """Processes that SIGKILL did not end: nothing may be started beside them."""
+        self.other_nodes = False
+        """Whether ranks of other nodes may be why the ones here fail."""
+        self._failures: list[Document] = []  # of ``ends``, before any was asked to stop
+        self._ending: Ending | None = None  # of what is left
         self._kill_at: float | None = None  # None: nothing was asked to stop
         self._stop_at: float | None = None  # when the other ranks are stopped, after one failed
+        self._wait_until = 0.0  # for the rank that the others fail of
         self._outputs: list[Stream] = []
-        self._pipes: list[Stream] = []
+        self.pipes: list[Stream] = []
         self._stopped_ranks = StoppedRanks(log, local=not options.tagged)
 
     # -- what a kind of launcher does
@@ -108,12 +116,13 @@ class Launcher:
             with contextlib.suppress(FileExistsError):
                 os.mkfifo(path, 0o600)
             # Read and write: no waiting for a writer, and no end of file between writers.
-            self._pipes.append(self._log_from(os.open(path, os.O_RDWR | os.O_NONBLOCK)))
+            self.pipes.append(self._log_from(os.open(path, os.O_RDWR | os.O_NONBLOCK)))
 
     def start(self) -> str | None:
         """Start all processes; return why that failed, None if it did not."""
         self.ends, self._kill_at, self._stop_at = [], None, None
-        self.failure, self._first_failure, self.ranks_were_done = None, None, False
+        self.failure, self._failures, self.ranks_were_done = None, [], False
+        self._ending, self.stuck = None, []
         # Also in the same attempt: a lost node has come back.
         self._log.output = RankOutput()
         try:
@@ -145,29 +154,47 @@ class Launcher:
 
     def _ended(self, pid: int, code: int) -> None:
         """Note how a process ended (``pid`` 0: it never began); a failed rank ends the others."""
+        if pid in self.stuck:
+            return
         asked = self._kill_at is not None
         self.ends.append({"pid": pid, "exit_code": code, "at": time.time(), "asked": asked})
-        if code and not asked and self._first_failure is None:
-            self._first_failure = self.ends[-1]
+        if code and not asked:
+            self._failures.append(self.ends[-1])
+            if len(self._failures) == 1:
+                self._wait_until = time.monotonic() + limits.ECHO_SECONDS
             if self.owns_ranks:
-                self._stop_at = time.monotonic() + limits.RANKS_GRACE
+                stop_at = time.monotonic() + limits.RANKS_GRACE
+                self._stop_at = min(stop_at, self._stop_at or math.inf)
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the first process that failed, as a shell gives it; 0: none did."""
-        return shell_code(next((end["exit_code"] for end in self.ends if end["exit_code"]), 0))
+        """The exit code of the process that failed first, as a shell gives it; 0: none did."""
+        return shell_code(next((end["exit_code"] for end in self._failed_first()), 0))
 
     def rank_failure(self) -> Document | None:
         """Return `RankOutput.failure` of the first that failed before any was asked to stop."""
-        if self._first_failure is None:
-            return None
-        log, pid, code = self._log, self._first_failure["pid"], self._first_failure["exit_code"]
+        return self._failure_of(self._failed_first()[0]) if self._failures else None
+
+    def _failed_first(self) -> list[Document]:
+        """Return the ends of those that failed: first one that did not fail of another one."""
+        failed = [end for end in self.ends if end["exit_code"]]
+        own = [end for end in self._failures if not self._failure_of(end)["echo"]]
+        return [*own, *self._failures, *failed]
+
+    def _failure_of(self, end: Document) -> Document:
+        log, pid, code = self._log, end["pid"], end["exit_code"]
         if log.rank_ends:  # ranks of deepspeed and mpirun report their own end
             first = log.rank_ends[0]
             return log.output.failure(first["rank"], shell_code(first["exit_code"]))
         pid, code = next(iter(log.output.codes.items()), (pid, code))
         ranks = {rank["pid"]: rank["rank"] for rank in log.ranks}
         return log.output.failure(ranks.get(pid), shell_code(code))
+
+    def _awaits_cause(self) -> bool:
+        """Return whether all failed of a rank that is still to fail: it may clean up first."""
+        if self._kill_at is not None or time.monotonic() >= self._wait_until:
+            return False
+        return bool(self._failures) and all(self._failure_of(end)["echo"] for end in self._failures)
 
     # -- stopping
 
@@ -179,26 +206,38 @@ class Launcher:
         self.ranks_were_done = all_started and not any(map(is_alive, ranks))
         self._kill_at = time.monotonic() + self._options.grace
         self._cancel_pending()
-        for pid in self.running.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGTERM)
+        # Not its group: a rank that saves its work needs the workers of its data loader for that.
+        send(self.running.values(), signal.SIGTERM)
 
     def tick(self) -> float:
         """Do what is due; return the seconds until the next call, at most LOOK_SECONDS."""
         now = time.monotonic()
         self._check_stopped()
-        if self._kill_at is not None and now >= self._kill_at:
-            self._kill_at = now + 1
-            send(all_below(self.kept), signal.SIGKILL)
+        if self._kill_at is not None and now >= self._kill_at and self.running:
+            self._kill(now)
         if self._stop_at is not None and now >= self._stop_at:
-            self._stop_at = None
-            self.stop()
-        due = [now + limits.LOOK_SECONDS]
-        if self._kill_at is not None:
+            self._stop_at = now + limits.ENDING_SECONDS if self._awaits_cause() else None
+            if self._stop_at is None:
+                self.stop()
+        due = [now + limits.LOOK_SECONDS, self._stop_at or math.inf]
+        if self._kill_at is not None and self.running:
             if not any(map(is_alive, self._log.ranks)):
                 self._kill_at = min(self._kill_at, now + limits.LAUNCHER_GRACE)
             due += [self._kill_at, now + limits.LAUNCHER_GRACE / 4]
-        return max(0.0, min(*due, self._stop_at or math.inf) - now)
+        if self._ending is not None:
+            due.append(now + limits.ENDING_SECONDS)
+        return max(0.0, min(due) - now)
+
+    def _kill(self, now: float) -> None:
+        """Kill all that is left, again and again, but not for ever."""
+        self._kill_at = now + 1
+        if self._ending is None:
+            self._ending = Ending(partial(all_below, self.kept), 0.0)
+        if self._ending.step() and self._ending.stuck:
+            self.stuck = self._ending.stuck
+            ends, self.running = [pid for pid in self.running.values() if pid], {}
+            asked = {"exit_code": -signal.SIGKILL, "at": time.time(), "asked": True}
+            self.ends += [{"pid": pid, **asked} for pid in ends]
 
     def _check_stopped(self, *, now: bool = False) -> None:
         self._stopped_ranks.check(ending=self._kill_at is not None, now=now)
@@ -207,30 +246,37 @@ class Launcher:
         """Return what was done to the ranks that this node, and others, may have failed of."""
         return self._stopped_ranks.causes()
 
-    def end_leftovers(self) -> bool:
-        """End what outlived the launcher (torchrun killed with -9 leaves ranks behind).
+    def has_ended(self) -> bool:
+        """Return whether nothing of this start is left; to be called until it is so.
 
-        Returns:
-            Whether there were ranks although the launcher had ended with 0: it has failed then.
+        What outlived its launcher is ended (torchrun killed with -9 leaves ranks behind). It has
+        failed if it had ended with 0 although there were ranks.
         """
-        left = all_below(self.kept)
-        if not left:
+        if self.running:
             return False
-        failed = self.exit_code == 0 and not {r["pid"] for r in self._log.ranks}.isdisjoint(left)
-        if failed:
-            self.ends.append({"pid": 0, "exit_code": 1, "at": time.time()})
-        send(left, signal.SIGTERM)
-        seconds = min(limits.LEFTOVER_GRACE, self._options.grace)
-        if self._kill_at is not None:
-            # Ranks whose launcher left them when it was asked to stop keep the whole grace.
-            seconds = max(seconds, self._kill_at - time.monotonic())
-        wait_gone(left, seconds)
-        kill_all_below(self.kept)
-        return failed
+        if self.stuck:
+            return True
+        if self._ending is None:
+            left = all_below(self.kept)
+            ranks = {rank["pid"] for rank in self._log.ranks}
+            if left and self.exit_code == 0 and not ranks.isdisjoint(left):
+                self.ends.append({"pid": 0, "exit_code": 1, "at": time.time()})
+                self.failure = "the launcher ended with 0 but left ranks running"
+            seconds = min(limits.LEFTOVER_GRACE, self._options.grace)
+            if self._kill_at is not None:
+                # Ranks whose launcher left them when it was asked to stop keep the whole grace.
+                seconds = max(seconds, self._kill_at - time.monotonic())
+            self._ending = Ending(partial(all_below, self.kept), seconds)
+        if not self._ending.step():
+            return False
+        self.stuck = self._ending.stuck
+        for stream in (*self.pipes, *self._outputs):
+            stream.drain()
+        return not (self.other_nodes and self._awaits_cause())
 
     def finish_output(self) -> None:
         """Log what is left of this start's output."""
-        for stream in (*self._pipes, *self._outputs):
+        for stream in (*self.pipes, *self._outputs):
             stream.drain()
         if not self.kept:
             for stream in self._outputs:
@@ -238,7 +284,7 @@ class Launcher:
                     self._selector.unregister(stream.handle)
                 os.close(stream.handle)
             self._outputs = []
-        self._kill_at = self._stop_at = None
+        self._kill_at = self._stop_at = self._ending = None
 
     def close(self) -> None:
         """End what was kept for another start, log its output, remove the ranks' pipes."""
@@ -247,9 +293,3 @@ class Launcher:
         for local_rank in range(self._options.nproc):
             with contextlib.suppress(OSError):
                 os.unlink(self._folder / f"pipe-{local_rank}")
-
-
-def start_failure(error: OSError) -> tuple[int, str]:
-    """Return the exit code, as a shell gives it, and the reason of a start that failed."""
-    place = f": {error.filename}" if error.filename else ""
-    return 127 if isinstance(error, FileNotFoundError) else 126, f"{error.strerror}{place}"

@@ -4,6 +4,9 @@
 RANKS_GRACE = 0.5  # for other ranks to fail by themselves once one has failed
 LAUNCHER_GRACE = 1.0  # for a launcher without ranks: torchrun's exit barrier ignores signals
 LEFTOVER_GRACE = 3.0  # for processes that outlive their launcher
+ECHO_SECONDS = 10.0  # for a rank to fail that others have failed of: it may clean up first
+KILL_SECONDS = 30.0  # for SIGKILL to end a process; one that waits for a device does not end
+ENDING_SECONDS = 0.25  # between looks at processes that are to end
 LOOK_SECONDS = 2.0  # between checks for stopped ranks (SIGSTOP)
 RECENT_SECONDS = 60.0  # for which a pause of the agent itself may be why the run ends
 # Before a thread that failed starts again; shorter than PEER_GONE_SECONDS.

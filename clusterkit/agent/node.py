@@ -8,36 +8,24 @@ import os
 import queue
 import selectors
 import signal
-import sys
 import time
 from pathlib import Path
 
 from clusterkit.agent import messages, protocol
 from clusterkit.agent.client import Client, take_meeting
 from clusterkit.agent.connections import is_free
-from clusterkit.agent.files import read_json
+from clusterkit.agent.ending import describe
+from clusterkit.agent.failure import start_failure
 from clusterkit.agent.fork import ForkLauncher
-from clusterkit.agent.launcher import Phase, start_failure
+from clusterkit.agent.guard import Guard
+from clusterkit.agent.launcher import Phase
 from clusterkit.agent.member import Terms
 from clusterkit.agent.node_files import NodeFiles, restarts_left, write_last_words
-from clusterkit.agent.processes import is_alive
 from clusterkit.agent.protocol import HANG
-from clusterkit.agent.signals import STOPS, adopt_orphans, read_signals, sender, signal_handle
+from clusterkit.agent.signals import STOPS, read_signals, sender, signal_handle
 from clusterkit.agent.spawn import SpawnLauncher
 from clusterkit.agent.stopped import AgentPause
 from clusterkit.agent.watch import Watch
-
-
-def run_node(options: argparse.Namespace) -> int:
-    """Run one node by the options of ``agent run``; return the agent's exit code."""
-    folder = Path(os.environ["CLUSTERKIT_NODE_DIR"])
-    folder.mkdir(parents=True, exist_ok=True)
-    previous = read_json(folder / "started.json")  # of an agent that was here before
-    if previous and is_alive(previous):
-        print(f"this node already runs as process {previous['pid']}", file=sys.stderr)
-        return 75
-    adopt_orphans()
-    return Node(options, folder, returns=previous is not None).run()
 
 
 class Node:
@@ -69,6 +57,7 @@ class Node:
         )  # the same, before another attempt
         self.stopped_by: str | None = None  # the process that asked this node to end, or its reason
         self.causes: list[str] = []  # what else was done to this node that it may have failed of
+        self.guard: Guard | None = None
         self.hang = ""  # how ranks hung when this attempt failed of it
         self.meeting = take_meeting()  # not for the ranks
         self.client: Client | None = None
@@ -99,6 +88,11 @@ class Node:
         except OSError as error:
             code, self.reason = start_failure(error)
             return self._finish(code)
+        self.guard = Guard(
+            self.files.folder, self.log, self.launcher.pipes, self.options.grace,
+            forked=self.options.fork > 0,
+        )  # fmt: skip
+        self.files.set_guard(self.guard.identity)
         rejoin = self.options.rejoin > 0
         if self.meeting.others or self.terms.restarts:
             self._make_client()
@@ -107,9 +101,9 @@ class Node:
         if self.client is not None:
             self.client.start()
         while True:
-            if self.phase.runs and not self.launcher.running:
+            if self.phase.runs and self.launcher.has_ended():
                 self._launcher_ended()
-            if self.over and not self.launcher.running:
+            if self.over and not self.phase.runs:
                 break
             self._handle_events()
             while not self.preempted and not self.orders.empty():
@@ -202,8 +196,12 @@ class Node:
     def _launcher_ended(self) -> None:
         interrupted = self.phase is Phase.INTERRUPTED
         self.phase = Phase.WAITING if interrupted else Phase.ENDED
-        if self.launcher.end_leftovers():
-            self.reason = "the launcher ended with 0 but left ranks running"
+        if self.launcher.stuck:
+            # Nothing may be started beside them: the run goes on without this node, if at all.
+            self.reason = "; ".join(map(describe, self.launcher.stuck))
+            self.over = True
+            if self.client is not None:
+                self.client.leave()
         self.reason = self.reason or self.launcher.failure
         self.launcher.finish_output()
         failure, stopped = self.launcher.rank_failure(), self.reason or self.restart_reason
@@ -271,6 +269,8 @@ class Node:
 
     def _finish(self, code: int) -> int:
         self.launcher.close()
+        if self.guard is not None:
+            self.guard.end()
         if self.client is not None:
             self.client.close()
         while not self.orders.empty():

@@ -104,6 +104,12 @@ class NodeFiles:
             return ""
         return f"{HANG}{text}; then the process group's timeout was over"
 
+    def set_guard(self, identity: Document | None) -> None:
+        """Record the process that ends what is left if this one is killed."""
+        self._started["guard"] = identity
+        with contextlib.suppress(OSError):
+            write_json(self.folder / "started.json", self._started)
+
     def set_waiting(self, reason: str, seconds: float) -> None:
         """Show that no rank runs here until the next start, in at most ``seconds``."""
         self._started["waits"] = {"why": reason, "until": time.time() + seconds}

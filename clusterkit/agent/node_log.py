@@ -24,13 +24,13 @@ class NodeLog:
 
     def __init__(self, folder: Path, *, echo: bool = False) -> None:
         self._echo = echo
-        self._handle = _open(folder)
+        self.handle = _open(folder)
         self._begin(folder)
 
     def move(self, folder: Path) -> None:
         """Continue in the folder of the next attempt."""
         handle = _open(folder)
-        os.dup2(handle, self._handle)  # other threads log as well: there is always a file
+        os.dup2(handle, self.handle)  # other threads log as well: there is always a file
         os.close(handle)
         self._begin(folder)
 
@@ -41,7 +41,7 @@ class NodeLog:
         """How ranks failed that are no children of this agent, as they reported it."""
         self.output = RankOutput()
         self.lost = 0  # lines that the disk had no room for
-        self._size = os.fstat(self._handle).st_size
+        self._size = os.fstat(self.handle).st_size
         self._unreported = 0  # lost lines at the end of the log, which does not say so yet
 
     def line(self, text: str) -> None:
@@ -76,13 +76,13 @@ class NodeLog:
     def _append(self, data: bytes) -> int:
         """Return how many bytes were appended: all, or the whole lines that there was room for."""
         try:
-            written = os.write(self._handle, data)
+            written = os.write(self.handle, data)
         except OSError:
             return 0
         kept = data.rfind(b"\n", 0, written) + 1
         if kept < written:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._handle, self._size + kept)
+                os.ftruncate(self.handle, self._size + kept)
         self._size += kept
         return kept
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import signal
 import time
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from clusterkit.agent import limits
-from clusterkit.agent.files import read_json
 from clusterkit.agent.protocol import Document
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -87,13 +85,37 @@ def load(recorded: Document) -> tuple[float, int] | None:
     return (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[21]) * _PAGE
 
 
+class Process(NamedTuple):
+    """A living process."""
+
+    parent: int
+    group: int
+    started: int
+    """As of `start_ticks`."""
+    blocked: bool
+    """Whether it is in state D: it waits for a device or a file system, and cannot be killed."""
+    name: str
+
+
+def process_table() -> dict[int, Process]:
+    """Return all living processes, by their ids."""
+    found = {}
+    for pid in _all_pids():
+        stat = _stat(pid)
+        if (started := process_start(stat)) is not None:
+            fields, name = _fields(stat), (stat or b"").partition(b"(")[2].rpartition(b")")[0]
+            found[pid] = Process(
+                int(fields[1]), int(fields[2]), started, fields[0] == b"D",
+                name.decode(errors="replace"),
+            )  # fmt: skip
+    return found
+
+
 def descendants(*roots: int) -> list[int]:
     """Return the living processes below these, parents first."""
     children: dict[int, list[int]] = {}
-    for pid in _all_pids():
-        stat = _stat(pid)
-        if process_start(stat) is not None:
-            children.setdefault(int(_fields(stat)[1]), []).append(pid)
+    for pid, each in process_table().items():
+        children.setdefault(each.parent, []).append(pid)
     found = list(roots)
     for pid in found:
         found += children.pop(pid, [])
@@ -106,14 +128,20 @@ def processes_of(folder: str) -> list[int]:
     The folder's name is used by this run alone, and every process of the run inherits it:
     this finds the ones that lost their parent before they were recorded.
     """
-    mark = os.fsencode(f"CLUSTERKIT_RUN_DIR={folder}")
-    spared = {os.getpid(), *_ancestors(os.getpid())}
+    return processes_with({f"CLUSTERKIT_RUN_DIR={folder}"})
+
+
+def processes_with(settings: Collection[str]) -> list[int]:
+    """Return the living processes with one of these ``NAME=VALUE`` in their environment, but not
+    the caller nor what that was started by."""
+    marks = {os.fsencode(each) for each in settings}
+    spared = {os.getpid(), *ancestors(os.getpid())}
     found = []
     for pid in _all_pids():
         with contextlib.suppress(OSError):
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if mark in environment and pid not in spared and start_ticks(pid) is not None:
-                found.append(pid)
+            if pid not in spared and not marks.isdisjoint(environment):
+                found += [pid] if start_ticks(pid) is not None else []
     return found
 
 
@@ -121,7 +149,7 @@ def _all_pids() -> Iterator[int]:
     return (int(name) for name in os.listdir("/proc") if name.isdigit())
 
 
-def _ancestors(pid: int) -> Iterator[int]:
+def ancestors(pid: int) -> Iterator[int]:
     while pid > 1 and (fields := _fields(_stat(pid))):
         pid = int(fields[1])
         yield pid
@@ -139,13 +167,6 @@ def all_below(kept: Collection[int] = ()) -> list[int]:
     return [pid for pid in descendants(os.getpid(), *kept) if pid not in kept]
 
 
-def kill_all_below(kept: Collection[int] = ()) -> None:
-    """Send SIGKILL to `all_below`, until none is left."""
-    while left := all_below(kept):
-        send(left, signal.SIGKILL)
-        wait_gone(left, 1.0)
-
-
 def wait_gone(pids: Iterable[int], seconds: float) -> None:
     """Wait until all of them have ended, at most ``seconds``."""
     deadline = time.monotonic() + seconds
@@ -161,33 +182,3 @@ def wait_gone(pids: Iterable[int], seconds: float) -> None:
                 return
             for key, _ in ready:
                 selector.unregister(key.fileobj)
-
-
-def stop(run_dir: str, grace: float) -> Document:
-    """End every process of a run on this host. Idempotent.
-
-    Agents find the reason in the command line of the process that signals them (`signals.sender`).
-
-    Returns:
-        ``{"asked": [...], "killed": [...]}``: process ids that got SIGTERM, and of those and
-        their children the ones that needed SIGKILL.
-    """
-    started = (read_json(path) for path in Path(run_dir).glob("attempts/*/node-*/started.json"))
-    living = {each["pid"]: each for each in started if each and is_alive(each)}.values()
-    agents = [int(each["pid"]) for each in living]
-    frozen = [int(each["pid"]) for each in living if is_stopped(each)]
-    send(agents, signal.SIGTERM)
-    send(frozen, signal.SIGCONT)  # so that they end as the others do, and log it
-    wait_gone(agents, grace + limits.LEFTOVER_GRACE + 2.0)
-    orphans = [pid for pid in processes_of(run_dir) if pid not in agents]
-    send(orphans, signal.SIGTERM)
-    wait_gone(orphans, grace)
-    killed: set[int] = set()
-    for _ in range(20):
-        left = processes_of(run_dir)
-        if not left:
-            break
-        killed |= set(left)
-        send(left, signal.SIGKILL)
-        wait_gone(left, 1.0)
-    return {"asked": agents + orphans, "killed": sorted(killed)}

@@ -77,7 +77,9 @@ def node_state(folder: Path) -> tuple[Document, bytes | None]:
     started = read_json(folder / "started.json")
     exit_json = read_from(folder / "exit.json")
     if started is not None:
-        alive = is_alive(started) and not next_attempt(exit_json)
+        guard = started.get("guard") or {}
+        # Its guard still ends what an agent that was killed has left.
+        alive = (is_alive(started) or is_alive(guard)) and not next_attempt(exit_json)
     else:
         # node.sh has recorded its process; the agent in it is about to start.
         pid, *boot = (read_from(folder / "pid") or b"").split() or [b""]

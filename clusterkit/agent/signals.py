@@ -65,9 +65,9 @@ def sender(signum: int, pid: int, uid: int) -> tuple[str, bool]:
     return f"{name} from process {pid} of user {uid}{f' ({command})' if command else ''}", False
 
 
-def adopt_orphans() -> None:
-    """Become the parent of every descendant that loses its own."""
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+def adopt_orphans(on: bool = True) -> None:
+    """Become the parent of every descendant that loses its own, or no longer."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
 
 
 def end_with_parent() -> None:

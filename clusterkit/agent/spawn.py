@@ -9,8 +9,9 @@ import subprocess
 from functools import partial
 from typing import Any
 
+from clusterkit.agent.ending import Ending
 from clusterkit.agent.launcher import Launcher
-from clusterkit.agent.processes import kill_all_below
+from clusterkit.agent.processes import all_below
 from clusterkit.agent.signals import end_with_parent
 
 
@@ -28,7 +29,7 @@ class SpawnLauncher(Launcher):
                 self._start_one(number)
         except OSError:
             # Their ends are not why the others did not start: they are not reported.
-            kill_all_below()
+            Ending(all_below, 0.0).complete()
             for handle in list(self._children):
                 self._reap(handle)
             raise

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import select
 import selectors
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 
 from clusterkit.agent import limits
 from clusterkit.agent.node_log import NodeLog
@@ -118,3 +120,14 @@ class Stream:
                 line = line[: end.start()]  # a last line that had no end of its own
             if line or not end:
                 yield self.rank if rank == "-" else rank, line
+
+
+def pump(streams: Sequence[Stream], seconds: float) -> None:
+    """Log what comes through them for so long."""
+    poll, until = select.poll(), time.monotonic() + seconds
+    by_handle = {stream.handle: stream for stream in streams}
+    for handle in by_handle:
+        poll.register(handle, select.POLLIN)
+    while (left := until - time.monotonic()) > 0:
+        for handle, _ in poll.poll(left * 1000):
+            by_handle[handle].pump()

@@ -1013,3 +1013,17 @@ def test_every_job_file_here_plans_on_two_nodes(job: Path) -> None:
     plan = api.plan(job, nodes=2)
     assert plan.topology["nodes"] == 2
     assert loader.load_job(job).description
+
+
+@pytest.mark.parametrize("launcher", ["forkserver"])
+def test_a_program_that_saves_on_sigterm_has_the_workers_of_its_loader(
+    submit: Submit, tmp_path: Path, launcher: str
+) -> None:
+    run = submit("save_on_term.py", "--out", tmp_path, gpus=2, launcher=launcher)
+    for line in run.logs(follow=True):
+        if line.text.startswith("step "):
+            break
+    run.cancel()
+    assert len(list(tmp_path.glob("saved-*"))) == 2
+    texts = [line.text for line in run.logs()]
+    assert not [text for text in texts if "killed by signal" in text]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit import agent
-from clusterkit.agent import limits, processes
+from clusterkit.agent import ending, limits, processes
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.protocol import LAUNCHER_WAITED
 from clusterkit.agent.streams import Lines, Stream
@@ -291,7 +291,7 @@ def test_an_agent_that_was_stopped_ends_with_the_run_and_says_so(start, node_dir
     process.send_signal(signal.SIGSTOP)
     wait_until(lambda: processes.is_stopped(agent.identity(process.pid)))
     time.sleep(0.2)  # as long as this is what it says
-    assert processes.stop(str(run_dir), 5.0)["asked"] == [process.pid]
+    assert ending.stop(str(run_dir), 5.0)["asked"] == [process.pid]
     assert process.wait() == 143
     assert agent.start_ticks(rank) is None
     ended = exit_of(node_dir)
@@ -333,9 +333,9 @@ def test_stop_ends_the_agents_of_a_run_and_is_fine_to_repeat(start, run_dir, nod
     os.mkfifo(run_dir / "ready")
     process = start("sh", "-c", 'echo up >"$0"; exec sleep 600', str(run_dir / "ready"))
     assert wait_for_line(run_dir / "ready") == "up"
-    assert processes.stop(str(run_dir), 5.0)["asked"] == [process.pid]
+    assert ending.stop(str(run_dir), 5.0)["asked"] == [process.pid]
     assert process.wait() == 143
-    assert processes.stop(str(run_dir), 5.0) == {"asked": [], "killed": []}
+    assert ending.stop(str(run_dir), 5.0) == {"asked": [], "killed": [], "left": []}
 
 
 def test_stop_finds_processes_that_lost_everybody_who_knew_them(run_dir, tmp_path):
@@ -343,7 +343,7 @@ def test_stop_finds_processes_that_lost_everybody_who_knew_them(run_dir, tmp_pat
     other = subprocess.Popen(["sleep", "600"], env={"CLUSTERKIT_RUN_DIR": f"{run_dir}-other"})
     try:
         assert agent.processes_of(str(run_dir)) == [lost.pid]
-        assert processes.stop(str(run_dir), 1.0)["asked"] == [lost.pid]
+        assert ending.stop(str(run_dir), 1.0)["asked"] == [lost.pid]
         assert lost.wait() == -signal.SIGTERM
         assert other.poll() is None
     finally:
@@ -353,7 +353,7 @@ def test_stop_finds_processes_that_lost_everybody_who_knew_them(run_dir, tmp_pat
 
 
 def test_stop_of_a_folder_that_is_not_there_ends_nothing(tmp_path):
-    assert processes.stop(str(tmp_path / "gone"), 0.0) == {"asked": [], "killed": []}
+    assert ending.stop(str(tmp_path / "gone"), 0.0) == {"asked": [], "killed": [], "left": []}
 
 
 # ---------------------------------------------------------------- identities
@@ -397,7 +397,7 @@ def test_descendants_are_found_at_any_depth(run_dir):
 def log(tmp_path):
     made = NodeLog(tmp_path)
     yield made
-    os.close(made._handle)
+    os.close(made.handle)
 
 
 @pytest.fixture

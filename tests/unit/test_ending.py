@@ -1,0 +1,244 @@
+"""How ranks end: asked alone, killed with all that they started, and after their agent was."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from clusterkit import agent
+from clusterkit.agent import ending, limits
+from clusterkit.agent.report import node_state
+from clusterkit.run import folder as run_folder
+
+RUN = "import sys; from clusterkit.agent import __main__; sys.exit(__main__.main(sys.argv[1:]))"
+DEAF = 'trap "" TERM; echo "$$" >"$DIR/up"; sleep 600'
+"""A rank that ignores SIGTERM, as the process that it waits for does, and prints nothing."""
+SAVES = (
+    'import os, signal, subprocess, sys\n'
+    'worker = subprocess.Popen(["sleep", "600"])\n'
+    'def save(number, frame):\n'
+    '    with open(os.environ["CLUSTERKIT_PIPE"] + "-0", "w") as log:\n'
+    '        print("worker", worker.poll(), file=log)\n'
+    '    worker.kill()\n'
+    '    worker.wait()\n'
+    '    sys.exit(3)\n'
+    'signal.signal(signal.SIGTERM, save)\n'
+    'with open(os.environ["DIR"] + "/up", "w") as up:\n'
+    '    print(os.getpid(), file=up)\n'
+    'while True:\n'
+    '    signal.pause()\n'
+)  # fmt: skip
+
+
+class Host:
+    """A run on this host, whose agents are ended with the test."""
+
+    def __init__(self, path):
+        self.path = path
+        self.agents = []
+        os.mkfifo(path / "up")
+
+    def start(self, *argv, attempt=1, grace=5.0, options=("--spawn",), run=RUN, nproc=1):
+        env = {
+            "PATH": os.environ["PATH"], "CLUSTERKIT_RUN_DIR": str(self.path), "DIR": str(self.path),
+            "CLUSTERKIT_NODE_DIR": str(self.node(attempt)), "CLUSTERKIT_ATTEMPT": str(attempt),
+        }  # fmt: skip
+        words = ["run", "--nproc", str(nproc), "--workdir", str(self.path), "--grace", str(grace)]
+        self.agents.append(
+            subprocess.Popen(
+                [sys.executable, "-c", run, *words, *options, "--", *argv], env=env,
+                stderr=subprocess.PIPE,
+            )
+        )  # fmt: skip
+        return self.agents[-1]
+
+    def node(self, attempt=1):
+        return Path(run_folder.node_dir(str(self.path), attempt, 0))
+
+    def up(self):
+        """The process id of the next rank that has started."""
+        with (self.path / "up").open() as pipe:
+            return int(pipe.readline())
+
+    def log(self, attempt=1):
+        return (self.node(attempt) / "log").read_text()
+
+    def close(self):
+        for each in self.agents:
+            each.kill()
+        ending.stop(str(self.path), 0.0)
+        for each in self.agents:
+            each.communicate()
+
+
+@pytest.fixture
+def host(tmp_path):
+    found = Host(tmp_path)
+    yield found
+    found.close()
+
+
+def gone(pid, seconds=60.0):
+    agent.wait_gone([pid], seconds)
+    return agent.start_ticks(pid) is None
+
+
+def test_sigterm_goes_to_the_rank_and_not_to_what_it_started(host):
+    process = host.start(sys.executable, "-c", SAVES)
+    host.up()
+    process.terminate()
+    assert process.wait() == 3
+    assert "worker None" in host.log()
+    assert agent.processes_of(str(host.path)) == []
+
+
+def test_at_the_end_of_the_grace_all_that_the_rank_started_is_killed(host):
+    process = host.start("sh", "-c", DEAF, grace=0.5)
+    host.up()
+    process.terminate()
+    assert process.wait() == 128 + signal.SIGKILL
+    assert agent.processes_of(str(host.path)) == []
+
+
+def test_an_agent_that_is_killed_takes_ranks_along_that_ignore_sigterm(host):
+    process = host.start("sh", "-c", DEAF, grace=1.0)
+    rank = host.up()
+    began = time.monotonic()
+    process.kill()
+    assert gone(rank)
+    assert time.monotonic() - began >= 0.9  # it had the grace
+    for left in agent.processes_of(str(host.path)):
+        assert gone(left)
+    assert "this node's agent was killed; its ranks end within 1 s" in host.log()
+
+
+def test_a_rank_of_a_killed_agent_has_its_workers_and_its_last_words(host):
+    process = host.start(sys.executable, "-c", SAVES, grace=60.0)
+    rank = host.up()
+    process.kill()
+    assert gone(rank)
+    for left in agent.processes_of(str(host.path)):
+        assert gone(left)
+    assert "worker None" in host.log()
+
+
+def test_the_node_counts_as_alive_until_nothing_is_left(host):
+    process = host.start("sh", "-c", DEAF, grace=3.0)
+    rank = host.up()
+    process.kill()
+    process.wait()
+    while agent.start_ticks(rank) is not None:
+        state, _ = node_state(host.node())
+        assert state["alive"] or agent.start_ticks(rank) is None
+    for left in agent.processes_of(str(host.path)):
+        assert gone(left)
+    assert node_state(host.node())[0] == {"begun": True, "alive": False, "ended": True}
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_no_rank_starts_while_one_of_a_killed_agent_lives(host, attempt):
+    process = host.start("sh", "-c", DEAF, grace=2.0)
+    first = host.up()
+    os.kill(json.loads((host.node() / "started.json").read_bytes())["guard"]["pid"], signal.SIGKILL)
+    process.kill()
+    process.wait()
+    assert agent.start_ticks(first) is not None
+    host.start("sh", "-c", DEAF, attempt=attempt, grace=0.5)
+    second = host.up()
+    assert agent.start_ticks(first) is None
+    assert agent.start_ticks(second) is not None
+
+
+def test_stop_without_an_agent_ends_recorded_groups(host):
+    """Also of ranks that have emptied their environment, and what these have started."""
+    script = 'trap "" TERM; echo "$$" >"$0/up"; sleep 600'
+    process = host.start("env", "-i", "sh", "-c", script, str(host.path), grace=60.0)
+    rank = host.up()
+    # A rank that the agent knows of, as it would have told by itself.
+    record = {"rank": 0, "at": 0.0, **agent.identity(rank)}
+    (host.node() / "ranks.jsonl").write_text(json.dumps(record) + "\n")
+    guard = json.loads((host.node() / "started.json").read_bytes())["guard"]["pid"]
+    os.kill(guard, signal.SIGKILL)
+    process.kill()
+    process.wait()
+    ended = ending.stop(str(host.path), 0.5)
+    assert rank in ended["killed"]
+    assert ended["left"] == []
+    assert agent.start_ticks(rank) is None
+
+
+def test_stop_says_what_it_could_not_end(tmp_path, monkeypatch):
+    """As a process in state D: SIGKILL has no effect."""
+    monkeypatch.setattr(limits, "KILL_SECONDS", 0.3)
+    monkeypatch.setattr(ending, "send", lambda pids, signum: None)
+    lost = subprocess.Popen(["sleep", "600"], env={"CLUSTERKIT_RUN_DIR": str(tmp_path)})
+    try:
+        ended = ending.stop(str(tmp_path), 0.1)
+        assert ended["left"] == [f"process {lost.pid} (sleep) does not end on SIGKILL"]
+    finally:
+        lost.kill()
+        lost.wait()
+
+
+STUCK = (
+    "import os, sys; from clusterkit.agent import __main__, ending, launcher, limits; "
+    "limits.KILL_SECONDS = 1.0; send = ending.send; "
+    "ending.send = lambda pids, signum: None; "
+    "launcher.send = lambda pids, signum: open(os.environ['DIR'] + '/asked', 'w').close(); "
+    "sys.exit(__main__.main(sys.argv[1:]))"
+)
+
+
+def test_a_rank_that_cannot_be_killed_is_named_and_does_not_block_the_agent(host):
+    process = host.start("sh", "-c", DEAF, grace=0.3, run=STUCK)
+    rank = host.up()
+    process.terminate()
+    # Its log goes on meanwhile.
+    while not (host.path / "asked").exists():
+        time.sleep(0.01)
+    assert process.wait(60) == 128 + signal.SIGKILL
+    ended = json.loads((host.node() / "exit.json").read_bytes())
+    assert f"process {rank} (sh) does not end on SIGKILL" in ended["reason"]
+    os.kill(rank, signal.SIGKILL)
+    assert gone(rank)
+
+
+def test_nothing_is_left_of_the_guard_when_a_run_ends(host):
+    process = host.start("sh", "-c", 'echo "$$" >"$DIR/up"')
+    host.up()
+    assert process.wait() == 0
+    assert agent.processes_of(str(host.path)) == []
+
+
+ECHO = (
+    'import os, sys, time\n'
+    'if os.environ["LOCAL_RANK"] == "0":\n'
+    '    raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")\n'
+    'try:\n'
+    '    raise ValueError("the cause")\n'
+    'finally:\n'
+    '    time.sleep(3)  # it cleans up\n'
+)  # fmt: skip
+
+
+def test_a_rank_that_cleans_up_before_its_traceback_is_waited_for(host):
+    process = host.start(sys.executable, "-c", ECHO, nproc=2)
+    assert process.wait() == 1
+    ends = json.loads((host.node() / "exit.json").read_bytes())["processes"]
+    assert [(end["exit_code"], end["asked"]) for end in ends] == [(1, False), (1, False)]
+    assert "ValueError: the cause" in host.log()
+
+
+def test_a_rank_that_goes_on_is_not_waited_for_for_ever(host):
+    quick = RUN.replace(
+        "sys.exit", "from clusterkit.agent import limits; limits.ECHO_SECONDS = 1.0; sys.exit"
+    )
+    process = host.start(sys.executable, "-c", ECHO.replace("(3)", "(600)"), nproc=2, run=quick)
+    assert process.wait() == 1
+    ends = json.loads((host.node() / "exit.json").read_bytes())["processes"]
+    assert [end["asked"] for end in ends] == [False, True]
