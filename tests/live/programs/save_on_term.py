@@ -1,6 +1,11 @@
-import argparse, os, signal, sys, time
+import argparse
+import signal
+import sys
+import time
 from pathlib import Path
-import torch, torch.distributed as dist
+
+import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 
