@@ -19,7 +19,7 @@ from clusterkit.agent.processes import (
     send,
     wait_gone,
 )
-from clusterkit.agent.protocol import Document
+from clusterkit.agent.protocol import AGENT, Document
 
 
 class Ending:
@@ -108,14 +108,19 @@ class Family:
         return sorted(known - spared)
 
 
-def left_of(run_dir: str, node: str = "*") -> list[int]:
+def left_of(run_dir: str, node: str = "*", agent: str | None = None) -> list[int]:
     """Return the living processes of a run on this host, or of one of its nodes (``node-3``).
 
     They are those in whose environment the folder is, and the recorded ranks with their groups.
     The caller, and what it was started by, are left out.
+
+    Args:
+        agent: instead of those of the folder: of the agent of this name alone (AGENT).
     """
     folders = list(Path(run_dir).glob(f"attempts/*/{node}"))
-    if node == "*":
+    if agent is not None:
+        found = processes_with({f"{AGENT}={agent}"})
+    elif node == "*":
         found = processes_with({f"CLUSTERKIT_RUN_DIR={run_dir}"})
     else:
         found = processes_with({f"CLUSTERKIT_NODE_DIR={folder}" for folder in folders})

@@ -13,7 +13,7 @@ from clusterkit.agent.ending import Ending, Family, describe, left_of, top
 from clusterkit.agent.files import read_lines
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.processes import identity, process_table, wait_gone
-from clusterkit.agent.protocol import Document
+from clusterkit.agent.protocol import AGENT, Document
 from clusterkit.agent.signals import adopt_orphans
 from clusterkit.agent.streams import Stream, pump
 
@@ -74,7 +74,7 @@ class Guard:
         poll.register(agent, select.POLLIN)
         poll.poll()
         run_dir, name = self._folder.parents[2], self._folder.name
-        left = left_of(str(run_dir), name)
+        left = left_of(str(run_dir), name, os.environ[AGENT])
         folders = sorted(run_dir.glob(f"attempts/*/{name}"), key=lambda path: int(path.parts[-2]))
         with contextlib.suppress(OSError):
             self._log.move(folders[-1])

@@ -35,6 +35,9 @@ PEER_TOKEN = "CLUSTERKIT_PEER_TOKEN"
 COORDINATOR = "CLUSTERKIT_COORDINATOR"
 """Environment variable with the address and port at which node 0's agent listens; by it agents know
 that the run has other nodes."""
+AGENT = "CLUSTERKIT_AGENT"
+"""Environment variable of ranks and launchers with a name of the agent that started them: another
+agent of the same node may be starting already when a guard looks for what the first one left."""
 STOPPED = "stopped on request"
 """The reason of a node whose agent was signalled to end."""
 STOPPED_BY_PEERS = "stopped: "

@@ -11,6 +11,7 @@ from clusterkit.agent.ending import end_left_of
 from clusterkit.agent.files import read_json
 from clusterkit.agent.node import Node
 from clusterkit.agent.processes import is_alive
+from clusterkit.agent.protocol import AGENT
 from clusterkit.agent.signals import adopt_orphans
 
 
@@ -27,4 +28,5 @@ def run_node(options: argparse.Namespace) -> int:
         print("; ".join(stuck), file=sys.stderr)
         return 75
     adopt_orphans()
+    os.environ[AGENT] = os.urandom(8).hex()
     return Node(options, folder, returns=previous is not None).run()

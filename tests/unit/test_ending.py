@@ -19,7 +19,7 @@ RUN = "import sys; from clusterkit.agent import __main__; sys.exit(__main__.main
 DEAF = 'trap "" TERM; echo "$$" >"$DIR/up"; sleep 600'
 """A rank that ignores SIGTERM, as the process that it waits for does, and prints nothing."""
 SAVES = (
-    'import os, signal, subprocess, sys\n'
+    'import os, signal, subprocess, sys, time\n'
     'worker = subprocess.Popen(["sleep", "600"])\n'
     'def save(number, frame):\n'
     '    with open(os.environ["CLUSTERKIT_PIPE"] + "-0", "w") as log:\n'
@@ -31,7 +31,7 @@ SAVES = (
     'with open(os.environ["DIR"] + "/up", "w") as up:\n'
     '    print(os.getpid(), file=up)\n'
     'while True:\n'
-    '    signal.pause()\n'
+    '    time.sleep(0.05)\n'
 )  # fmt: skip
 
 
