@@ -32,6 +32,7 @@ _TORCHRUN = re.compile(rb"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\
 _WINDOW = 20  # lines of metrics that are kept
 _LONGEST = 200  # characters of an error that is sent to node 0
 _LAST_LINES = 30  # of a rank that are kept
+_WORDS = 3  # of these, that are sent to node 0
 
 
 class RankOutput:
@@ -83,15 +84,16 @@ class RankOutput:
         ``code``: as a shell reports it. ``error``: the exception that ended the rank and the line
         that raised it; empty if none did (after one Python exits with 1). ``echo``: whether the
         rank failed because another one did; ``timed_out``: because another one did not come.
+        ``words``: the last lines of a rank that exited by itself without an exception.
         """
         who = "-" if rank is None else str(rank)
         error = self._errors.get(who, "") if code == 1 else ""
-        said = error
-        if not error and code in _CAUGHT:
-            said = b"\n".join(self._last.get(who, ())).decode(errors="replace")
+        lines = [line.decode(errors="replace") for line in self._last.get(who, ()) if line.strip()]
+        said = "\n".join(lines) if not error and code in _CAUGHT else error
+        words = "" if error or code >= 128 else " / ".join(lines[-_WORDS:])[-_LONGEST:]
         return {
             "code": code, "error": error, "echo": bool(ECHOES.search(said)),
-            "timed_out": bool(_TIMED_OUT.search(said)),
+            "timed_out": bool(_TIMED_OUT.search(said)), "words": words,
         }  # fmt: skip
 
 

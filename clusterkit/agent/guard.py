@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import select
@@ -29,15 +30,14 @@ class Guard:
         folder: the node's.
         log: the node's.
         pipes: take the ranks' output.
-        grace: seconds from SIGTERM to SIGKILL.
-        forked: whether a fork server starts the ranks.
+        options: of ``agent run``.
     """
 
     def __init__(
-        self, folder: Path, log: NodeLog, pipes: Sequence[Stream], grace: float, *, forked: bool
+        self, folder: Path, log: NodeLog, pipes: Sequence[Stream], options: argparse.Namespace
     ) -> None:
         self._folder, self._log, self._pipes = folder, log, pipes
-        self._grace, self._forked = grace, forked
+        self._grace, self._forked = options.grace, options.fork > 0
         self.identity: Document | None = None
         """None: there is none, as the first process of a container takes all others along."""
         self._handle: int | None = None

@@ -199,7 +199,9 @@ class Launcher:
     # -- stopping
 
     def stop(self) -> None:
-        """Ask everything to end, and kill it after the grace."""
+        """Ask everything to end, and kill it after the grace. Nothing is asked twice."""
+        if self._kill_at is not None:
+            return
         self._check_stopped(now=True)
         ranks = self._log.ranks
         all_started = not self.owns_ranks and len(ranks) >= self._options.nproc

@@ -54,14 +54,12 @@ class Membership:
         self._dropped = ""  # which nodes were lost for good since the last round
         self._cannot_restart = False  # whether that is so on a node in this round
         self._first_tick: float | None = None
-        self._began = 0.0  # when this round did
-        self._last_exit = 0.0  # when a launcher ended by itself last
+        self._began = self._last_exit = 0.0  # when this round did; when a launcher ended last
         self._replaced_agents: set[str] = set()
         self._replaced_at: float | None = None  # when it was known that another node 0 was here
 
     @property
     def decided(self) -> bool:
-        """Whether the run is over."""
         return self.verdict is not None
 
     def directive(self, node: int, now: float) -> Directive:
@@ -171,8 +169,7 @@ class Membership:
             self._lose(node, now, reason and f"node {node} {reason}")
             if self.decided:
                 break
-        if self._first_tick is None:
-            self._first_tick = now
+        self._first_tick = now if self._first_tick is None else self._first_tick
         waited = now - self._first_tick > limits.PEER_MEET_SECONDS
         opening = not (self._text or self._ending or self.decided)
         absent = self.members.never_came() if waited and opening else []
@@ -218,7 +215,7 @@ class Membership:
                 self._drop(missing)
             elif seconds > max(self._timeout, limits.END_SECONDS):
                 self._decide("stop", f"node {unready} did not end within {seconds:.0f} s")
-        elif ending.failed is not None and ending.until is None and self._is_final(ending.failed):
+        elif ending.failed is not None and ending.until is None and self._is_final(ending):
             return
         elif now >= ending.restart_at:
             self._begin_round(ending, now)
@@ -226,15 +223,16 @@ class Membership:
             ending.until, self.sequence = ending.restart_at, self.sequence + 1
             ending.reason = f"{self._retries.next} waits {ending.restart_at - now:.0f} s"
 
-    def _is_final(self, failed: int) -> bool:
-        """End the run if no round may follow one in which this node's launcher failed."""
+    def _is_final(self, ending: Ending) -> bool:
+        """End the run if no round may follow one in which a node's launcher failed."""
         final = None  # with another port the supervisor may start all nodes again
         if not self._cannot_restart:
-            final = self._retries.refusal(*self.members.failures())
-            if final is None and self._retries.left:
+            final = (
+                self._retries.refusal(*self.members.failures(), ending.since - self._began) or ""
+            )
+            if not final and self._retries.left:
                 return False
-            final = final or ""
-        self._decide("stop", f"node {failed} failed", failed=failed, final=final)
+        self._decide("stop", f"node {ending.failed} failed", failed=ending.failed, final=final)
         return True
 
     def _drop(self, missing: list[int]) -> None:
@@ -243,13 +241,13 @@ class Membership:
             return
         reason, agents = not_returned(missing, self._timeout), self.members.by_node
         if (changes := self.members.drop(missing)) is None:
-            return self._decide("stop", reason)
+            self._decide("stop", reason)
+            return
         self._replaced_agents |= {agents[node].state.agent for node in missing if node in agents}
         self._dropped = f"{reason}; {changes}"
         if self._ending is not None:
             self._ending.failed = None  # whoever failed may have failed of that
         self.sequence, self.changed = self.sequence + 1, True
-        return None
 
     def _launcher_ended(self, node: int, code: int, now: float, known: bool) -> None:
         """Handle a launcher that ended by itself; ``known``: its node had met this coordinator."""
@@ -271,7 +269,9 @@ class Membership:
         if self.decided or node not in self.members.ranks:
             return
         if self._terms.wait:
-            self._end_round(None, f"node {node} was lost; waiting for it", now)
+            pause = 0.0 if self._ending else self._retries.lost(now - self._began)
+            text = f"node {node} was lost; waiting for it"
+            self._end_round(node if pause is None else None, text, now, pause or 0.0)
         else:
             self._decide("stop", reason or f"the launcher of node {node} is gone")
 

@@ -52,9 +52,7 @@ class Node:
         self.preempted = False  # whether it has because this node was asked to end (SIGTERM)
         self.final = False  # whether the run must not be started again after this failure
         self.reason: str | None = None  # why this attempt ends, beyond the launcher's exit code
-        self.restart_reason = (
-            protocol.SPARE_NOT_NEEDED if spare else None
-        )  # the same, before another attempt
+        self.restart_reason = protocol.SPARE_NOT_NEEDED if spare else None  # before the next
         self.stopped_by: str | None = None  # the process that asked this node to end, or its reason
         self.causes: list[str] = []  # what else was done to this node that it may have failed of
         self.guard: Guard | None = None
@@ -72,12 +70,9 @@ class Node:
         self.log = self.files.log
         if not self.meeting.token:  # manifests that somebody applies by hand
             self.files.warn(f"{protocol.PEER_TOKEN} is not set: any program can pose as a node")
-        self.deadline: float | None = None  # when the run is over its time limit
-        if options.time_limit is not None:
-            left = options.time_limit - self.files.seconds_since_start()
-            self.deadline = time.monotonic() + max(0.0, left)
-        launcher = ForkLauncher if options.fork else SpawnLauncher
-        self.launcher = launcher(options, folder, self.log, self.selector)
+        self.deadline = self.files.deadline(options.time_limit)
+        kind = ForkLauncher if options.fork else SpawnLauncher
+        self.launcher = kind(options, folder, self.log, self.selector)
         self.watch = Watch(options, folder, self.log, self._order)
 
     def run(self) -> int:
@@ -88,10 +83,7 @@ class Node:
         except OSError as error:
             code, self.reason = start_failure(error)
             return self._finish(code)
-        self.guard = Guard(
-            self.files.folder, self.log, self.launcher.pipes, self.options.grace,
-            forked=self.options.fork > 0,
-        )  # fmt: skip
+        self.guard = Guard(self.files.folder, self.log, self.launcher.pipes, self.options)
         self.files.set_guard(self.guard.identity)
         rejoin = self.options.rejoin > 0
         if self.meeting.others or self.terms.restarts:
@@ -144,7 +136,8 @@ class Node:
                 self._next_attempt(self.first_attempt + order.restarts_used)
                 if order.rank is not None and order.nodes is not None:
                     os.environ["NODE_RANK"], self.options.nodes = str(order.rank), order.nodes
-                self._start()
+                if not self.over:
+                    self._start()
             case messages.Pause():
                 self.files.set_waiting(order.reason, order.seconds)
             case messages.EndLauncher():
@@ -189,19 +182,26 @@ class Node:
         """End this attempt and begin that one, where a restart was used since the last start."""
         if number > self.files.attempt:
             self.reason = self.reason or self.restart_reason
-            self.files.next_attempt(number, self._ending(self._exit_code(), number))
+            try:
+                self.files.next_attempt(number, self._ending(self._exit_code(), number))
+            except OSError as error:  # over a quota, of which statvfs says nothing
+                self.files.warn(f"not started again: {error}")
+                return self._leave()
             self.reason, folder = None, str(self.files.folder)
             os.environ.update(CLUSTERKIT_ATTEMPT=str(number), CLUSTERKIT_NODE_DIR=folder)
+
+    def _leave(self) -> None:
+        """Start nothing more; for the other nodes this one is lost."""
+        self.over = True
+        if self.client is not None:
+            self.client.leave()
 
     def _launcher_ended(self) -> None:
         interrupted = self.phase is Phase.INTERRUPTED
         self.phase = Phase.WAITING if interrupted else Phase.ENDED
         if self.launcher.stuck:
-            # Nothing may be started beside them: the run goes on without this node, if at all.
             self.reason = "; ".join(map(describe, self.launcher.stuck))
-            self.over = True
-            if self.client is not None:
-                self.client.leave()
+            self._leave()
         self.reason = self.reason or self.launcher.failure
         self.launcher.finish_output()
         failure, stopped = self.launcher.rank_failure(), self.reason or self.restart_reason
@@ -251,8 +251,8 @@ class Node:
             if signum == signal.SIGCONT:
                 if (seconds := self.pause.resumed()) is not None:
                     self.files.warn(f"this node's agent was stopped (SIGSTOP) for {seconds:.0f} s")
-            elif self.reason is None or not self.phase.runs:
-                self._asked_to_end(signum, pid, uid)
+            elif not (self.phase.runs and self.reason and (self.over or self.stopped_by)):
+                self._asked_to_end(signum, pid, uid)  # also while it ends for another start
 
     def _asked_to_end(self, signum: int, pid: int, uid: int) -> None:
         self.stopped_by, by_clusterkit = sender(signum, pid, uid)
@@ -260,9 +260,8 @@ class Node:
             self.causes.append(f"stopped by {self.stopped_by}")
             self.files.remarks.append(self.causes[-1])
         self.reason, self.preempted = protocol.STOPPED, self.terms.restartable
-        self.over |= self.preempted
-        if self.preempted and self.client is not None:
-            self.client.leave()
+        if self.preempted:
+            self._leave()
         self.launcher.stop()
 
     # -- the end

@@ -62,6 +62,12 @@ class NodeFiles:
         now = time.time()
         return max(0.0, now - min((at for at in began if isinstance(at, float)), default=now))
 
+    def deadline(self, limit: float | None) -> float | None:
+        """Return when, by `time.monotonic`, the run is over its time limit; None: it has none."""
+        if limit is None:
+            return None
+        return time.monotonic() + max(0.0, limit - self.seconds_since_start())
+
     def next_attempt(self, number: int, ended: Document) -> None:
         """End this attempt, with ``ended`` in its ``exit.json``, and begin that one's folder."""
         folder = self.folder.parents[1] / str(number) / self.folder.name

@@ -43,10 +43,11 @@ class Host:
         self.agents = []
         os.mkfifo(path / "up")
 
-    def start(self, *argv, attempt=1, grace=5.0, options=("--spawn",), run=RUN, nproc=1):
+    def start(self, *argv, attempt=1, grace=5.0, options=("--spawn",), run=RUN, nproc=1, **more):
         env = {
             "PATH": os.environ["PATH"], "CLUSTERKIT_RUN_DIR": str(self.path), "DIR": str(self.path),
             "CLUSTERKIT_NODE_DIR": str(self.node(attempt)), "CLUSTERKIT_ATTEMPT": str(attempt),
+            **more,
         }  # fmt: skip
         words = ["run", "--nproc", str(nproc), "--workdir", str(self.path), "--grace", str(grace)]
         self.agents.append(
@@ -242,3 +243,47 @@ def test_a_rank_that_goes_on_is_not_waited_for_for_ever(host):
     assert process.wait() == 1
     ends = json.loads((host.node() / "exit.json").read_bytes())["processes"]
     assert [end["asked"] for end in ends] == [False, True]
+
+
+def test_a_cancel_while_a_hang_ends_is_not_lost(host):
+    """The hang would be followed by a restart."""
+    hang = (
+        "import os, threading, time; from clusterkit.agent import __main__, messages; "
+        "from clusterkit.agent.node import Node; start = Node._start; "
+        "Node._start = lambda self: (start(self), "
+        "self._order(messages.EndHang(0, 'rank 0 hangs')) if self.files.attempt == 1 else None); "
+    )
+    deaf = "trap 'echo asked >>$DIR/asked' TERM; echo $$ >$DIR/up; while :; do sleep 0.1; done"
+    process = host.start(
+        "sh", "-c", deaf, grace=3.0, options=("--spawn", "--restarts", "1"),
+        run=hang + RUN, NODE_RANK="0", CLUSTERKIT_RUN_ID="r",
+    )  # fmt: skip
+    host.up()
+    while not (host.path / "asked").exists():
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGKILL
+    ended = json.loads((host.node() / "exit.json").read_bytes())
+    assert (ended["reason"], ended.get("next")) == ("stopped on request", None)
+    assert (host.path / "asked").read_text() == "asked\n"  # once
+
+
+def test_an_agent_that_cannot_begin_an_attempt_records_why(host):
+    """As with a disk quota, of which statvfs says nothing."""
+    full = (
+        "import errno; from clusterkit.agent import __main__; "
+        "from clusterkit.agent.node_files import NodeFiles; "
+        "NodeFiles._begin, begin = lambda self, folder: begin(self, folder) "
+        "if folder.parts[-2] == '1' else (_ for _ in ()).throw("
+        "OSError(errno.EDQUOT, 'Disk quota exceeded')), NodeFiles._begin; "
+    )
+    process = host.start(
+        "sh", "-c", "echo $$ >$DIR/up; exit 7", options=("--spawn", "--restarts", "2"),
+        run=full + RUN, NODE_RANK="0", CLUSTERKIT_RUN_ID="r",
+    )  # fmt: skip
+    host.up()
+    assert process.wait(60) == 7
+    ended = json.loads((host.node() / "exit.json").read_bytes())
+    assert (ended["exit_code"], ended.get("next")) == (7, None)
+    assert "not started again: [Errno 122] Disk quota exceeded" in ended["remarks"]
+    assert agent.processes_of(str(host.path)) == []

@@ -24,7 +24,10 @@ def test_the_last_exception_and_its_place(lines, error):
     words = RankOutput()
     for line in lines:
         words.read("0", line)
-    assert words.failure(0, 1) == {"code": 1, "error": error, "echo": False, "timed_out": False}
+    assert words.failure(0, 1) == {
+        "code": 1, "error": error, "echo": False, "timed_out": False,
+        "words": "" if error else "ValueError: bad",
+    }  # fmt: skip
     assert words.failure(1, 1)["error"] == ""
     assert words.failure(0, 137)["error"] == ""  # it was killed, whatever it said before
 
@@ -49,5 +52,16 @@ def test_an_echo_is_known():
     watchdog = b"[rank3]:[E] Watchdog caught collective operation timeout: WorkNCCL(..)"
     for line in (watchdog, b"terminate called after throwing an instance of 'c10::DistError'"):
         words.read("3", line)
-    assert words.failure(3, 134) == {"code": 134, "error": "", "echo": True, "timed_out": True}
+    assert words.failure(3, 134) == {
+        "code": 134, "error": "", "echo": True, "timed_out": True, "words": ""
+    }  # fmt: skip
+    for line in (
+        b"loading",
+        b"usage: train.py [-h]",
+        b"",
+        b"train.py: error: unrecognized: --r=16",
+    ):
+        words.read("4", line)
+    said = "loading / usage: train.py [-h] / train.py: error: unrecognized: --r=16"
+    assert words.failure(4, 2)["words"] == said
     assert not words.failure(3, 137)["echo"]  # it was killed, whatever it said before

@@ -20,6 +20,7 @@ from clusterkit.agent.messages import (
     Start,
 )
 from clusterkit.agent.peer import Peer
+from clusterkit.agent.retries import Retries
 
 NAMES = {CountRestarts: "follow", Start: "start", EndLauncher: "wait"}
 
@@ -219,8 +220,9 @@ def test_after_the_last_restart_a_failure_ends_the_run(wait_for):
     assert orders[-2:] == [(0, "exit", "node 0 failed"), (1, "stop", "node 0 failed")]
 
 
-def failure(error="E: bad", code=1):
-    return {"failure": {"code": code, "error": error, "echo": "by peer" in error}}
+def failure(error="E: bad", code=1, words=""):
+    echo = "by peer" in error
+    return {"failure": {"code": code, "error": error, "echo": echo, "words": words}}
 
 
 def rounds(failures, steps=(None,) * 9, **options):
@@ -267,6 +269,58 @@ def test_the_same_failure_twice_in_a_row_is_the_last(failures, steps, end):
 )
 def test_what_may_be_another_failure_is_followed_by_another_round(failures, steps):
     assert rounds(failures, steps) is None
+
+
+USAGE = "usage: train.py [-h] / train.py: error: unrecognized arguments: --r=16"
+
+
+def test_a_start_that_cannot_work_is_tried_twice():
+    wrong = failure("", 2, USAGE)
+    words = f"failed twice in the same way: exit code 2: {USAGE}; not restarted again"
+    assert rounds([(wrong, wrong), (wrong, None)]) == (2, words)
+    for other in (
+        [(wrong, None), (failure("", 2, "another"), None)] * 2,
+        [(failure("", 2), None)] * 3,  # it printed nothing
+    ):
+        assert rounds(other) is None
+    assert rounds([(wrong, None)] * 2, (3, 3)) is None  # there were steps
+    assert rounds([(wrong, None)] * 2, retry_on=(2,)) is None  # who says so wants it again
+
+
+def test_words_of_a_program_that_ran_for_long_are_not_those_of_a_start():
+    retries = Retries(5)
+    found = [retries.refusal([failure("", 3, "preempted")["failure"]], None, 3600.0) for _ in "ab"]
+    assert found == [None, None]
+
+
+def test_a_thousand_restarts_have_a_pause_as_well():
+    retries = Retries(2000)
+    for _ in range(1100):
+        retries.use()
+    assert retries.pause(1.0) == limits.LONGEST_PAUSE
+
+
+def test_losses_in_a_row_are_backed_off_and_then_count_as_failures():
+    """An agent that is killed again and again, by a memory limit, say."""
+    retries = Retries(3)
+    pauses = [retries.lost(90.0) for _ in range(limits.FREE_RESTARTS)]
+    assert pauses == [0, 0, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert retries.lost(90.0) is None
+    assert retries.lost(3600.0) == 0.0
+
+
+def test_a_node_that_is_lost_again_and_again_uses_restarts_in_the_end():
+    table = Table(2, 60.0, restarts=1).all_arrive()
+    membership, now = table.membership, 0.0
+    for _ in range(limits.FREE_RESTARTS):
+        assert membership._ending is None
+        membership._began, membership._ending = now, None
+        membership._lose(1, now + 90)
+        assert membership._ending.failed is None
+        membership._ending, now = None, now + 90
+    membership._began = now
+    membership._lose(1, now + 90)
+    assert membership._ending.failed == 1
 
 
 def test_only_the_exit_codes_that_the_job_names_are_followed_by_another_round():
