@@ -228,7 +228,10 @@ ECHO = (
 
 
 def test_a_rank_that_cleans_up_before_its_traceback_is_waited_for(host):
-    process = host.start(sys.executable, "-c", ECHO, nproc=2)
+    patient = RUN.replace(
+        "sys.exit", "from clusterkit.agent import limits; limits.ECHO_SECONDS = 60.0; sys.exit"
+    )
+    process = host.start(sys.executable, "-c", ECHO, nproc=2, run=patient)
     assert process.wait() == 1
     ends = json.loads((host.node() / "exit.json").read_bytes())["processes"]
     assert [(end["exit_code"], end["asked"]) for end in ends] == [(1, False), (1, False)]
