@@ -218,7 +218,9 @@ def test_nothing_is_left_of_the_guard_when_a_run_ends(host):
 
 ECHO = (
     'import os, sys, time\n'
+    'failed = os.environ["DIR"] + "/failed"\n'
     'if os.environ["LOCAL_RANK"] == "0":\n'
+    '    open(failed, "w").close()\n'
     '    raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")\n'
     'try:\n'
     '    raise ValueError("the cause")\n'
