@@ -45,7 +45,8 @@ _HINTS = (
      "DeepSpeed compiles here: install a C++ compiler and ninja"),
     (re.compile(r"Found no NVIDIA driver|No CUDA GPUs are available|no CUDA-capable device"),
      "no GPU on this node, or none that its ranks may use, but the program asks for CUDA"),
-    (re.compile(r"not compiled with CUDA enabled|compiled without CUDA support"),
+    (re.compile(r"not compiled with CUDA enabled|compiled without CUDA support|_cuda_setDevice"
+                r"|doesn't have NCCL built in"),
      "no GPU on this node, or its torch is one for CPUs, but the program asks for CUDA"),
     (re.compile(r"loss is (nan|-?inf)|returned nan values in its|non-?finite", re.I),
      "lower the learning rate or clip gradients, and resume from a checkpoint before that step"),

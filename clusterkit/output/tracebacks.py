@@ -34,7 +34,8 @@ _CHAINS = (
 )
 # The left margin in the traceback of an ExceptionGroup, and the lines between its parts.
 _GUTTER = re.compile(r"\s+(\|( |$)|\+[-+])")
-_UNRAISABLE = "Exception ignored in"
+# "in", "on", and from Python 3.14 on "while calling deallocator", "while flushing sys.stdout", ...
+_UNRAISABLE = "Exception ignored "
 _ADVICE = (
     r"Set the environment variable HYDRA_FULL_ERROR=1|note: run with `RUST_BACKTRACE"
     r"|Try '.*' for help"

@@ -222,6 +222,8 @@ ECHO = (
     'if os.environ["LOCAL_RANK"] == "0":\n'
     '    open(failed, "w").close()\n'
     '    raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")\n'
+    'while not os.path.exists(failed):\n'
+    '    time.sleep(0.05)\n'
     'try:\n'
     '    raise ValueError("the cause")\n'
     'finally:\n'

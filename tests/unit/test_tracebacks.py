@@ -324,3 +324,17 @@ def test_a_rank_s_traceback_and_another_of_the_launcher_s_stay():
 def test_a_report_that_breaks_off_is_shown_as_far_as_it_came():
     lines = said(REPORT, rank=None)[:5]
     assert folded(lines) == lines
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "in: <function Model.__del__ at 0x7f>",  # up to 3.13
+        "on flushing sys.stdout:",  # 3.13
+        "while calling deallocator <function Model.__del__ at 0x7f>:",  # 3.14
+        "while finalizing generator <generator object f at 0x7f>:",
+    ],
+)
+def test_what_a_finalizer_raises_is_never_the_cause(words):
+    ignored = f"Exception ignored {words}\n{TRACEBACK}AttributeError: no attribute 'close'"
+    assert failure(said(f"{TRACEBACK}ValueError: bad\n{ignored}")).cause == "ValueError: bad"
