@@ -218,6 +218,9 @@ def test_nothing_is_left_of_the_guard_when_a_run_ends(host):
 
 ECHO = (
     'import os, sys, time\n'
+    'rank = os.environ["LOCAL_RANK"]\n'
+    'os.dup2(os.open(os.environ["CLUSTERKIT_PIPE"] + "-" + rank, os.O_WRONLY), 2)\n'
+    'os.write(2, f"@clusterkit-rank {rank} {os.getpid()}\\n".encode())\n'
     'failed = os.environ["DIR"] + "/failed"\n'
     'if os.environ["LOCAL_RANK"] == "0":\n'
     '    open(failed, "w").close()\n'

@@ -21,6 +21,7 @@ agent.clock agent.files agent.worker
 agent.failure agent.messages agent.retries
 agent.member
 agent.processes agent.signals agent.archive agent.connections agent.membership
+agent.ending
 agent.hangs agent.host agent.node_log agent.report agent.coordinator agent.peer
 agent.rank_state agent.stragglers agent.preload agent.rank agent.program
 agent.module_files agent.influences agent.static_look agent.first_import
@@ -30,9 +31,10 @@ agent.forkserver_process
 agent.watch
 agent.node_files
 agent.streams agent.client
-agent.launcher
+agent.launcher agent.guard
 agent.spawn agent.fork
 agent.node
+agent.start
 agent.__main__ agent
 errors bench jobfile output run sync
 files run.status output.series host_probe sync.receiver
