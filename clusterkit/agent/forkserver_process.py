@@ -14,7 +14,7 @@ MODULES = (
 # Run by the server, as "<clusterkit>". The program's stack must hold its own frames alone, or what
 # looks outwards differs: inspect.stack(), the stacklevel of warnings and logging. So the server
 # runs in a hook that Python calls once all frames are gone, and whose own frame Python takes for
-# one that has not begun, as it lacks that instruction (3.11 or newer; before, one frame is seen).
+# one that has not begun, as it lacks that instruction (3.11 to 3.14; on others one frame is seen).
 _MAIN = """
 import sys
 config["modules"] = frozenset(sys.modules)
@@ -37,7 +37,7 @@ def main(*_):
             break
     program.end(error)
 
-if sys.version_info >= (3, 11):
+if (3, 11) <= sys.version_info < (3, 15):  # later ones: until they were looked at
     import opcode
     for name in sys.modules.keys() - config["modules"]:
         del sys.modules[name]  # the program did not import it
