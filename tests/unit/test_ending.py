@@ -260,8 +260,11 @@ def test_a_cancel_while_a_hang_ends_is_not_lost(host):
     hang = (
         "import os, threading, time; from clusterkit.agent import __main__, messages; "
         "from clusterkit.agent.node import Node; start = Node._start; "
-        "Node._start = lambda self: (start(self), "
-        "self._order(messages.EndHang(0, 'rank 0 hangs')) if self.files.attempt == 1 else None); "
+        "wait = lambda self: ([time.sleep(0.01) for _ in iter(lambda: "
+        "os.path.exists(os.environ['DIR'] + '/go'), True)], "
+        "self._order(messages.EndHang(0, 'rank 0 hangs'))); "
+        "Node._start = lambda self: (start(self), threading.Thread("
+        "target=wait, args=(self,), daemon=True).start() if self.files.attempt == 1 else None); "
     )
     deaf = "trap 'echo asked >>$DIR/asked' TERM; echo $$ >$DIR/up; while :; do sleep 0.1; done"
     process = host.start(
@@ -269,6 +272,7 @@ def test_a_cancel_while_a_hang_ends_is_not_lost(host):
         run=hang + RUN, NODE_RANK="0", CLUSTERKIT_RUN_ID="r",
     )  # fmt: skip
     host.up()
+    (host.path / "go").touch()
     while not (host.path / "asked").exists():
         time.sleep(0.01)
     process.terminate()
