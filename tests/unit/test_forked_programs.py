@@ -316,7 +316,9 @@ def interpreter(version):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_as_under_python(name, forked, tmp_path, monkeypatch):
+def test_as_under_python(name, forked, tmp_path, monkeypatch, request):
+    if name.startswith("frames") and {"3.9", "3.10"} & {*request.node.callspec.params.values()}:
+        pytest.skip("one frame of ours is seen before Python 3.11")
     case = PROGRAMS[name]
     for variable, value in case.env.items():
         monkeypatch.setenv(variable, value)
