@@ -34,6 +34,7 @@ _READS = ("__contains__", "copy", "count", "get", "index", "items", "keys", "val
 _READERS = re.compile(r"builtins\.(any|bool|dict|iter|len|list|print|set|sorted|str|tuple)$")
 _CHANGES_PROCESS = re.compile(
     r"addsitedir|chdir|chroot|cpu_affinity|dictConfig|exec_module|fchdir|fileConfig|LoadLibrary"
+    r"|finalize|runcode|runsource|timeit"
     r"|install_import_hook|load_dotenv|reload|run_module|run_path|sched_setaffinity|setLoggerClass"
     r"|setdlopenflags|spec_from_file_location|CDLL|PyDLL|import_module|__import__|exec|eval"
 )

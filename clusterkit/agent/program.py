@@ -24,7 +24,10 @@ from collections.abc import Callable
 from types import CodeType, TracebackType
 from typing import Any
 
-_CLOSED_WHEN_FREED = {("zipfile", "ZipFile"), ("shelve", "Shelf"), ("h5py._hl.files", "File")}
+_CLOSED_WHEN_FREED = {
+    ("zipfile", "ZipFile"), ("shelve", "Shelf"), ("h5py._hl.files", "File"),
+    ("tempfile", "_TemporaryFileWrapper"), ("tempfile", "SpooledTemporaryFile"),
+}  # fmt: skip
 _INTERRUPTED = 128 + signal.SIGINT
 
 

@@ -192,10 +192,31 @@ def _query(path: Path, handler: str) -> bytes:
     return bytes(answer).partition(b"\r\n\r\n")[2]
 
 
+def _bears_signal(pid: int) -> bool:
+    """Return whether a signal changes nothing of what a process's main thread does.
+
+    A handler of signals, whatever its flags, has poll(2), select(2), epoll_wait(2), nanosleep(2)
+    and others return EINTR (signal(7)), which native code may take for an error or for the end of
+    its wait. So the thread must wait for a lock, which the kernel resumes, or only compute.
+    """
+    before = context_switches(pid).partition(b"nonvoluntary")[0]
+    for _ in range(4):
+        try:
+            fields = Path(f"/proc/{pid}/task/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            waits_in = Path(f"/proc/{pid}/task/{pid}/wchan").read_bytes()
+        except OSError:
+            return False
+        if fields[0] != b"R" and not waits_in.startswith(b"futex"):
+            return False
+        time.sleep(limits.ANSWER_SECONDS / 20)
+    return context_switches(pid).partition(b"nonvoluntary")[0] == before
+
+
 def _by_signal(pid: int) -> bytes:
     """Return the tracebacks that faulthandler writes into the file that `rank` opens for them.
 
     Empty for a process without that file: it became another program, and the signal would end it.
+    Empty as well where the signal could be noticed (`_bears_signal`).
 
     Raises:
         OSError: the process has ended.
@@ -209,7 +230,7 @@ def _by_signal(pid: int) -> bytes:
             # torch removes it once the interpreter answers. A rank that is killed would leave it.
             Path(name).unlink(missing_ok=True)
     file = next((opened[name] for name in opened if name.startswith(f"/memfd:{TRACE_FILE} ")), None)
-    if file is None:
+    if file is None or not _bears_signal(pid):
         return b""
     with open(file, "r+b", buffering=0) as trace:
         trace.truncate(0)

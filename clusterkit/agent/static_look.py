@@ -106,7 +106,9 @@ class _Walk:
             self.doubt(f"{file}: {type(error).__name__}", done)
             return done
         self._own.add(name.partition(".")[0])
-        self.known[name] = walked = _File(self, file, text.decode(errors="replace"), name, package)
+        self.known[name] = walked = _File(
+            self, file, text.decode(errors="replace"), name, package, installed
+        )  # fmt: skip
         self._visited[file, done] = walked.body(tree.body, done)
         return self._visited[file, done]
 
@@ -133,16 +135,25 @@ class _Walk:
     def is_own(self, name: str) -> bool:
         return name.partition(".")[0] in self._own
 
+    def is_missing(self, name: str) -> bool:
+        """Return whether there is no such module: the program may be about to write it."""
+        first = name.partition(".")[0]
+        known = first in getattr(sys, "stdlib_module_names", ()) or not first  # Python 3.10
+        return not known and not any(True for _ in self._files["files_of"](first, self.path))
+
 
 class _File:
     """One file that the program runs."""
 
-    def __init__(self, walk: _Walk, file: str, text: str, name: str, package: str) -> None:
+    def __init__(
+        self, walk: _Walk, file: str, text: str, name: str, package: str, installed: bool
+    ) -> None:
         self._walk, self._file, self._lines = walk, file, text.splitlines()
         self._name, self._package = name, package
         self.names: dict[str, str] = {}  # what imports have bound, by local name
         self._texts: dict[str, str] = {}  # constants of the module
         self._influences = walk.influences(self.names, self._texts, walk.is_own)
+        self._optional = installed  # whether a module that is missing here is one to do without
 
     def _doubt(self, node: Any, done: bool, **of: bool) -> None:
         line = self._lines[node.lineno - 1].strip() if node.lineno <= len(self._lines) else ""
@@ -178,8 +189,10 @@ class _File:
             self._expression(node.test, done)
             self.body([*node.body, *node.orelse], done)
         elif isinstance(node, ast.Try) or type(node).__name__ == "TryStar":
+            before, self._optional = self._optional, True
             first = self.body(node.body[:1], done)
             rest = self.body(node.body[1:], first)
+            self._optional = before
             for handler in node.handlers:
                 self.body(handler.body, done)
             self.body(node.orelse, rest)
@@ -237,7 +250,8 @@ class _File:
         return done
 
     def _imported(self, node: ast.stmt, name: str, done: bool) -> bool:
-        if name.split(".")[0] in ("dotenv", "environs"):
+        missing = not self._optional and self._walk.is_missing(name)
+        if missing or name.split(".")[0] in ("dotenv", "environs"):
             self._doubt(node, done)
             return done
         return self._walk.imports(name, done, f"{os.path.basename(self._file)}:{node.lineno}")

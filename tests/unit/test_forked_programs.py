@@ -123,6 +123,9 @@ sys.exit(4)
 FILES = """
 import gzip, os, tempfile, weakref, zipfile
 text = open("text", "w"); text.write("text" * 3000)
+gone = tempfile.NamedTemporaryFile(dir="."); gone.write(b"gone" * 9)
+stays = tempfile.NamedTemporaryFile(dir=".", delete=False); stays.write(b"stays" * 9)
+stays.flush(); os.rename(stays.name, "stays")
 binary = open("binary", "wb"); binary.write(b"binary" * 9)
 packed = gzip.GzipFile("packed", "wb", mtime=0); packed.write(b"packed")
 archive = zipfile.ZipFile("archive", "w"); archive.writestr(zipfile.ZipInfo("a"), "archive")

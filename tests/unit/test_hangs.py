@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clusterkit.agent import clock
+from clusterkit.agent import clock, rank_state
 from clusterkit.agent.failure import RankOutput
 from clusterkit.agent.hangs import WORLD, Hangs, Steps, compare, steps_of
 from clusterkit.agent.messages import EndHang, Note, QueryRecords
@@ -320,3 +323,34 @@ def test_status_shows_it_until_it_is_taken_back(tmp_path: Path) -> None:
     assert status().hang is None
     lines = [line.partition(" - ")[2] for line in (tmp_path / "log").read_text().splitlines()]
     assert lines == ["stands still: rank 1 has not come", "the ranks go on"]
+
+
+SLEEPS = "import ctypes; ctypes.PyDLL(None).poll(None, 0, 600_000)"
+NATIVE = {
+    "poll": (SLEEPS, False),
+    "nanosleep": ("import ctypes; ctypes.PyDLL(None).sleep(600)", False),
+    "computes": ("while True: pass", True),
+    "a lock": ("import threading; lock = threading.Lock(); lock.acquire(); lock.acquire()", True),
+}
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_native_code_is_signalled_only_where_it_cannot_notice(name):
+    """A signal ends poll(2) and nanosleep(2) early, whatever the handler's flags."""
+    program, expected = NATIVE[name]
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"print('begins', flush=True)\n{program}"], stdout=subprocess.PIPE
+    )
+    with process:
+        try:
+            assert process.stdout.readline() == b"begins\n"
+            stat, deadline = Path(f"/proc/{process.pid}/stat"), time.monotonic() + 60
+            while name != "computes" and stat.read_bytes().rpartition(b")")[2].split()[0] != b"S":
+                assert time.monotonic() < deadline  # it has not come there yet
+            found = [rank_state._bears_signal(process.pid) for _ in range(3)]
+            while expected and not found[-1] and time.monotonic() < deadline:
+                found.append(rank_state._bears_signal(process.pid))
+            assert any(found) is expected
+        finally:
+            process.kill()
+    assert not rank_state._bears_signal(process.pid)

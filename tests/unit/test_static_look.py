@@ -33,6 +33,8 @@ def looked(folder, text=None, module=None, **files):
 
 
 HARMLESS = {
+    "modules that may be missing": "try:\n    import not_there\nexcept ImportError:\n    pass\n"
+    "import winreg\nimport torch",
     "nothing": "import torch",
     "reads": "import os\nx = os.environ['A'], os.environ.get('TORCH_LOGS'), 'B' in os.environ\n"
     "for name in os.environ: print(os.environ)\nimport torch",
@@ -67,6 +69,8 @@ def test_a_program_that_cannot_influence_it(name, tmp_path):
 
 
 BEFORE = {
+    "a module that it writes": "import generated_settings",
+    "timed": "import timeit\ntimeit.timeit('os.environ.clear()', setup='import os')",
     "assigned": 'os.environ["OMP_NUM_THREADS"] = "3"',
     "JIT": "os.environ['PYTORCH_JIT'] = '0'",
     "logs": "os.environ['TORCH_LOGS'] = '+dynamo'",
