@@ -184,7 +184,7 @@ USER = {
         ({}, "ok", "ann, no sudo"),
         ({"sudo": "bob"}, "warn", "through sudo of bob"),
         ({"user": ""}, "fail", "has no name"),
-        ({"home_exists": False}, "fail", "is not there"),
+        ({"home_exists": False}, "warn", "is not there"),
         ({"home_writable": False}, "warn", "cannot be written to"),
         ({"uid": 1001}, "fail", "is number 1001, but 1000"),
     ],

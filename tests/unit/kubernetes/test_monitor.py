@@ -403,7 +403,9 @@ def test_a_clock_that_is_ahead_of_the_server_s_loses_no_pod(server, transport, h
     assert BACKEND.status(handle, transport).state is State.RUNNING
     assert RunObjects(plan, transport).time() == pytest.approx(1795320020, abs=15)
     clock = [1000.0]
-    monkeypatch.setattr(monitor_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(
+        monitor_module, "time", SimpleNamespace(monotonic=lambda: clock[0], strftime=time.strftime)
+    )
     monitor = PodMonitor(handle, transport)
     try:
         until(monitor, lambda seen: seen.state is State.RUNNING)
@@ -423,7 +425,9 @@ def test_a_clock_that_is_ahead_of_the_server_s_loses_no_pod(server, transport, h
 def test_a_node_is_not_lost_while_the_api_server_is_away(server, transport, handle, monkeypatch):
     server.pod["status"]["conditions"] = SILENT
     clock = [1000.0]
-    monkeypatch.setattr(monitor_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(
+        monitor_module, "time", SimpleNamespace(monotonic=lambda: clock[0], strftime=time.strftime)
+    )
     monitor = PodMonitor(handle, transport)
     try:
         until(monitor, lambda seen: seen.state is State.RUNNING)
