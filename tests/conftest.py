@@ -29,6 +29,10 @@ from clusterkit.transport import Transport
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell's background job is deaf to Ctrl-C, and so is what it starts; some tests press it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# The same for what nohup and others have ignored: programs are compared with plain Python.
+for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # Python ignores these
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
 # What a session has started, engines and clusters too, ends with it when it is asked to end.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 

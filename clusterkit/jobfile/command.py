@@ -277,10 +277,18 @@ def _check_peeled(peeled: Peeled, job: JobSpec) -> None:
     for key, (value, written) in peeled.keys.items():
         name = key.removeprefix("env.")
         if name.startswith("PET_"):
-            raise BadInput(f"command: {written} is an option of torchrun", "write it as an option")
+            raise BadInput(
+                f"command: {written} is an option of torchrun",
+                hint="write it as an option",
+                job="command",
+            )
         if name == "CUDA_VISIBLE_DEVICES":
             hint = f"{shell.join([written])} clusterkit submit ..."
-            raise BadInput(f"command: {written}: each node's share of the GPUs is set here", hint)
+            raise BadInput(
+                f"command: {written}: each node's share of the GPUs is set here",
+                hint=hint,
+                job="command",
+            )
         if key != name and job.env.get(name, value) != value:
             raise BadInput(
                 f"{key}: {job.env[name]}, but the command says {written}",

@@ -61,8 +61,8 @@ POLL_SECONDS = 0.1
 """Pause between two looks at a run's files."""
 LAST = "last"
 """Stands for the newest run in place of an id."""
-BY_HAND = "plan.txt"
-"""File of a plan that `clusterkit plan --out` has written, for a person to start."""
+BY_HAND = "by-hand"
+"""Marks a run that `clusterkit plan --out` has written, for a person to start."""
 HOME_HINT = "set CLUSTERKIT_HOME to a folder that you may write to"
 _CHUNK = 1 << 18
 _ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"

@@ -313,11 +313,12 @@ def write_plan(ready: Prepared, out: str | os.PathLike[str]) -> int:
         if base.resolve() == Path(plan.run_dir).resolve():
             folder = RunFolder.create(plan.run_id, Path(plan.run_dir).parents[1])
             _record(folder, ready, time.time())
+            folder.write(run_folder.BY_HAND, "")
         contents = {os.path.relpath(file.path, plan.run_dir): file for file in plan.files}
         for relative, file in contents.items():
             write_atomic(base / relative, file.content(), file.mode)
         write_atomic(base / "plan.json", plan.to_json())
-        write_atomic(base / run_folder.BY_HAND, plan.to_text().encode())
+        write_atomic(base / "plan.txt", plan.to_text().encode())
         return len(contents) + 2
 
 

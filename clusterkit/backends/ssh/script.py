@@ -11,7 +11,7 @@ from clusterkit.yaml_text import comment
 _HEAD = """set -eu
 # Values travel through standard input: no argument list holds them.
 give() {
-    given=$(printf '%s.' "$2" | sed "s/'/'\\\\''/g")  # $() would drop newlines at the end
+    given=$(printf '%s.' "$2" | sed "s/'/'\\\\\\\\''/g")  # $() would drop newlines at the end
     printf "export %s='%s'\\n" "$1" "${given%.}"
 }
 """
