@@ -24,7 +24,7 @@ LIVE = Path(__file__).parent
 PROGRAMS = LIVE / "programs"
 JOB_KEYS = (
     "launcher", "restarts", "on_node_loss", "spares", "hang_timeout", "env", "secrets", "batch",
-    "checkpoint",
+    "checkpoint", "retry_on",
 )  # fmt: skip
 IMAGE_SECONDS = 1500
 """For a test that may be the first to need the image, and then has it built."""

@@ -183,7 +183,7 @@ def test_a_rank_sees_the_variables_of_torchrun_s_ranks_whatever_the_agent_starts
     # Where an exception is to be written, how the ranks meet; and for hangs to be found.
     own = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
            "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCH_FR_BUFFER_SIZE"}  # fmt: skip
-    own.add("PYTEST_CURRENT_TEST")  # whichever test came first started it
+    own |= {"CLUSTERKIT_AGENT", "PYTEST_CURRENT_TEST"}  # each agent's, and each test's, own
     for environ in (torchrun, forked, spawned):
         for name in own:
             environ.pop(name, None)
@@ -433,9 +433,15 @@ def test_a_failed_run_is_started_again_and_says_so(submit: Submit) -> None:
 
 
 def test_restarts_come_to_an_end(submit: Submit) -> None:
-    run = submit("fail.py", "exit", 0, 99, restarts=2)
+    run = submit("fail.py", "exit", 0, 99, restarts=2, retry_on=(7,))
     status = run.wait(SOON)
     assert (status.state, status.attempt, status.exit_code) == (State.FAILED, 3, 7)
+
+
+def test_a_start_that_cannot_work_is_not_tried_for_ever(submit: Submit) -> None:
+    run = submit("fail.py", "exit", 0, 99, restarts=9)
+    status = run.wait(SOON)
+    assert (status.state, status.attempt, status.exit_code) == (State.FAILED, 2, 7)
 
 
 @pytest.mark.thorough
