@@ -30,7 +30,8 @@ def write_files(plan: Plan, transport: Transport) -> None:
 
 _CLAIM = """\
 umask 077; mkdir -p "$1" && cd "$1" || exit
-printf '%s\\n' "$2" >".owner.$3" || exit
+# Not the shell's own printf, which calls a full disk an I/O error (dash).
+env printf '%s\\n' "$2" >".owner.$3" || { rm -f ".owner.$3"; cd / && rmdir "$1"; exit 1; }
 ln ".owner.$3" owner 2>/dev/null || (set -C; cat ".owner.$3" >owner) 2>/dev/null
 rm -f ".owner.$3"
 if [ -e attempts ] || [ "$(cat owner)" != "$2" ]; then cat owner; exit 9; fi"""

@@ -142,7 +142,7 @@ def test_whoever_hangs_is_named_with_those_who_wait(run):
 def test_what_the_agents_say_of_a_standstill_is_understood():
     from clusterkit.agent import hangs
 
-    waits = {"waits": [["world", 3, "all_reduce", 9.0, 1.0]], "last": {"world": 3}}
+    waits = {"waits": [["world", 3, "all_reduce", 9.0, 1.0, 0.0]], "last": {"world": 3}}
     ranks = {n: {"rank": n, "state": "", **waits} for n in (0, 1, 2, 5)}
     ranks |= {n: {"rank": n, "state": "", "last": {"world": 2}, "at": "a.py:1"} for n in (3, 4)}
     said = hangs.compare(ranks, nodes=range(3), nproc=2, pace=1.0).text
