@@ -55,12 +55,7 @@ def imported(
 
     Imports that only happen under a condition count as well.
     """
-    queue, seen = list(files), set[str]()
-    while queue and len(seen) < MOST_FILES:
-        path = queue.pop(0)
-        if path in seen or (text := read(path)) is None:
-            continue
-        seen.add(path)
+    for path, text, queue in _reached(files, read):
         yield path, text
         for level, names in imports(text):
             folder = posixpath.dirname(path)
@@ -68,6 +63,16 @@ def imported(
                 folder = posixpath.dirname(folder)
             for root in [folder] if level else roots:
                 queue += _files(root, names)
+
+
+def _reached(files: Sequence[str], read: Read) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield path and text of files, each once, and a list to which to add more of them."""
+    queue, seen = list(files), set[str]()
+    while queue and len(seen) < MOST_FILES:
+        path = queue.pop(0)
+        if path not in seen and (text := read(path)) is not None:
+            seen.add(path)
+            yield path, text, queue
 
 
 def local_rank_argument(given: str, texts: Sequence[str]) -> str:
@@ -92,12 +97,7 @@ def always_imports(
 
     Imports under ``if``, in ``try`` and in functions do not count.
     """
-    queue, seen = list(files), set[str]()
-    while queue and len(seen) < MOST_FILES:
-        path = queue.pop(0)
-        if path in seen or (text := read(path)) is None:
-            continue
-        seen.add(path)
+    for _, text, queue in _reached(files, read):
         try:
             body = ast.parse(text).body
         except (SyntaxError, ValueError, RecursionError):

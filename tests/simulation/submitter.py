@@ -26,6 +26,7 @@ from clusterkit.run.reconcile import (
 )
 from clusterkit.run.status import AttemptStatus, NodeStatus, RunStatus, State, overall
 from tests.simulation.agents import Broken
+from tests.simulation.shrinking import attempted, shrunk
 
 LOST_AFTER, GRACE, SHRINK = 10, 2, 7
 LEASE = LOST_AFTER + GRACE + evidence.LEASE_MARGIN
@@ -490,13 +491,8 @@ def short_waits():
 
 def tried(schedule):
     """The world after it, and what is wrong there, if anything is."""
-    world = World(schedule)
     with short_waits():
-        try:
-            world.run()
-        except Broken as error:
-            return world, str(error)
-    return world, None
+        return attempted(World(schedule))
 
 
 def fails(schedule):
@@ -505,16 +501,8 @@ def fails(schedule):
 
 def shrink(schedule):
     """A smaller schedule that fails in the same way."""
-    what = (fails(schedule) or "")[:12]
-    while True:
-        tries = [
-            replace(schedule, faults=schedule.faults[:i] + schedule.faults[i + 1 :])
-            for i in range(len(schedule.faults))
-        ]
-        tries += [replace(schedule, stubborn=False)] if schedule.stubborn else []
-        for smaller in tries:
-            if (fails(smaller) or "").startswith(what):
-                schedule = smaller
-                break
-        else:
-            return schedule
+    return shrunk(schedule, fails, _simpler)
+
+
+def _simpler(schedule):
+    return [replace(schedule, stubborn=False)] if schedule.stubborn else []

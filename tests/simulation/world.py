@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from tests.simulation.agents import Agent, Broken, Group
 from tests.simulation.schedule import LOSSES, LOST_AFTER, MEET
+from tests.simulation.shrinking import attempted, shrunk
 
 
 class World:
@@ -295,12 +296,7 @@ class World:
 
 def tried(schedule):
     """It in a world, and what is wrong there, if anything is."""
-    world = World(schedule)
-    try:
-        world.run()
-    except Broken as error:
-        return world, str(error)
-    return world, None
+    return attempted(World(schedule))
 
 
 def fails(schedule):
@@ -310,27 +306,20 @@ def fails(schedule):
 
 def shrink(schedule):
     """A smaller schedule that fails in the same way."""
-    what = (fails(schedule) or "")[:12]
-    while True:
-        tries = [
-            replace(schedule, faults=schedule.faults[:i] + schedule.faults[i + 1 :])
-            for i in range(len(schedule.faults))
-        ]
-        tries += [replace(schedule, **{name: 0.0}) for name in ("lost", "doubled", "late")
-                  if getattr(schedule, name)]  # fmt: skip
-        if schedule.nodes > 1 and all(f.node < schedule.nodes - 1 for f in schedule.faults):
-            least = min(schedule.least, schedule.nodes - 1)
-            tries.append(replace(schedule, nodes=schedule.nodes - 1, least=least))
-        last = schedule.nodes + schedule.spares - 1
-        if schedule.spares and all(fault.node < last for fault in schedule.faults):
-            tries.append(replace(schedule, spares=schedule.spares - 1))
-        if schedule.again:
-            tries.append(replace(schedule, again=0.0))
-        elif schedule.least:
-            tries.append(replace(schedule, least=0))
-        for smaller in tries:
-            if (fails(smaller) or "").startswith(what):
-                schedule = smaller
-                break
-        else:
-            return schedule
+    return shrunk(schedule, fails, _simpler)
+
+
+def _simpler(schedule):
+    tries = [replace(schedule, **{name: 0.0}) for name in ("lost", "doubled", "late")
+             if getattr(schedule, name)]  # fmt: skip
+    if schedule.nodes > 1 and all(f.node < schedule.nodes - 1 for f in schedule.faults):
+        least = min(schedule.least, schedule.nodes - 1)
+        tries.append(replace(schedule, nodes=schedule.nodes - 1, least=least))
+    last = schedule.nodes + schedule.spares - 1
+    if schedule.spares and all(fault.node < last for fault in schedule.faults):
+        tries.append(replace(schedule, spares=schedule.spares - 1))
+    if schedule.again:
+        tries.append(replace(schedule, again=0.0))
+    elif schedule.least:
+        tries.append(replace(schedule, least=0))
+    return tries
