@@ -50,7 +50,6 @@ __all__ = [
     "COORDINATOR", "HANG_NOTE", "HANG_OVER", "LOCAL_RANK_WORD", "NODE_FILE", "OVER_TIME_LIMIT",
     "PEER_TOKEN", "PREEMPTED_EXIT", "RANK_ENDED", "RANK_HEADER", "SLOW_NOTE", "SLOW_OVER",
     "STARTING_AGAIN", "STOPPED", "STOPPED_BY_PEERS", "TIME_LIMIT_EXIT", "Awake", "boot_id",
-    "descendants",
-    "identity", "is_alive", "next_attempt", "processes_of", "send", "start_ticks", "wait_gone",
-    "write_json",
+    "descendants", "identity", "is_alive", "next_attempt", "processes_of", "send", "start_ticks",
+    "wait_gone", "write_json",
 ]  # fmt: skip

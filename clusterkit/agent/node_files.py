@@ -113,8 +113,7 @@ class NodeFiles:
     def set_guard(self, identity: Document | None) -> None:
         """Record the process that ends what is left if this one is killed."""
         self._started["guard"] = identity
-        with contextlib.suppress(OSError):
-            write_json(self.folder / "started.json", self._started)
+        self._write_started()
 
     def set_waiting(self, reason: str, seconds: float) -> None:
         """Show that no rank runs here until the next start, in at most ``seconds``."""

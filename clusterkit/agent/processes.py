@@ -140,8 +140,9 @@ def processes_with(settings: Collection[str]) -> list[int]:
     for pid in _all_pids():
         with contextlib.suppress(OSError):
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if pid not in spared and not marks.isdisjoint(environment):
-                found += [pid] if start_ticks(pid) is not None else []
+            ours = pid not in spared and not marks.isdisjoint(environment)
+            if ours and start_ticks(pid) is not None:
+                found.append(pid)
     return found
 
 

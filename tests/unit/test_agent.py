@@ -197,7 +197,7 @@ def test_a_watch_port_that_is_taken_is_in_the_status_while_the_node_runs(start, 
                  "CLUSTERKIT_COORDINATOR": f"127.0.0.1:{port}",
                  "CLUSTERKIT_PEER_TOKEN": "t"}  # fmt: skip
         waiting(start, run_dir, options=options, **names)
-        wait_until(lambda: b"remarks" in (node_dir / "started.json").read_bytes())
+        wait_until(lambda: b"not watched" in (node_dir / "started.json").read_bytes())
     started = (node_dir / "started.json").read_bytes()
     found = judge_node(0, "h0", NodeFiles(begun=True, alive=True, started=started))
     words = f"the other nodes are not watched: port {port}: Address already in use"
