@@ -212,14 +212,14 @@ def test_two_jobs_of_one_plan_never_run_at_once(plan, tmp_path, owner, answers, 
     (bin / "squeue").chmod(0o755)
     (bin / "sleep").symlink_to("/bin/true")
     if owner is not None:
-        (tmp_path / "owner").write_text(f"{owner}\n")
+        (tmp_path / "slurm-job").write_text(f"{owner}\n")
     done = subprocess.run(
         ["bash", "-u", "-c", f"run={tmp_path}\n#{loop}\necho began"],
         env={"PATH": f"{bin}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (code, printed), done.stderr
-    assert (tmp_path / "owner").read_text() == ("6\n" if code else "7\n")
+    assert (tmp_path / "slurm-job").read_text() == ("6\n" if code else "7\n")
     assert ("job 6 runs this plan already" in done.stderr) is bool(code)
     assert (tmp_path / "answers").read_text() == ""
 

@@ -49,15 +49,16 @@ _SCRIPT = """\
 {options}{setup}set -u
 run={run}
 # Two jobs of one plan must never run at once: their ranks would write the same files.
-while ! (set -C && echo "$SLURM_JOB_ID" >"$run/owner") 2>/dev/null; do
-    other=$(cat "$run/owner") || exit 73
+while ! (set -C && echo "$SLURM_JOB_ID" >"$run/slurm-job") 2>/dev/null; do
+    if [ ! -w "$run" ]; then exit 73; fi
+    other=$(cat "$run/slurm-job") || continue # it has ended meanwhile
     if [ "$other" = "$SLURM_JOB_ID" ]; then break; fi
     case $(squeue --noheader --states=all --job="$other" --format=%T 2>&1) in
     RUNNING | SUSPENDED | STOPPED | SIGNALING | RESIZING)
         echo "clusterkit: job $other runs this plan already: scancel $other, or plan it anew" >&2
         exit 75 ;;
     "" | *"Invalid job id"* | {over})
-        if [ "$(cat "$run/owner")" = "$other" ]; then rm -f "$run/owner"; fi ;;
+        if [ "$(cat "$run/slurm-job")" = "$other" ]; then rm -f "$run/slurm-job"; fi ;;
     *) sleep 5 ;; # Slurm still ends it, or does not answer
     esac
 done
