@@ -20,7 +20,7 @@ from clusterkit.backends.kubernetes.pod_log import (
     LOG_SECONDS,
     RETRY_SECONDS,
     LogFollower,
-    Worker,
+    RestartableThread,
     fetch_logs,
 )
 from clusterkit.backends.kubernetes.pod_status import (
@@ -86,8 +86,8 @@ class PodWatch:
         self.pods = observe.read_known(handle)
         self.listed = False
         self.unreachable: str | None = None
-        self._worker = Worker(self._run)
-        self.ensure, self.join = self._worker.ensure, self._worker.join
+        self._thread = RestartableThread(self._run)
+        self.ensure, self.join = self._thread.ensure, self._thread.join
 
     def _run(self) -> None:
         since = ""

@@ -187,7 +187,7 @@ def _tail(path: Path) -> list[bytes]:
         return file.read().split(b"\n")[:-1]
 
 
-class Worker:
+class RestartableThread:
     """A thread that is started again where it died, or could not be started."""
 
     def __init__(self, work: Callable[[], None]) -> None:
@@ -233,12 +233,12 @@ class LogFollower:
         self._awake = threading.Event()
         self._ended = threading.Event()
         self._close_at = 0.0
-        self._worker = Worker(self._run)
+        self._thread = RestartableThread(self._run)
 
     def ensure(self) -> None:
         """Let the thread run until the log is complete."""
         if not (self.complete.is_set() or self._closed.is_set()):
-            self._worker.ensure()
+            self._thread.ensure()
 
     def _run(self) -> None:
         view = _view(self._handle, self._pod)
@@ -316,4 +316,4 @@ class LogFollower:
             stream.close()
 
     def join(self, seconds: float) -> None:
-        self._worker.join(seconds)
+        self._thread.join(seconds)
