@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import posixpath
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 from clusterkit import shell
 from clusterkit.convert.draft import unknown_in
 from clusterkit.convert.shell_text import Unfinished, commands
 from clusterkit.errors import BadInput
-from clusterkit.files import source_of
 from clusterkit.jobfile import command
 from clusterkit.jobfile.launcher_options import MODULES
+from clusterkit.jobfile.sources import Read, read_source
 from clusterkit.spec import JobSpec
 
 _OTHERS = frozenset(
@@ -42,8 +40,6 @@ _PASSES_ON = re.compile(r"(exec\s+)?\"?\$[@*]")
 _OPENS = re.compile(r"(function\s+)?[\w-]+\s*\(\)\s*\{?\s*|\(\s*")
 _DEEPEST = 5
 
-Read = Callable[[str], str | None]
-
 
 class Found(NamedTuple):
     """A launcher that the ranks would start."""
@@ -65,7 +61,7 @@ def check(job: JobSpec) -> None:
         return
     folder = job.workdir or "."
     words = [*job.command, *job.args]
-    found = _find(words, lambda path: _text(posixpath.join(folder, path)), "", 0)
+    found = _find(words, lambda path: read_source(posixpath.join(folder, path)), "", 0)
     if found is None:
         return
     own = shell.join(["clusterkit", "submit", "--", *found.words])
@@ -82,10 +78,6 @@ def check(job: JobSpec) -> None:
         hint=f"{remedy}; --set launcher=forkserver --gpus 1 starts it once on each node as it is",
         job="command",
     )
-
-
-def _text(path: str) -> str | None:
-    return source_of(Path(path)) if os.path.isfile(path) else None
 
 
 def _is_shell(path: str, text: str) -> bool:
