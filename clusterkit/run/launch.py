@@ -24,7 +24,6 @@ from clusterkit.backends.base import (
     check_capabilities,
 )
 from clusterkit.cluster import ClusterSpec, Facts
-from clusterkit.convert import nested
 from clusterkit.errors import (
     BadInput,
     CapabilityError,
@@ -108,7 +107,10 @@ def prepare(
     asked = request.read(job, settings, nodes, gpus, more_args, cluster)
     spec = asked.job
     with asked.locating():
-        nested.check(spec)
+        if spec.command is not None:
+            from clusterkit.convert import nested  # deferred: most jobs have a program instead
+
+            nested.check(spec)
         check_secrets(spec)
         check_trackers(spec)
     loaded = _cluster(cluster, clusters_file, include, exclude)
