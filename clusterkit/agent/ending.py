@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 
 from clusterkit.agent import limits
 from clusterkit.agent.files import read_json, read_lines
 from clusterkit.agent.processes import (
     ancestors,
+    command_line,
     is_alive,
     is_stopped,
     process_table,
@@ -26,7 +27,7 @@ class Ending:
     """The end of some processes, a `step` at a time: the caller goes on with its own work.
 
     SIGTERM goes to a rank and not to what it started, such as the workers of its data loader,
-    which it needs to save its work; to these only once they have lost the rank.
+    which it needs to save its work; to these only once they have lost the rank. See `ask`.
 
     Args:
         find: returns the processes that are left.
@@ -50,9 +51,7 @@ class Ending:
             return True
         now = time.monotonic()
         if now < self._kill_at:
-            untold = set(top(left)) - self._told
-            send(untold, signal.SIGTERM)
-            self._told |= untold
+            self._told |= ask(top(left), self._told)
             return False
         if self._give_up_at is None:
             self._give_up_at = now + limits.KILL_SECONDS
@@ -80,6 +79,36 @@ def top(pids: Iterable[int]) -> list[int]:
     """Return those whose parent is none of them."""
     table, those = process_table(), set(pids)
     return [pid for pid in those if pid in table and table[pid].parent not in those]
+
+
+def ask(pids: Iterable[int], told: Container[int] = ()) -> set[int]:
+    """Send SIGTERM to these processes, or to the ranks where they are what starts those.
+
+    deepspeed's launcher asks its ranks one after the other, each for up to 30 s: the last ones
+    would not be asked within the grace. It has nothing to save, so it is killed. The shell that
+    started a rank (``rank.sh``) waits for it and passes no signal on.
+
+    Args:
+        told: those that have got SIGTERM already.
+
+    Returns:
+        Those that have got it now.
+    """
+    table, places, killed, asked = process_table(), list(pids), [], []
+    for pid in places:
+        words = command_line(pid)
+        below = [each for each, process in table.items() if process.parent == pid]
+        if "deepspeed.launcher.launch" in words[1:4]:
+            killed.append(pid)
+            places += below
+        elif len(words) > 1 and words[1].endswith("/rank.sh"):
+            places += below
+        elif pid not in told:
+            asked.append(pid)  # deepspeed's runner ends on it at once, and leaves the launcher
+            places += below if "deepspeed.launcher.runner" in words[1:4] else []
+    send(killed, signal.SIGKILL)
+    send(asked, signal.SIGTERM)
+    return set(asked)
 
 
 class Family:

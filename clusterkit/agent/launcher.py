@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 
 from clusterkit.agent import limits
-from clusterkit.agent.ending import Ending
+from clusterkit.agent.ending import Ending, ask
 from clusterkit.agent.failure import RankOutput, shell_code, start_failure
 from clusterkit.agent.node_log import NodeLog
-from clusterkit.agent.processes import all_below, is_alive, send
+from clusterkit.agent.processes import all_below, is_alive
 from clusterkit.agent.protocol import Document
 from clusterkit.agent.stopped import StoppedRanks
 from clusterkit.agent.streams import Stream
@@ -81,6 +81,7 @@ class Launcher:
         self._failures: list[Document] = []  # of ``ends``, before any was asked to stop
         self._ending: Ending | None = None  # of what is left
         self._kill_at: float | None = None  # None: nothing was asked to stop
+        self._told: set[int] = set()  # those that were asked to
         self._stop_at: float | None = None  # when the other ranks are stopped, after one failed
         self._wait_until = 0.0  # for the rank that the others fail of
         self._outputs: list[Stream] = []
@@ -122,7 +123,7 @@ class Launcher:
         """Start all processes; return why that failed, None if it did not."""
         self.ends, self._kill_at, self._stop_at = [], None, None
         self.failure, self._failures, self.ranks_were_done = None, [], False
-        self._ending, self.stuck = None, []
+        self._ending, self.stuck, self._told = None, [], set()
         # Also in the same attempt: a lost node has come back.
         self._log.output = RankOutput()
         try:
@@ -209,7 +210,7 @@ class Launcher:
         self._kill_at = time.monotonic() + self._options.grace
         self._cancel_pending()
         # Not its group: a rank that saves its work needs the workers of its data loader for that.
-        send(self.running.values(), signal.SIGTERM)
+        self._told = ask(pid for pid in self.running.values() if pid)
 
     def tick(self) -> float:
         """Do what is due; return the seconds until the next call, at most LOOK_SECONDS."""
@@ -268,7 +269,7 @@ class Launcher:
             if self._kill_at is not None:
                 # Ranks whose launcher left them when it was asked to stop keep the whole grace.
                 seconds = max(seconds, self._kill_at - time.monotonic())
-            self._ending = Ending(partial(all_below, self.kept), seconds)
+            self._ending = Ending(partial(all_below, self.kept), seconds, self._told)
         if not self._ending.step():
             return False
         self.stuck = self._ending.stuck

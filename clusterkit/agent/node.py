@@ -150,6 +150,8 @@ class Node:
                     self.launcher.stop()
             case messages.Note():
                 self.files.set_note(order.subject, order.text or None)
+            case messages.EndHang(node) if node != int(os.environ.get("NODE_RANK", "0")):
+                self.files.hang_ended()
             case messages.EndHang():
                 if self.phase.runs and self.reason is None:
                     self.reason = f"{HANG}{order.reason}"

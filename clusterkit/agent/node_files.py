@@ -97,6 +97,10 @@ class NodeFiles:
             begins, over = (HANG_NOTE, HANG_OVER) if key == "hang" else (SLOW_NOTE, SLOW_OVER)
             self.log.line(over if text is None else f"{begins}{text}")
 
+    def hang_ended(self) -> None:
+        """Leave it to another node, which ends of the hang that is shown here, to name it."""
+        self._hang = None
+
     def hang_behind(self, failure: Document | None, stopped: str | bool | None) -> str:
         """Return the hang of which ranks have timed out; empty: they did not fail of any.
 

@@ -146,6 +146,15 @@ def processes_with(settings: Collection[str]) -> list[int]:
     return found
 
 
+def command_line(pid: int) -> list[str]:
+    """Return the words of its command; empty: it has ended."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return words.decode(errors="replace").rstrip("\0").split("\0")
+
+
 def _all_pids() -> Iterator[int]:
     return (int(name) for name in os.listdir("/proc") if name.isdigit())
 

@@ -146,6 +146,7 @@ class Watch:
                 if len(reason) > limits.REASON_LENGTH:
                     reason = f"{reason[: limits.REASON_LENGTH]} ..."
                 self.send({"hang": reason, "node": node})
+                self._on_order(decision)
             case messages.Note() | messages.EndHang():
                 self._on_order(decision)
 

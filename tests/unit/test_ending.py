@@ -187,10 +187,9 @@ def test_stop_says_what_it_could_not_end(tmp_path, monkeypatch):
 
 
 STUCK = (
-    "import os, sys; from clusterkit.agent import __main__, ending, launcher, limits; "
+    "import os, sys; from clusterkit.agent import __main__, ending, limits; "
     "limits.KILL_SECONDS = 1.0; send = ending.send; "
-    "ending.send = lambda pids, signum: None; "
-    "launcher.send = lambda pids, signum: open(os.environ['DIR'] + '/asked', 'w').close(); "
+    "ending.send = lambda pids, signum: signum == 15 and open(os.environ['DIR'] + '/asked', 'w'); "
     "sys.exit(__main__.main(sys.argv[1:]))"
 )
 
@@ -301,3 +300,47 @@ def test_an_agent_that_cannot_begin_an_attempt_records_why(host):
     assert (ended["exit_code"], ended.get("next")) == (7, None)
     assert "not started again: [Errno 122] Disk quota exceeded" in ended["remarks"]
     assert agent.processes_of(str(host.path)) == []
+
+
+def test_ranks_of_deepspeed_are_asked_all_at_once(tmp_path, host):
+    """Its launcher asks the next one when the last has ended: some would have no time to save."""
+    package = tmp_path / "deepspeed" / "launcher"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "launch.py").write_text(
+        "import subprocess, sys, time\n"
+        "program, folder = sys.argv[1:]\n"
+        "for number in range(2):\n"
+        "    subprocess.Popen(['/bin/sh', f'{folder}/rank.sh', sys.executable, program])\n"
+        "time.sleep(600)\n"
+    )
+    (tmp_path / "rank.sh").write_text('trap : TERM\n(exec "$@")\n')
+    (tmp_path / "saves.py").write_text(
+        "import os, signal, time\n"
+        "folder = os.environ['DIR']\n"
+        "def save(number, frame):\n"
+        "    open(f'{folder}/asked-{os.getpid()}', 'x').close()\n"  # once
+        "    while len([name for name in os.listdir(folder) if name.startswith('asked')]) < 2:\n"
+        "        time.sleep(0.01)\n"
+        "    os._exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "open(f'{folder}/up-{os.getpid()}', 'x').close()\n"
+        "while True:\n"
+        "    time.sleep(0.05)\n"
+    )
+    (package / "runner.py").write_text(
+        "import subprocess, sys\n"
+        "subprocess.call([sys.executable, '-m', 'deepspeed.launcher.launch', *sys.argv[1:]])\n"
+    )
+    launch = [sys.executable, "-m", "deepspeed.launcher.runner"]
+    process = host.start(
+        *launch, str(tmp_path / "saves.py"), str(tmp_path), grace=60.0, options=(),
+        PYTHONPATH=str(tmp_path),
+    )  # fmt: skip
+    while len(ranks := [path.name[3:] for path in tmp_path.glob("up-*")]) < 2:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert {path.name[6:] for path in tmp_path.glob("asked-*")} == set(ranks)
