@@ -207,6 +207,7 @@ def _torchrun(topology: Topology, endpoint: Endpoint, python: str, grace: str) -
             "--rdzv-conf", Joined((f"{_ELASTIC_CONF},is_host=", IS_HOST)),
             # The default is the host's name, which other nodes may not be able to resolve.
             "--local-addr", NODE_ADDRESS,
+            # For nodes that are lost: the agent ends it when a rank fails by itself.
             "--max-restarts", "100",
         ]  # fmt: skip
     else:

@@ -82,6 +82,7 @@ class Launcher:
         self._ending: Ending | None = None  # of what is left
         self._kill_at: float | None = None  # None: nothing was asked to stop
         self._told: set[int] = set()  # those that were asked to
+        self._past_ranks = 0  # of `NodeLog.ranks`: those of earlier rounds
         self._stop_at: float | None = None  # when the other ranks are stopped, after one failed
         self._wait_until = 0.0  # for the rank that the others fail of
         self._outputs: list[Stream] = []
@@ -124,6 +125,7 @@ class Launcher:
         self.ends, self._kill_at, self._stop_at = [], None, None
         self.failure, self._failures, self.ranks_were_done = None, [], False
         self._ending, self.stuck, self._told = None, [], set()
+        self._past_ranks = len(self._log.ranks)
         # Also in the same attempt: a lost node has come back.
         self._log.output = RankOutput()
         try:
@@ -204,7 +206,7 @@ class Launcher:
         if self._kill_at is not None:
             return
         self._check_stopped(now=True)
-        ranks = self._log.ranks
+        ranks = self._log.ranks[self._past_ranks :]
         all_started = not self.owns_ranks and len(ranks) >= self._options.nproc
         self.ranks_were_done = all_started and not any(map(is_alive, ranks))
         self._kill_at = time.monotonic() + self._options.grace

@@ -6,13 +6,21 @@ import os
 import re
 import selectors
 import subprocess
+import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from clusterkit.agent import limits
 from clusterkit.agent.ending import Ending
+from clusterkit.agent.failure import shell_code
 from clusterkit.agent.launcher import Launcher
 from clusterkit.agent.processes import all_below
+from clusterkit.agent.protocol import Document
+from clusterkit.agent.retries import Retries
 from clusterkit.agent.signals import end_with_parent
+
+_NETWORK = re.compile(r"NCCL|[Gg]loo|Dist\w*Error")
 
 
 class SpawnLauncher(Launcher):
@@ -22,8 +30,11 @@ class SpawnLauncher(Launcher):
         super().__init__(*arguments)
         self.owns_ranks = self._options.spawn
         self._children: dict[int, subprocess.Popen[bytes]] = {}  # by process handle (pidfd)
+        self._elastic = _restarts_ranks(self._options.argv)
+        self._rounds, self._round_began = Retries(0), 0.0  # of an elastic torchrun
 
     def _start_processes(self) -> None:
+        self._rounds, self._round_began = Retries(0), time.monotonic()
         try:
             for number in range(self._options.nproc if self._options.spawn else 1):
                 self._start_one(number)
@@ -52,6 +63,34 @@ class SpawnLauncher(Launcher):
         self.running[number], self._children[handle] = child.pid, child
         self._selector.register(handle, selectors.EVENT_READ, partial(self._child_ended, handle))
 
+    def tick(self) -> float:
+        if self._elastic and self._kill_at is None and self._log.output.codes:
+            self._judge_round()
+        return super().tick()
+
+    def _judge_round(self) -> None:
+        """End an elastic torchrun whose rank failed by itself: ``restarts`` counts that failure.
+
+        torchrun starts its ranks again after any failure. It is left to do so when they failed of
+        a node that was lost, which is nearly all that tells the two apart.
+        """
+        for stream in self.pipes:
+            stream.drain()  # the traceback comes through another pipe than torchrun's words
+        output, now = self._log.output, time.monotonic()
+        lasted, self._round_began = now - self._round_began, now
+        ranks = {rank["pid"]: rank["rank"] for rank in self._log.ranks}
+        failures = {pid: output.failure(ranks.get(pid), shell_code(code))
+                    for pid, code in output.codes.items()}  # fmt: skip
+        if all(map(_may_be_of_another, failures.values())):
+            if self._rounds.lost(lasted) is not None:
+                output.codes.clear()
+                self._past_ranks = len(self._log.ranks)
+                return
+            self.failure = f"its ranks failed {limits.FREE_RESTARTS + 1} times in a row"
+        for pid, code in output.codes.items():
+            self._ended(pid, code)
+        self.stop()
+
     def _reap(self, handle: int) -> subprocess.Popen[bytes]:
         child = self._children.pop(handle)
         child.wait()
@@ -63,6 +102,18 @@ class SpawnLauncher(Launcher):
     def _child_ended(self, handle: int) -> None:
         child = self._reap(handle)
         self._ended(child.pid, child.returncode)
+
+
+def _restarts_ranks(argv: Sequence[str]) -> bool:
+    """Return whether this is torchrun, and starts its ranks again after a failure."""
+    places = [place for place, word in enumerate(argv) if word == "--max-restarts"]
+    return "torch.distributed.run" in argv and any(argv[each + 1] != "0" for each in places[:1])
+
+
+def _may_be_of_another(failure: Document) -> bool:
+    """Return whether a rank may have failed because a node was lost: also in words of NCCL that
+    `failure.ECHOES` does not know, or by a signal, as of NCCL's watchdog."""
+    return failure["echo"] or failure["code"] >= 128 or bool(_NETWORK.search(failure["error"]))
 
 
 def without_options(env: dict[str, str]) -> dict[str, str]:

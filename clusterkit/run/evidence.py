@@ -29,6 +29,9 @@ class Terms(Struct, frozen=True, kw_only=True):
     """Whether a lost node costs no restart."""
     ends_with_loss: bool = False
     """Whether a lost node ends the run."""
+    ends_with_rank: bool = False
+    """Whether the other nodes may go on although a rank has failed by itself, which ends the
+    attempt: torchrun's elastic agents take its node for a lost one."""
     dispensable: int = 0
     """How many of its hosts the next attempt can do without."""
     rejoins: bool = False
@@ -52,6 +55,7 @@ class Terms(Struct, frozen=True, kw_only=True):
             least=plan.least,
             replaces_lost=job.on_node_loss != "fail" and (plan.restarts > 0 or job.spares > 0),
             ends_with_loss=job.on_node_loss == "fail",
+            ends_with_rank=job.elastic and not job.shrinks,
             dispensable=max(0, len(facts.hosts) - job.node_range[0]) if changes else 0,
             rejoins=changes,
             start_seconds=start_seconds,
@@ -103,7 +107,8 @@ def phase(
         return Phase.ENDED
     lost = {State.FAILED, State.CANCELLED, State.UNKNOWN} - running
     too_few = sum(state not in lost for state in states) < terms.least
-    return Phase.ENDING if finished or too_few or not active else Phase.RUNNING
+    failed = terms.ends_with_rank and any(e.exit_code and not e.asked for e in seen.rank_exits)
+    return Phase.ENDING if finished or too_few or failed or not active else Phase.RUNNING
 
 
 def lost(seen: Observation) -> list[NodeStatus]:

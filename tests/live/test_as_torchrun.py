@@ -75,8 +75,7 @@ class Program:
                 run = self.bare if how == "bare torchrun" else self.submitted
                 lines, code = run(how.partition(",")[0], place)
             ranks = {
-                rank: sorted(re.sub(r"0x[0-9a-f]{6,}", "0x", line.replace(str(place), "PLACE"))
-                             for line in text)
+                rank: sorted(_alike(line.replace(str(place), "PLACE")) for line in text)
                 for rank, text in lines.items()
             }  # fmt: skip
             files = {
@@ -123,6 +122,11 @@ class Program:
         return lines, status.exit_code or 0
 
 
+def _alike(line: str) -> str:
+    """Without addresses; the recursion limit is reached two calls earlier (docs/programs.md)."""
+    return re.sub(r"0x[0-9a-f]{6,}", "0x", re.sub(r"repeated 99[46] more", "repeated more", line))
+
+
 def assert_alike(found: dict[str, Ended]) -> None:
     """All launchers, and the fork server's runs, did the same."""
     bare = found["bare torchrun"]
@@ -133,6 +137,7 @@ def assert_alike(found: dict[str, Ended]) -> None:
         assert each.files == bare.files, how
 
 
+@pytest.mark.timeout(900)  # five runs of two ranks that import nearly all of torch
 def test_small_programs_give_the_same_and_draw_their_own(tmp_path: Path) -> None:
     found = Program(("checks.py", *WORDS), 2, tmp_path).run_all()
     drawn: dict[str, dict[str, tuple[str, int]]] = {}

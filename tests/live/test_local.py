@@ -891,6 +891,16 @@ def test_an_elastic_run_goes_on_without_a_node(submit: Submit) -> None:
     assert [node.state for node in status.nodes] == [State.SUCCEEDED, State.FAILED]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_of_an_elastic_run_that_raises_ends_it(submit: Submit, rank: int) -> None:
+    run = submit("raises.py", rank, nodes="1:2", launcher="torchrun")
+    status = run.wait(4 * SOON)
+    assert status.state is State.FAILED
+    assert status.failure is not None
+    assert "ValueError: always" in status.failure.cause
+    assert len([line for line in run.logs() if line.text.startswith("begin")]) == 2
+
+
 # ---------------------------------------------------------------- secrets, full disks, jobs
 
 
