@@ -21,7 +21,6 @@ from clusterkit.agent.guard import Guard
 from clusterkit.agent.launcher import Phase
 from clusterkit.agent.member import Terms
 from clusterkit.agent.node_files import NodeFiles, restarts_left, write_last_words
-from clusterkit.agent.protocol import HANG
 from clusterkit.agent.signals import STOPS, read_signals, sender, signal_handle
 from clusterkit.agent.spawn import SpawnLauncher
 from clusterkit.agent.stopped import AgentPause
@@ -154,7 +153,7 @@ class Node:
                 self.files.hang_ended()
             case messages.EndHang():
                 if self.phase.runs and self.reason is None:
-                    self.reason = f"{HANG}{order.reason}"
+                    self.reason = f"{protocol.HANG}{order.reason}"
                     self.launcher.stop()
             case messages.Finish():
                 self._run_over(order)
@@ -287,7 +286,7 @@ class Node:
         Args:
             last_attempt: the last that has begun by now; later ones are restarts that are left.
         """
-        hang = self.reason if (self.reason or "").startswith(HANG) else self.hang
+        hang = self.reason if (self.reason or "").startswith(protocol.HANG) else self.hang
         return {
             "exit_code": code, "reason": self.reason, "processes": self.launcher.ends,
             "stopped_by": self.stopped_by,
