@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import getpass
 import grp
 import os
 import pwd
@@ -131,6 +132,14 @@ def writable_by_others(path: Path) -> str | None:
                 return None
         return f"group {status.st_gid}"
     return None
+
+
+def user_name() -> str | None:
+    """Return this user's name; None for a user id without one, as in many a container."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError, ImportError):  # OSError: Python 3.13
+        return None
 
 
 def size_of(path: Path) -> int:

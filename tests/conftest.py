@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import shutil
 import signal
@@ -12,7 +13,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import hypothesis
 import pytest
@@ -137,6 +138,18 @@ def weird_tmp_path(tmp_path: Path) -> Path:
     folder = tmp_path / """we  ird 'q' "d" $HOME; `id` & #*é"""
     folder.mkdir()
     return folder
+
+
+@pytest.fixture
+def nameless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing knows a name for this user's id, as in a container that runs as any user id."""
+
+    def missing(uid: int) -> NoReturn:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", missing)
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def follow(run: api.Run, as_json: bool, *, detach: bool = False) -> int:
         reason = pending_reason(status)
         progress = "has started" if reason is None else f"waits ({reason})"
         click.echo(f"{run.id} {progress}; clusterkit logs -f {run.id} follows it", err=True)
-    elif detach and (text := failure_text(status)):
+    elif detach and (text := failure_text(status) or status.remark):
         click.echo(f"{run.id} {status.state}\n{text}", err=True)
     if status.state is State.UNKNOWN:
         click.echo(status.remark, err=True)

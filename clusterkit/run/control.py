@@ -232,7 +232,7 @@ def cancel(folder: RunFolder) -> RunStatus:
         leftovers = folder.file(LEFTOVERS)
         saved = folder.saved_status()
         if saved is not None and saved.state.final and not leftovers.exists():
-            return before
+            return _replace(before, remark=None)  # of why it ended; here it says what is left
         if before.state.final and not folder.is_held():
             # An agent that was killed may have left ranks. And `attach` is not to start it again.
             before = _replace(before, remark=None)
@@ -248,7 +248,8 @@ def cancel(folder: RunFolder) -> RunStatus:
             return reconcile(folder, connections)
         found = current(folder)
         if found is not None and found.state is State.CANCELLED and not leftovers.exists():
-            return found  # its supervisor has ended it everywhere: no need to log in to every host
+            # Its supervisor has ended it everywhere: no need to log in to every host.
+            return _replace(found, remark=None)
         if not folder.is_held():
             _sync(backend, handle, transport)
         error, remark = folder.stop(partial(backend.cancel, handle, transport))

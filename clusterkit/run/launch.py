@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import getpass
 import os
 import shutil
 import time
@@ -31,7 +30,7 @@ from clusterkit.errors import (
     RunFolderError,
     Unavailable,
 )
-from clusterkit.files import write_atomic
+from clusterkit.files import user_name, write_atomic
 from clusterkit.jobfile import loader, request, sources
 from clusterkit.output.track import check_trackers
 from clusterkit.plan import Note, Plan
@@ -238,7 +237,7 @@ def launch(ready: Prepared, progress: Progress | None = None) -> Run:
     """Write the run folder, send the project and start the run. Closes ``ready``."""
 
     def complete(folder: RunFolder) -> None:
-        owner = f"{getpass.getuser()}@{os.uname().nodename}:{folder.path}"
+        owner = f"{user_name() or os.getuid()}@{os.uname().nodename}:{folder.path}"
         ready.backend.claim(ready.plan, ready.transport, owner)
         send_trees(ready, progress)
 

@@ -108,7 +108,8 @@ class View(Reported):
             lines.append(f"  optimizer {state}")
         if times := self._times(status):
             lines.append(f"  time      {times}")
-        lines += [f"  note      {line}" for line in remark_lines(status)]
+        notes = [status.remark] if status.state.final and status.remark else []
+        lines += [f"  note      {line}" for line in (*notes, *remark_lines(status))]
         lines.append(
             f"  again     clusterkit status {status.run}; clusterkit logs {status.run}"
             + (f"; clusterkit plot {status.run} -o loss.png" if losses else "")

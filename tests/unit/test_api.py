@@ -156,6 +156,10 @@ def test_ctrl_c_while_the_connections_of_a_started_run_are_closed_cancels_it(cwd
     assert agent.processes_of(str(api.get(status.run).path)) == []
 
 
+def test_a_user_id_without_a_name_submits(nameless, unstarted_run):
+    assert unstarted_run().status().backend == "local"
+
+
 def test_nodes_that_do_not_start_are_how_the_run_ended(write_job, monkeypatch):
     def refused(*_, **__):
         raise SubmitFailed("no process", hint="look")

@@ -682,6 +682,17 @@ def test_cancel_of_a_run_that_has_ended_leaves_it_as_it_is(cli, ended):
     assert cli("cancel", ended.id, "--json").json["state"] == "SUCCEEDED"
 
 
+def test_cancel_of_a_run_whose_job_somebody_removed_has_nothing_left_to_do(cli, ended):
+    """It exited with 3, as for a host that does not answer."""
+    removed = "PyTorchJob demo-1 is gone: somebody deleted it"
+    folder = RunFolder(ended.path)
+    saved = msgspec.structs.replace(ended.status(), state=State.CANCELLED, remark=removed)
+    folder.record_end(saved)
+    done = cli("cancel", ended.id)
+    assert (done.code, done.out, done.err) == (0, f"{ended.id} CANCELLED\n", "")
+    assert removed in cli("status", ended.id).out
+
+
 def test_plot_writes_a_picture_and_prints_its_name(cli, ended, cwd):
     pytest.importorskip("matplotlib")
     done = cli("plot", ended.id, "-o", "loss.svg")

@@ -561,6 +561,13 @@ def test_a_user_that_is_not_there(sshd, home):
     assert "ansible_user" in hint
 
 
+def test_a_user_id_without_a_name_has_to_name_the_host_s_user(home, nameless):
+    with pytest.raises(Unavailable, match="no user to log in as: user id") as told:
+        resolve(Host(name="h1"))
+    assert "LOGNAME" in (told.value.hint or "")
+    assert resolve(Host(name="h1", user="me")).user == "me"
+
+
 def test_a_user_of_the_configuration_is_quoted_in_what_is_to_be_copied(sshd, home):
     (home / ".ssh" / "config").write_text("Host *\n  User me;reboot\n")
     _, hint, _ = refusal(sshd.host(user=None))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import io
 import math
 import os
@@ -27,6 +26,7 @@ from clusterkit.backends.ports import default_ports
 from clusterkit.backends.probing import assumed_host, interpreter
 from clusterkit.cluster import Facts, Gpu, KubernetesCluster, KubernetesFacts, Project
 from clusterkit.errors import BadInput, Unavailable
+from clusterkit.files import user_name
 from clusterkit.run.folder import home
 from clusterkit.spec import JobSpec
 from clusterkit.sync import snapshot
@@ -146,11 +146,7 @@ def _nodes(server: Server) -> list[Object] | None:
 
 def _user() -> str:
     """Return the user's name as the value of a label; empty if it has none."""
-    try:
-        name = getpass.getuser()
-    except (KeyError, OSError, ImportError):  # a user id without a name, as in many a container
-        return ""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:63].strip("_.-")
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", user_name() or "")[:63].strip("_.-")
 
 
 def _project(job: JobSpec) -> Project:

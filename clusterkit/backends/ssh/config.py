@@ -7,7 +7,6 @@ paramiko parses the configuration. This module adds what it lacks of ssh_config(
 from __future__ import annotations
 
 import contextlib
-import getpass
 import glob
 import os
 import re
@@ -26,6 +25,7 @@ from clusterkit import shell
 from clusterkit.addresses import host_from
 from clusterkit.cluster import Host
 from clusterkit.errors import BadInput, Unavailable
+from clusterkit.files import user_name
 
 _CONFIG = "~/.ssh/config"
 _MOST_INCLUDES = 16
@@ -77,10 +77,16 @@ def resolve(host: Host) -> Target:
     """Apply ``~/.ssh/config``, or the host's own configuration file, to a host.
 
     Raises:
-        Unavailable: the configuration cannot be read.
+        Unavailable: the configuration cannot be read, or no user is named.
     """
     name = host.address or host.name
     options = _options(host, name)
+    user = host.user or options.get("user") or user_name()
+    if user is None:
+        raise Unavailable(
+            f"host {host.name}: no user to log in as: user id {os.getuid()} has no name here",
+            hint="set `user` of the host, or LOGNAME",
+        )
     address = options.get("hostname", name)
     port = host.port or int(options.get("port", 22))
     identities = [host.identity] if host.identity else list(options.get("identityfile", ()))
@@ -94,7 +100,7 @@ def resolve(host: Host) -> Target:
         host=host,
         address=address,
         port=port,
-        user=host.user or options.get("user") or getpass.getuser(),
+        user=user,
         identities=tuple(os.path.expanduser(path) for path in identities),
         identities_only=bool(host.identity) or options.get("identitiesonly", "no") == "yes",
         known_hosts=tuple(os.path.expanduser(path) for path in [*own, *shared]),

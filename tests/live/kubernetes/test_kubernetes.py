@@ -322,7 +322,9 @@ def test_a_cancel_ends_everything_and_may_be_repeated(submit, begun, kube):
 def test_with_the_job_goes_all_that_was_made_for_it(submit, begun, kube):
     run = begun(submit(FOREVER))
     kube.kubectl("delete", "pytorchjob", run.id)
-    assert "deleted" in failed(run).cause
+    status = run.wait(120)
+    assert (status.state, status.failure) == (State.CANCELLED, None), status
+    assert f"PyTorchJob {run.id} is gone: somebody deleted it" in (status.remark or "")
 
 
 # ---------------------------------------------------------------- bad input, and rights
