@@ -33,7 +33,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("image", nargs="?", help="default: clusterkit:gpu or clusterkit:cpu")
     parser.add_argument(
-        "--quick", action="store_true", help="without DeepSpeed's Adam, and training as one user"
+        "--quick",
+        action="store_true",
+        help="without torch.compile and DeepSpeed's Adam, and training as one user",
     )
     options = parser.parse_args()
     require_engine(compose=True)

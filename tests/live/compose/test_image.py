@@ -33,10 +33,13 @@ def script(name: str, *words: str, **environment: str) -> subprocess.CompletedPr
     )
 
 
+@pytest.mark.parametrize(
+    "options", [["--quick"], pytest.param([], marks=pytest.mark.thorough)], ids=["quick", "all"]
+)
 def test_the_images_own_checks_pass_as_its_user_and_as_a_stranger(
-    engine: Engine, image: str
+    engine: Engine, image: str, options: list[str]
 ) -> None:
-    done = script("check.py", "--quick", image, **engine.env)
+    done = script("check.py", *options, image, **engine.env)
     assert done.returncode == 0, done.stdout
     lines = done.stdout.splitlines()
     assert sum(line.startswith("ok ") for line in lines) == len(lines) - 3 >= 18
