@@ -34,7 +34,7 @@ NODE_ADDRESS = Var("CLUSTERKIT_NODE_ADDRESS")
 RANK_HEADER = agent.RANK_HEADER.decode()
 """First line of a rank's log: this word, its rank, its process id."""
 RANK_ENDED = agent.RANK_ENDED.decode()
-"""Last line of a rank that failed under deepspeed or mpirun: this word, its rank, its exit code."""
+"""Last line of a rank that ended under deepspeed or mpirun: this word, its rank, its exit code."""
 
 RESET = (
     "CLUSTERKIT_GLOBAL_BATCH", "CLUSTERKIT_MICRO_BATCH", "CLUSTERKIT_ACCUMULATION",
@@ -308,7 +308,7 @@ def rank_script(
         '    exec "$@"\n'
         '\' sh "$@" 2>&9 9>&-)\n'
         "code=$?\n"
-        f'if [ "$code" -ne 0 ]; then echo "{RANK_ENDED} $RANK $code"; fi\n'
+        f'[ ! -p "$CLUSTERKIT_PIPE" ] && [ "$code" -eq 0 ] || echo "{RANK_ENDED} $RANK $code"\n'
         "# ended by a signal: so is this, and without a core of its own\n"
         f'if [ "$code" -gt 128 ]; then trap - {signals}; ulimit -S -c 0; '
         'kill -s "$((code - 128))" "$$"; fi\n'

@@ -22,7 +22,7 @@ ECHOES = re.compile(
     r"|ChildFailedError"
 )
 """Messages of ranks that failed because another one did."""
-_TIMED_OUT = re.compile(
+TIMED_OUT = re.compile(
     r"Timed out waiting \d+ms|Application timeout|Watchdog caught collective operation timeout"
 )
 _CAUGHT = (1, 128 + signal.SIGABRT)  # exit codes after an exception: in Python, in NCCL's watchdog
@@ -93,7 +93,7 @@ class RankOutput:
         words = "" if error or code >= 128 else " / ".join(lines[-_WORDS:])[-_LONGEST:]
         return {
             "code": code, "error": error, "echo": bool(ECHOES.search(said)),
-            "timed_out": bool(_TIMED_OUT.search(said)), "words": words,
+            "timed_out": bool(TIMED_OUT.search(said)), "words": words,
         }  # fmt: skip
 
 

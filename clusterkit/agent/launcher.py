@@ -186,8 +186,8 @@ class Launcher:
 
     def _failure_of(self, end: Document) -> Document:
         log, pid, code = self._log, end["pid"], end["exit_code"]
-        if log.rank_ends:  # ranks of deepspeed and mpirun report their own end
-            first = log.rank_ends[0]
+        # Ranks of deepspeed and mpirun report their own end.
+        if first := next((each for each in log.rank_ends if each["exit_code"]), None):
             return log.output.failure(first["rank"], shell_code(first["exit_code"]))
         pid, code = next(iter(log.output.codes.items()), (pid, code))
         ranks = {rank["pid"]: rank["rank"] for rank in log.ranks}

@@ -16,7 +16,7 @@ WORKER_REPORTS = 3  # failures of a thread that the run shows
 # A node's log and files
 LONGEST_LINE = 1 << 16
 RESERVE_BYTES = 8192  # kept free for exit.json, for when logs have filled the disk
-RANK_ENDS = 8  # ranks whose own reports of their end are kept; the first one matters
+RANK_ENDS = 8  # ranks that failed, and that did not, whose own reports of their end are kept
 LAST_WORDS_BYTES = 4096  # of a termination message: Kubernetes accepts no longer one
 
 # `report`

@@ -38,7 +38,7 @@ class NodeLog:
         self.folder = folder
         self.ranks: list[Document] = []  # identities of the ranks that have started
         self.rank_ends: list[Document] = []
-        """How ranks failed that are no children of this agent, as they reported it."""
+        """How ranks ended that are no children of this agent, as they reported it."""
         self.output = RankOutput()
         self.lost = 0  # lines that the disk had no room for
         self._size = os.fstat(self.handle).st_size
@@ -93,10 +93,11 @@ class NodeLog:
             file.write(json.dumps(record) + "\n")
 
     def rank_ended(self, rank: int, code: int) -> None:
-        if len(self.rank_ends) < limits.RANK_ENDS:
+        if sum((not end["exit_code"]) == (not code) for end in self.rank_ends) < limits.RANK_ENDS:
             pid = next((each["pid"] for each in self.ranks if each["rank"] == rank), None)
+            # Launchers end ranks once one has failed; until then, 0 is a rank's own end.
             end = {"pid": pid, "rank": rank, "exit_code": code, "at": time.time()}
-            self.rank_ends.append(end)
+            self.rank_ends.append(end if code else {**end, "asked": False})
 
 
 def _stamp() -> str:

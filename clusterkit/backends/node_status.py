@@ -219,7 +219,7 @@ def observed(nodes: Sequence[NodeStatus], exit_json: Mapping[int, bytes]) -> Obs
         exits += [
             end
             for end in ranks[node]
-            if (end.exit_code and not end.asked)
+            if not end.asked  # also with 0: its peers may have failed without it
             or (end.at < first and end.exit_code not in (0, *_TERMINATED))
             or (first and 0 < end.exit_code < 128)
         ]

@@ -6,13 +6,14 @@ When one rank dies, its peers fail a moment later with errors of their own, here
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from clusterkit.agent import STARTING_AGAIN
-from clusterkit.agent.failure import ECHOES, shell_code
+from clusterkit.agent.failure import ECHOES, TIMED_OUT, shell_code
 from clusterkit.errors import listed
 from clusterkit.output.logs import LogLine
 from clusterkit.output.tracebacks import Output
@@ -126,7 +127,8 @@ def diagnose(
         oom_kills: how many processes the kernel killed meanwhile because memory ran out.
         causes: why nodes or their ranks were killed, if the backend knows.
     """
-    failures = [end for end in rank_exits if end.exit_code]
+    ends = list(rank_exits)
+    failures = [end for end in ends if end.exit_code]
     suspects, outputs = _suspects(lines, nproc_per_node, {end.node for end in failures})
     for end in failures:
         named = _Suspect(end.node, end.rank, end.at)
@@ -153,7 +155,7 @@ def diagnose(
     if exit_code is None and blamed.node < len(nodes):
         exit_code = nodes[blamed.node].exit_code
     cause, hint = _cause(blamed, exit_code, oom_kills)
-    hint = hint or _missing_file(blamed, accused, nodes)
+    hint = _left_early(blamed, ends) or hint or _missing_file(blamed, accused, nodes)
     return Failure(
         node=blamed.node, rank=blamed.rank, cause=cause, hint=hint,
         exit_code=None if exit_code is None else shell_code(exit_code),
@@ -259,6 +261,21 @@ def _signal_cause(number: int, oom_kills: int) -> tuple[str, str | None]:
 
 def _hint(message: str) -> str | None:
     return next((hint for pattern, hint in _HINTS if pattern.search(message)), None)
+
+
+def _left_early(blamed: _Suspect, ends: Sequence[RankExit]) -> str | None:
+    """Return which ranks ended with 0 before one failed that had waited for them, if any."""
+    if not (blamed.echo or TIMED_OUT.search(blamed.message)):
+        return None
+    first = min((end.at for end in ends if end.exit_code), default=math.inf)
+    left = [end for end in ends if not (end.exit_code or end.asked) and end.at <= first]
+    if not left:
+        return None
+    ranks = listed(map(str, sorted({end.rank for end in left})))
+    return (
+        f"rank{'s' if len(left) > 1 else ''} {ranks} ended with exit code 0 before that, and a "
+        "collective needs every rank: do all of them take the same number of steps?"
+    )
 
 
 def _missing_file(

@@ -477,11 +477,15 @@ def test_a_rank_s_word_of_how_it_failed_is_kept_and_is_no_line_of_its_log(stream
     assert ends == [(77, 5, 7), (None, 4, 137)]
 
 
-def test_of_many_ranks_that_fail_the_first_ones_are_kept(stream, log):
+def test_of_many_ranks_that_end_the_first_that_fail_and_that_do_not_are_kept(stream, log):
     for rank in range(1000):
-        stream.write(f"@clusterkit-rank-ended {rank} 1\n".encode())
+        stream.write(f"@clusterkit-rank-ended {rank} {int(rank >= 500)}\n".encode())
     stream.pump()
-    assert [end["rank"] for end in log.rank_ends] == [*range(limits.RANK_ENDS)]
+    few = range(limits.RANK_ENDS)
+    assert [(end["rank"], end["exit_code"]) for end in log.rank_ends] == [
+        *((rank, 0) for rank in few),
+        *((500 + rank, 1) for rank in few),
+    ]
 
 
 def test_a_rank_s_word_of_how_it_failed_comes_through_mpirun_s_tags(start, node_dir):

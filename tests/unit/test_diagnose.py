@@ -228,6 +228,43 @@ def test_a_rank_that_was_asked_to_end_is_not_the_first_failure():
     assert (found.rank, found.exit_code) == (1, 5)
 
 
+TIMED_OUT = PEER_GONE.replace("Connection closed by peer", "Application timeout caused pair closure")
+BARE_ECHO = "RuntimeError: Timed out waiting 1800000ms for recv operation to complete"
+
+
+@pytest.mark.parametrize(
+    ("text", "early"),
+    [(PEER_GONE, "rank 1"), (TIMED_OUT, "rank 1"), (BARE_ECHO, "rank 1"),
+     (PEER_GONE, "ranks 1, 3"), (VALUE_ERROR, None)],
+)  # fmt: skip
+def test_ranks_that_left_with_0_are_named_where_another_one_waited_for_them(text, early):
+    # Rank 2 was asked to end, rank 4 ended after the failure.
+    others = [RankExit(1, 2, 0, 0.9, asked=True), RankExit(1, 4, 0, 1.6, asked=False),
+              RankExit(0, 0, 1, 1.5, asked=False)]  # fmt: skip
+    zeros = [RankExit(0, 1, 0, 0.9, asked=False)]
+    zeros += [RankExit(1, 3, 0, 0.8, asked=False)] if early == "ranks 1, 3" else []
+    lines = said(0, 0, 1.0, text)
+    nodes = [node(0), node(1, state=State.CANCELLED)]
+    found = diagnose(nodes, lines, rank_exits=iter([*zeros, *others]))
+    assert found.rank == 0
+    if early is None:
+        assert "ended with exit code 0" not in (found.hint or "")
+    else:
+        assert (found.hint or "").startswith(f"{early} ended with exit code 0 before")
+
+
+def test_ranks_of_a_node_that_succeeded_are_known_to_have_left():
+    def ended(code, *ends):
+        processes = [{"rank": rank, "exit_code": code, "at": at, "asked": False}
+                     for rank, code, at in ends]  # fmt: skip
+        return json.dumps({"exit_code": code, "processes": processes}).encode()
+
+    nodes = [node(0), node(1, 0, State.SUCCEEDED)]
+    seen = observed(nodes, {0: ended(1, (0, 1, 1.5)), 1: ended(0, (1, 0, 0.9))})
+    found = diagnose(nodes, said(0, 0, 1.0, PEER_GONE), rank_exits=seen.rank_exits)
+    assert (found.rank, (found.hint or "")[:30]) == (0, "rank 1 ended with exit code 0 ")
+
+
 def test_ranks_that_ended_well_are_no_suspects():
     ends = [RankExit(0, 0, 0, 1.0), RankExit(0, 1, 5, 2.0)]
     assert diagnose([node(0)], [], rank_exits=ends, nproc_per_node=2).rank == 1

@@ -267,9 +267,11 @@ def test_a_rank_writes_into_its_own_pipe_whatever_the_user_s_environment(launche
     try:
         out, _ = rank.communicate()
         assert out == b""
-        # Under these the script stays its parent.
-        pid = r"[0-9]+" if launcher in ("deepspeed", "mpirun") else str(rank.pid)
-        assert re.fullmatch(rf"@clusterkit-rank 5 {pid}\nhello\n", os.read(pipe, 1000).decode())
+        # Under these the script stays its parent, and tells of its end.
+        stays = launcher in ("deepspeed", "mpirun")
+        pid, end = (r"[0-9]+", "@clusterkit-rank-ended 5 0\n") if stays else (rank.pid, "")
+        written = os.read(pipe, 1000).decode()
+        assert re.fullmatch(rf"@clusterkit-rank 5 {pid}\nhello\n{end}", written)
     finally:
         os.close(pipe)
 
