@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 import re
 import signal
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from clusterkit.agent import STARTING_AGAIN
 from clusterkit.agent.failure import ECHOES, TIMED_OUT, shell_code
 from clusterkit.errors import listed
 from clusterkit.output.logs import LogLine
-from clusterkit.output.tracebacks import Output
+from clusterkit.output.tracebacks import REPORT, Output
 from clusterkit.run.status import Failure, NodeCause, NodeStatus, RankExit, State
 
 # "failed (exitcode: -9) local_rank: 0 (pid: 123) of binary: sh", torch 2.13, multiprocessing/api.py
@@ -96,8 +96,19 @@ class _Suspect:
 
     @property
     def message(self) -> str:
-        """The message of its exception; without one its last output that may name the cause."""
-        return self.output.message or self.output.last_words()
+        """The message of its last exception; without one its last output that may say why."""
+        return self.output.message or self.output.last_words()[0]
+
+    @property
+    def handled(self) -> bool:
+        """Whether its end shows that the program itself has printed its last traceback.
+
+        After an exception Python exits with 1; its end may then crash, or hang until it is killed.
+        """
+        code = self.exit_code or 1
+        if number := _signal_number(code):
+            return not self.asked and number not in _CRASHES
+        return code != 1
 
     @property
     def echo(self) -> bool:
@@ -136,6 +147,9 @@ def diagnose(
         suspect.exit_code, suspect.asked = end.exit_code, end.asked
     for key, suspect in suspects.items():
         suspect.output = outputs.get(key, suspect.output)
+    for end in failures:
+        suspect = suspects[end.node, end.rank]
+        suspect.time = end.at if suspect.handled else suspect.time
     accused = [s for s in suspects.values() if s.exit_code or s.output.traceback]
     blamed = _blame(accused)
     # A node on a host that no longer answers has failed as well.
@@ -150,7 +164,7 @@ def diagnose(
             hint=known.hint,
         )  # fmt: skip
     if blamed is None or (blamed.echo and silent):
-        return _from_nodes(silent or failed or list(nodes), oom_kills)
+        return _from_nodes(silent or failed or list(nodes), oom_kills, outputs)
     exit_code = blamed.exit_code
     if exit_code is None and blamed.node < len(nodes):
         exit_code = nodes[blamed.node].exit_code
@@ -195,10 +209,9 @@ def _suspects(
                     for old in [key for key in each if key[0] == line.node]:
                         del each[old]
             _read_launcher(line, nproc, suspects, known)
-            continue
         output = outputs.setdefault(key, Output())
         output.read(line)
-        if output.traceback:
+        if output.traceback and line.rank is not None:
             suspect = suspects.setdefault(key, _Suspect(line.node, line.rank, output.began))
             suspect.time = output.began
     return suspects, outputs
@@ -211,7 +224,9 @@ def _read_launcher(
         return suspects.setdefault((line.node, rank), _Suspect(line.node, rank, line.time))
 
     if match := _TORCHRUN.search(line.text):
-        suspect(line.node * nproc + int(match[2])).exit_code = int(match[1])
+        found = suspect(line.node * nproc + int(match[2]))
+        found.exit_code = int(match[1])
+        found.asked = found.exit_code in _NEVER_PRIMARY  # the first that failed, before any stop
     elif match := _MPIRUN.search(line.text):
         suspect(int(match[1])).exit_code = -int(match[2])
     elif (match := _DEEPSPEED.search(line.text)) and line.node not in known:
@@ -230,18 +245,34 @@ def _blame(suspects: Sequence[_Suspect]) -> _Suspect | None:
 
 def _cause(suspect: _Suspect, exit_code: int | None, oom_kills: int) -> tuple[str, str | None]:
     """Return cause and hint."""
-    output, message = suspect.output, suspect.message
-    if output.message and not output.fatal:
-        return message, _hint(message)
-    code = exit_code or 0
-    if number := _signal_number(code):
+    output, code = suspect.output, exit_code or 0
+    printed = "" if output.fatal or suspect.rank is None else output.message
+    if printed and not suspect.handled:
+        return printed, _hint(printed)
+    cause, hint, number = f"exited with {code}", None, _signal_number(code)
+    if number:
         cause, hint = _signal_cause(number, oom_kills)
-        if output.fatal:
-            return cause, None  # its traceback shows where
-        if number in _CRASHES and (message := output.error_line()):
-            return f"{cause}: {message}", _hint(message)
+    if output.fatal and number:
+        return cause, None  # its traceback shows where
+    if printed:
+        return f"{cause}; the last traceback that it printed: {printed}", hint or _hint(printed)
+    if suspect.rank is None:
+        words, is_error = _launcher_error(output), True
+    elif number:
+        words, is_error = output.error_line() if number in _CRASHES else "", True
+    else:
+        words, is_error = output.last_words()
+    if not words:
         return cause, hint
-    return f"exited with {code}{f': {message}' if message else ''}", _hint(message)
+    return f"{cause}{': ' if is_error else '; its last output: '}{words}", _hint(words) or hint
+
+
+def _launcher_error(output: Output) -> str:
+    """Return the error of a launcher itself; empty if it only reports how its ranks ended."""
+    if output.message:
+        return "" if REPORT.match(output.message) else output.message
+    words, is_error = output.last_words()
+    return words if is_error else ""
 
 
 def _signal_number(code: int) -> int:
@@ -293,7 +324,9 @@ def _missing_file(
     )
 
 
-def _from_nodes(nodes: Sequence[NodeStatus], oom_kills: int) -> Failure:
+def _from_nodes(
+    nodes: Sequence[NodeStatus], oom_kills: int, outputs: Mapping[_Source, Output]
+) -> Failure:
     """Return a failure of which no rank reported anything."""
     ended = [node for node in nodes if node.exit_code or node.reason]
     first = min(ended, key=lambda node: node.ended_at or 0.0, default=None)
@@ -308,8 +341,11 @@ def _from_nodes(nodes: Sequence[NodeStatus], oom_kills: int) -> Failure:
         cause = f"its launcher {'was ' if cause.startswith('killed') else ''}{cause}"
     if first.state is State.UNKNOWN:
         hint = f"is {first.host} up, and its network? --exclude {first.host} does without it"
+    output = outputs.get((first.node, None), Output())
+    error = "" if cause else _launcher_error(output)
     return Failure(
         node=first.node, rank=None, exit_code=code,
-        cause=cause or f"its launcher exited with {code}",
-        hint=hint or "`clusterkit logs` with the run's id shows its last output",
+        cause=cause or f"its launcher exited with {code}{f': {error}' if error else ''}",
+        hint=hint or _hint(error) or "`clusterkit logs` with the run's id shows its last output",
+        traceback=output.traceback_text() if error and output.message else None,
     )  # fmt: skip

@@ -49,15 +49,19 @@ _NOT_OF_A_MESSAGE = re.compile(
 _ADVICE_LINE = re.compile(_ADVICE)
 _BORDER = re.compile(r"^[│┃|] ?|\s*[│┃|]$")
 _RULER = re.compile(r"[\W_]{4,}|[╭┌┏].*[╮┐┓]")
+_RULER_OF_AN_ERROR = re.compile(r"[╭┌┏]\W*Error\W|-{70,}$")  # rich's and mpirun's
 _NAMES_AN_ERROR = re.compile(
     r"[\w.]*[A-Z]\w*(Error|Exception|Exit|Interrupt)(: |:?$)"
     r"|([a-z_]\w*\.)+[A-Z]\w*: "
     r"|([Ff]atal )?[Ee]rror: |FATAL: "
-    r"|\S+( \S+)?: error: "  # argparse, compilers
+    r"|\S[^:]{0,60}: error: "  # argparse, compilers
+    r"|\S+: .*(: not found|command not found|[Nn]o such file or directory|[Pp]ermission denied"
+    r"|No space left on device|(Is|Not) a directory)$"  # shells, and what perror(3) prints
+    r"|\S*python[\d.]*: (No module named|can't (open|find)|Error while finding) "
     r"|terminate called |.*: Assertion .* failed"
 )
 # What torchrun prints when a rank failed and when it was stopped; it is not the cause.
-_REPORT = re.compile(r"torch\.distributed\.elastic\.\S*(ChildFailedError|SignalException)\b")
+REPORT = re.compile(r"torch\.distributed\.elastic\.\S*(ChildFailedError|SignalException)\b")
 
 
 class Output:
@@ -160,22 +164,27 @@ class Output:
         end = next((n for n, text in enumerate(after) if _is_noise(text) and text), len(after))
         return _bounded(_trimmed(after[:end]), MESSAGE_LINES)
 
-    def last_words(self) -> str:
+    def last_words(self) -> tuple[str, bool]:
         """Return `error_line`, or the last line with text and the block to which it belongs: the
-        text between two rulers, or an unindented line and the indented ones below it."""
+        text between two rulers, or an unindented line and the indented ones below it.
+
+        The second value: whether it is an error, and not just what came last.
+        """
         if error := self.error_line():
-            return error
+            return error, True
         texts = [text for _, text in self._tail]
-        ruled = False
+        noise = []
         while texts and _is_noise(texts[-1]):
-            ruled = _is_ruler(texts.pop()) or ruled
+            noise.append(texts.pop())
         rulers = [number for number, text in enumerate(texts) if _is_ruler(text)]
-        if ruled and rulers:
+        is_error = any(map(_ADVICE_LINE.match, noise))
+        if any(map(_is_ruler, noise)) and rulers:
+            is_error = is_error or _RULER_OF_AN_ERROR.match(texts[rulers[-1]]) is not None
             found = [_BORDER.sub("", text) for text in texts[rulers[-1] + 1 :]]
         else:
             heads = [number for number, text in enumerate(texts) if not text[:1].isspace() and text]
             found = texts[heads[-1] if heads else 0 :]
-        return _bounded(_trimmed(found), MESSAGE_LINES)
+        return _bounded(_trimmed(found), MESSAGE_LINES), is_error
 
 
 def begins(text: str) -> bool:
@@ -200,7 +209,7 @@ def _unless_report(line: LogLine, held: dict[int, list[LogLine]]) -> list[LogLin
         return [line]
     block = held.setdefault(line.node, [])
     block.append(line)
-    report = next((one for one in block if _REPORT.match(one.text)), None)
+    report = next((one for one in block if REPORT.match(one.text)), None)
     if report is None:
         # Frames begin with blanks; a line that does not ends another kind of traceback.
         more = line is block[0] or line.text[:1].isspace()

@@ -321,7 +321,7 @@ def test_accelerate_on_the_cpu_makes_one_world(
 
 
 EXCEPTION = ("exception", 1, "ValueError: boom é")
-EXIT = ("exit", 7, "exited with 7: about to leave")
+EXIT = ("exit", 7, "exited with 7; its last output: about to leave")
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_what_ended_nothing_because_lost_nodes_came_back_is_not_blamed():
     )
     found = diagnose([node(0), node(1, 3)], lines)
     assert (found.node, found.rank, found.exit_code) == (1, 1, 3)
-    assert found.cause == "ValueError: the loss is not finite"
+    assert found.cause.endswith("ValueError: the loss is not finite")
 
 
 def test_peers_that_die_of_it_are_not_blamed_even_when_they_speak_first():
@@ -219,7 +219,7 @@ def test_a_rank_that_just_exits_is_told_with_its_last_words():
     lines = said(0, 0, 1.0, "disk check failed")
     found = diagnose([node(0, 3)], lines, rank_exits=[RankExit(0, 0, 3, 2.0)])
     assert (found.rank, found.exit_code) == (0, 3)
-    assert found.cause == "exited with 3: disk check failed"
+    assert found.cause == "exited with 3; its last output: disk check failed"
 
 
 def test_a_rank_that_was_asked_to_end_is_not_the_first_failure():
@@ -228,7 +228,9 @@ def test_a_rank_that_was_asked_to_end_is_not_the_first_failure():
     assert (found.rank, found.exit_code) == (1, 5)
 
 
-TIMED_OUT = PEER_GONE.replace("Connection closed by peer", "Application timeout caused pair closure")
+TIMED_OUT = PEER_GONE.replace(
+    "Connection closed by peer", "Application timeout caused pair closure"
+)
 BARE_ECHO = "RuntimeError: Timed out waiting 1800000ms for recv operation to complete"
 
 

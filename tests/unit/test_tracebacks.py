@@ -205,9 +205,9 @@ def test_a_crash_that_faulthandler_saw_has_its_place(tmp_path):
             "exited with 2: Error: No such option '--foo'.",
         ),
         ("import os\nos.write(2, b'step 1\\ndisk check failed\\n')\nos._exit(3)\n", [],
-         "exited with 3: disk check failed"),
+         "exited with 3; its last output: disk check failed"),
         ("import sys\nsys.exit('no data: /data is empty\\n  mount it first')\n", [],
-         "exited with 1: no data: /data is empty\n  mount it first"),
+         "exited with 1; its last output: no data: /data is empty\n  mount it first"),
     ],
 )  # fmt: skip
 def test_without_a_traceback_the_line_that_says_why_is_the_cause(text, arguments, cause, tmp_path):
@@ -253,7 +253,22 @@ while attempting to start process rank 0."""
          "exited with 1: ValueError: boxed by rich"),
         (f"Usage: train [OPTIONS]\n╭─ Error {'─' * 12}╮\n│ No such option: --foo │\n╰{'─' * 20}╯",
          2, "exited with 2: No such option: --foo"),
-        (f"disk check failed\n{'=' * 40}\n", 3, "exited with 3: disk check failed"),
+        (f"disk check failed\n{'=' * 40}\n", 3,
+         "exited with 3; its last output: disk check failed"),
+        (f"+{'-' * 20}+\n| loss | 0.25 |\n+{'-' * 20}+\n", 3,
+         "exited with 3; its last output: loss | 0.25"),
+        ("step 5\nrun.sh: 12: exec: frobnicate: not found", 127,
+         "exited with 127: run.sh: 12: exec: frobnicate: not found"),
+        ("step 5\nrun.sh: line 3: frobnicate: command not found", 127,
+         "exited with 127: run.sh: line 3: frobnicate: command not found"),
+        ("/venv/bin/python3: No module named my.train", 1,
+         "exited with 1: /venv/bin/python3: No module named my.train"),
+        ("cp: cannot stat '/x': No such file or directory", 1,
+         "exited with 1: cp: cannot stat '/x': No such file or directory"),
+        ("usage: accelerate <command> [<args>] launch [-h]\n"
+         "accelerate <command> [<args>] launch: error: unrecognized arguments: --foo", 2,
+         "exited with 2: accelerate <command> [<args>] launch: error: unrecognized "
+         "arguments: --foo"),
         ("----\n\n====", 3, "exited with 3"),
     ],
 )  # fmt: skip
@@ -264,7 +279,93 @@ def test_rulers_and_advice_are_no_cause(text, code, cause):
 
 def test_an_error_that_was_printed_long_before_the_end_is_not_the_cause():
     lines = said("OSError: trying once more", at=1.0) + said("no data", at=60.0)
-    assert failure(lines, 3).cause == "exited with 3: no data"
+    assert failure(lines, 3).cause == "exited with 3; its last output: no data"
+
+
+def handled(code, *, asked=False):
+    lines = said(f"{TRACEBACK}KeyError: 'survived'") + said("going on", at=9.0)
+    nodes = [NodeStatus(node=0, host="h", state=State.FAILED, exit_code=code, ended_at=10.0)]
+    ends = [RankExit(0, RANK, code, 60.0, asked=asked)]
+    return diagnose(nodes, lines, rank_exits=ends)
+
+
+@pytest.mark.parametrize(
+    ("code", "asked", "cause"),
+    [
+        (5, False, "exited with 5; the last traceback that it printed: KeyError: 'survived'"),
+        (5, True, "exited with 5; the last traceback that it printed: KeyError: 'survived'"),
+        (-9, False, f"{KILLED}; the last traceback that it printed: KeyError: 'survived'"),
+        (1, False, "KeyError: 'survived'"),  # as after an exception that nobody caught
+        (-6, False, "KeyError: 'survived'"),  # the interpreter's end aborts now and then
+        (-15, True, "KeyError: 'survived'"),  # it hung there, and was ended
+    ],
+)
+def test_a_traceback_that_a_rank_printed_itself_is_no_cause_but_told(code, asked, cause):
+    found = handled(code, asked=asked)
+    assert found.cause == cause
+    assert found.traceback == f"{TRACEBACK}KeyError: 'survived'"
+
+
+def test_a_program_that_prints_a_traceback_and_goes_on(tmp_path):
+    found, _ = of_program(
+        "import os, traceback\ntry:\n    {}['x']\nexcept KeyError:\n    traceback.print_exc()\n"
+        "os._exit(5)\n",
+        tmp_path,
+    )
+    assert found.cause == "exited with 5; the last traceback that it printed: KeyError: 'x'"
+
+
+def test_of_a_rank_that_handled_an_exception_long_ago_the_end_counts():
+    lines = said(f"{TRACEBACK}KeyError: 'survived'")
+    lines += said(f"{TRACEBACK}ValueError: bad", at=50.0, rank=1)
+    nodes = [NodeStatus(node=0, host="h", state=State.FAILED, exit_code=1, ended_at=61.0)]
+    ends = [RankExit(0, RANK, 5, 60.0, asked=False), RankExit(0, 1, 1, 50.1, asked=False)]
+    assert diagnose(nodes, lines, rank_exits=ends).cause == "ValueError: bad"
+
+
+# ---------------------------------------------------------------- the launcher's own errors
+
+
+NO_SLOTS = """\
+There are not enough slots available in the system to satisfy the 4
+slots that were requested by the application:
+
+  /bin/sh
+
+Either request fewer slots for your application."""
+TAKEN = (
+    "torch.distributed.DistNetworkError: The server socket has failed to listen on any local "
+    "network address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "error"),
+    [
+        ("usage: torchrun [-h] [--nnodes NNODES]\ntorchrun: error: unrecognized arguments: --x", 2,
+         "torchrun: error: unrecognized arguments: --x"),
+        ("[2026-11-22 23:29:19,509] [INFO] [runner.py:1:main] going\n"
+         "ValueError: No slot '9' specified on host 'localhost'", 1,
+         "ValueError: No slot '9' specified on host 'localhost'"),
+        (f"{TRACEBACK}{TAKEN}", 1, TAKEN),
+        (f"{TRACEBACK}torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError", 1,
+         "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError"),
+        (f"{'-' * 74}\n{NO_SLOTS}\n{'-' * 74}", 1, NO_SLOTS),
+    ],
+)  # fmt: skip
+def test_the_error_of_a_launcher_that_started_no_rank_is_shown(text, code, error):
+    nodes = [NodeStatus(node=0, host="h", state=State.FAILED, exit_code=code, ended_at=10.0)]
+    found = diagnose(nodes, said(text, rank=None))
+    assert (found.rank, found.cause) == (None, f"its launcher exited with {code}: {error}")
+    assert (found.traceback is None) == (TRACEBACK not in text)
+
+
+@pytest.mark.parametrize("other", ["REPORT", "ASKED"])
+def test_what_a_launcher_reports_of_its_ranks_is_not_its_error(other):
+    nodes = [NodeStatus(node=0, host="h", state=State.FAILED, exit_code=1, ended_at=10.0)]
+    lines = said(f"this node waits\n{globals()[other]}\nbye", rank=None)
+    found = diagnose(nodes, lines)
+    assert (found.cause, found.traceback) == ("its launcher exited with 1", None)
 
 
 # ---------------------------------------------------------------- torchrun's own traceback
