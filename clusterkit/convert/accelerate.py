@@ -24,14 +24,16 @@ _SECTIONS = {
     "parallelism_config": "parallelism_config_", "mpirun_config": "mpirun_",
 }  # fmt: skip
 _PREFIXES = ("fsdp_", "megatron_lm_", "parallelism_config_", "fp8_", "dynamo_")
+_FILTERS = {
+    "deepspeed_inclusion_filter": "entry.include", "deepspeed_exclusion_filter": "entry.exclude",
+}  # fmt: skip
 _MEANINGS = each(
     "machine_rank main_process_ip main_process_port rdzv_backend rdzv_conf same_network "
     "main_training_function deepspeed_multinode_launcher multi_gpu", OURS,
 ) | {
     "mixed_precision": "env.ACCELERATE_MIXED_PRECISION",
     "mpirun_ccl": "-ranks meet as torchrun's do",
-    "deepspeed_inclusion_filter": "entry.include", "deepspeed_exclusion_filter": "entry.exclude",
-}  # fmt: skip
+} | _FILTERS  # fmt: skip
 # What `accelerate launch` sets where nothing is said, and Accelerator itself would not.
 _FSDP_DEFAULTS = {
     "fsdp_version": "1", "fsdp_sharding_strategy": "FULL_SHARD",
@@ -82,7 +84,7 @@ _LOWER = frozenset(
 def option(draft: Draft, used: Used) -> None:
     """Convert one option; those that a config file may also set wait for `finish`."""
     name = used.name.lstrip("-").replace("-", "_")
-    if name in ("config_file", "cpu", "use_deepspeed") or used.meaning == CONVERT:
+    if name == "cpu" or used.meaning == CONVERT:
         draft.settings["use_cpu" if name == "cpu" else name] = (used.value or "true", used.written)
     elif name in _CONFIGURED:
         draft.settings[name] = (used.value, used.written)
@@ -90,9 +92,7 @@ def option(draft: Draft, used: Used) -> None:
         apply_option(draft, used)
 
 
-_CONFIGURED = frozenset(
-    ["num_processes", "num_machines", "mixed_precision", "gradient_accumulation_steps"]
-)
+_CONFIGURED = frozenset(["num_processes", "num_machines", "mixed_precision"])
 
 
 def finish(draft: Draft) -> None:
@@ -226,6 +226,8 @@ def _setting(draft: Draft, name: str, text: str, origin: str, nodes: int, deepsp
                 draft.refuse(origin, f"{ranks} ranks cannot be divided among {nodes} nodes")
             else:
                 draft.key(origin, "gpus_per_node", ranks // nodes)
+    elif name in _FILTERS and "deepspeed_hostfile" not in draft.settings:
+        draft.refuse(origin, "no --deepspeed_hostfile says which hosts there are")
     elif name in _MEANINGS:
         apply_meaning(draft, origin, _MEANINGS[name], text)
     elif name == "use_cpu":

@@ -21,6 +21,7 @@ from clusterkit.jobfile.launcher_options import (
     AGAIN,
     BY_ENVIRONMENT,
     COMMAND,
+    CONVERT,
     LAUNCH,
     MISSING,
     MODULE,
@@ -346,7 +347,9 @@ def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | Non
             raise BadInput(
                 f"command: {started.launcher} {used.written} cannot be taken over: "
                 f"{used.meaning[1:] or 'clusterkit has no equivalent'}",
-                hint=_instead(started.words(), keys, given, typed),
+                hint=shell.join(["clusterkit", "convert", "--", *job.command, *job.args])
+                if used.meaning == CONVERT
+                else _instead(started.words(), keys, given, typed),
                 job="command",
             )
     if tool is MPIRUN and "gpus_per_node" not in {**keys, **given}:

@@ -26,7 +26,7 @@ LOGS = "!every rank's lines are kept: `clusterkit logs`"
 AGAIN = "-given again, and the last one counts"
 MISUSED = (AGAIN, NO_VALUE := "!it takes no value", MISSING := "!its value is missing")
 BINDING = "!ranks are placed by slot and not bound to cores"
-CONVERT = "!`clusterkit convert` makes a job file of it, which says the same in `env`"
+CONVERT = "!`clusterkit convert` makes a job file of it, and says what each option becomes"
 _NO_TPU = "!clusterkit runs on CPUs and GPUs"
 
 
@@ -155,9 +155,9 @@ ACCELERATE = Tool(
     | each("--cpu", "device=cpu")
     | each("-m --module", MODULE)
     | each("--no-python", COMMAND)
-    | each("--use-deepspeed", "!launcher: deepspeed, and a `deepspeed` section in a job file")
     | each("-q --quiet", OURS)
-    | each("--debug --use-fsdp --use-megatron-lm --use-parallelism-config", CONVERT)
+    | each("--debug --use-deepspeed --use-fsdp --use-megatron-lm", CONVERT)
+    | each("--use-parallelism-config", CONVERT)
     | each("--enable-cpu-affinity --dynamo-use-fullgraph --dynamo-use-dynamic", CONVERT)
     | each("--dynamo-use-regional-compilation --fp8-use-autocast-during-eval", CONVERT)
     | each("--tpu --tpu-cluster --no-tpu-cluster --tpu-use-sudo --downcast-bf16", _NO_TPU),
@@ -166,11 +166,10 @@ ACCELERATE = Tool(
     | each("--num-cpu-threads-per-process", "threads_per_rank")
     | each("--max-restarts", "restarts")
     | each("--mixed-precision", "env.ACCELERATE_MIXED_PRECISION")
-    | each("--gradient-accumulation-steps", "!without DeepSpeed accelerate ignores it")
     | each("--machine-rank --main-process-ip --main-process-port --monitor-interval", OURS)
     | each("--rdzv-backend --rdzv-conf --role", OURS)
     | each("--log-dir -t --tee", LOGS)
-    | each("--config-file", "!the file is not read: give its values as options")
+    | each("--config-file --gradient-accumulation-steps", CONVERT)
     | each("--vm --env --main-training-function", _NO_TPU)
     | each("--aws-access-key-id --aws-secret-access-key", "!clusterkit does not rent machines")
     | each("--gpu-ids --mpirun-hostfile --zero-stage --zero3-init-flag", CONVERT)

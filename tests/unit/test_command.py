@@ -142,10 +142,12 @@ def test_what_is_taken_over_is_said():
          "clusterkit submit --set launcher=mpirun --gpus 4 -- /p/python train.py"),
         ("mpirun --mca btl self ./a.out", "btl self cannot be taken over: --set env.OMPI_MCA_NAME",
          "clusterkit submit --set launcher=mpirun -- ./a.out"),
-        ("accelerate launch --config_file c.yaml train.py", "the file is not read",
-         "clusterkit submit -- python train.py"),
-        ("accelerate launch --use_fsdp train.py", "`clusterkit convert` makes a job file of it",
-         "clusterkit submit -- python train.py"),
+        # Without the option, the program would compute something else: not a line to type.
+        *((f"accelerate launch {option} train.py --lr 1", "`clusterkit convert` makes a job file",
+           f"clusterkit convert -- accelerate launch {option} train.py --lr 1")
+          for option in ("--config_file c.yaml", "--use_fsdp", "--use_deepspeed", "--gpu_ids 0,1",
+                         "--gradient_accumulation_steps 2 --use_deepspeed", "--zero_stage 2",
+                         "--deepspeed_hostfile hosts", "--cpu --mpirun_hostfile hosts")),
     ],
 )  # fmt: skip
 def test_an_option_that_cannot_be_taken_over_is_refused_with_the_line_to_type(line, said, instead):
@@ -165,6 +167,9 @@ def test_the_line_to_type_keeps_what_was_typed_and_a_file_gets_its_keys():
     with pytest.raises(BadInput) as error:
         taken(line, typed=None)
     assert error.value.hint == "gpus_per_node: 2; nodes: 4; command: ['python', 'train.py']"
+    with pytest.raises(BadInput) as error:
+        taken("accelerate launch --debug train.py", typed=None, args=("--lr", "1"))
+    assert error.value.hint == "clusterkit convert -- accelerate launch --debug train.py --lr 1"
 
 
 @pytest.mark.parametrize(
