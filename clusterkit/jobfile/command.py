@@ -326,6 +326,7 @@ def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | Non
     words = job.command
     if not words:
         return Taken(job)
+    line = ["clusterkit", "convert", "--", *words, *job.args]
     started, peeled = read_past(words)
     words = tuple(peeled.words)
     if started.python is not None:
@@ -347,7 +348,7 @@ def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | Non
             raise BadInput(
                 f"command: {started.launcher} {used.written} cannot be taken over: "
                 f"{used.meaning[1:] or 'clusterkit has no equivalent'}",
-                hint=shell.join(["clusterkit", "convert", "--", *job.command, *job.args])
+                hint=shell.join(line)
                 if used.meaning == CONVERT
                 else _instead(started.words(), keys, given, typed),
                 job="command",
@@ -442,9 +443,8 @@ def _instead(
 
 
 def check_source(job: JobSpec, source: str) -> str | None:
-    """Return a warning if a program starts its ranks itself; otherwise None."""
-    once = job.launcher in ("forkserver", "python") or job.gpus_per_node == 1
-    if not once and SPAWN.search(source):
+    """Return a warning, for several ranks on a node, if a program starts its ranks itself."""
+    if job.launcher not in ("forkserver", "python") and SPAWN.search(source):
         return (
             f"{job.program} starts its ranks itself (mp.spawn), but {job.started_by} starts it "
             "once per rank: they would wait for each other forever. launcher: forkserver with "

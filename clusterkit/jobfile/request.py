@@ -26,8 +26,15 @@ class Request:
     """The job's file; None: a command or a spec."""
     flags: Mapping[str, str]
     """Keys of the job that a flag has set, and the flag."""
-    remarks: tuple[str, ...] = ()
-    """Remarks on the job for the plan."""
+    remark: str | None = None
+    """Remark on the job for the plan."""
+    several_ranks: str | None = None
+    """Another one, for a plan with several ranks on a node."""
+
+    def remarks(self, topology: Mapping[str, int]) -> list[str]:
+        """Return the remarks on the job for a plan with this topology."""
+        several = self.several_ranks if topology.get("nproc_per_node", 1) > 1 else None
+        return [remark for remark in (self.remark, several) if remark is not None]
 
     def locating(
         self, cluster: loader.LoadedCluster | None = None
@@ -103,9 +110,8 @@ def read(
             argument = f"{name}={LOCAL_RANK_WORD}"
             spec = msgspec.structs.replace(spec, args=(argument, *spec.args))
             note = f"{note}; each rank gets {name}"
-        remark = command.check_source(spec, texts[0] if texts else "")
-    remarks = tuple(each for each in (note, remark) if each is not None)
-    return Request(spec, document, flags, remarks)
+        several_ranks = command.check_source(spec, texts[0] if texts else "")
+    return Request(spec, document, flags, note, several_ranks)
 
 
 def _as_number(nodes: int | str) -> int | str:

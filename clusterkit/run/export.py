@@ -71,5 +71,5 @@ def plan_as(
     run_id = run_folder.check_run_id(run_id or run_folder.slug(spec.name))
     plan = backend.plan(spec, entry, facts, run_id)
     notes = [str(note) for note in plan.notes]
-    head = [f"{spec.name}: {plan.summary}", *head, *notes, *wanted.remarks]
+    head = [f"{spec.name}: {plan.summary}", *head, *notes, *wanted.remarks(plan.topology)]
     return backend.one_file(plan, entry, head)

@@ -144,7 +144,10 @@ def prepare(
             startable = any(step.kind == "start" for step in plan.steps)
             hosts = transport if probed and startable else None
             notes += deepspeed_probe.examine(spec, plan, facts, hosts, {**entry.env, **spec.env})
-        warnings = [*asked.remarks, facts.project.remark if facts.project is not None else None]
+        warnings = [
+            *asked.remarks(plan.topology),
+            facts.project.remark if facts.project is not None else None,
+        ]
         if any(host.gpus for host in facts.hosts):
             from clusterkit import estimate as estimates
 

@@ -62,6 +62,16 @@ def test_what_a_person_should_know_of_the_project_is_a_note_of_the_plan(program,
     assert "\n  a home folder\n" in plan.to_text()
 
 
+@pytest.mark.parametrize(("gpus", "noted"), [(None, False), (1, False), (2, True)])
+def test_a_program_that_starts_its_ranks_is_noted_where_several_would_start_it(
+    write_job, facts, gpus, noted, cwd
+):
+    write_job()
+    (cwd / "train.py").write_text("import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)\n")
+    text = api.plan(python_job(launcher="torchrun"), gpus=gpus, facts=facts).to_text()
+    assert ("starts its ranks itself (mp.spawn)" in text) == noted
+
+
 def test_planning_writes_nothing(write_job, clusterkit_home, cwd):
     before = sorted(os.listdir(cwd))
     api.plan(write_job("launcher: forkserver\n"))

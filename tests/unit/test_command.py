@@ -228,8 +228,8 @@ def test_a_program_that_starts_its_own_ranks_is_known_by_its_source(source, star
     said = check_source(taken("torchrun --nproc_per_node 2 train.py").job, source)
     assert (said is not None) == starts
     assert said is None or "launcher: forkserver with gpus_per_node: 1" in said
-    alone = JobSpec(name="demo", program="train.py", gpus_per_node=1)
-    assert check_source(alone, source) is None
+    told = JobSpec(name="demo", program="train.py", launcher="forkserver")
+    assert check_source(told, source) is None
 
 
 @pytest.mark.parametrize(
