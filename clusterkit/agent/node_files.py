@@ -55,18 +55,28 @@ class NodeFiles:
         self.remarks.append("not started again: its disk is full")
         return False
 
-    def seconds_since_start(self) -> float:
-        """Return how long ago this node began its first attempt, in this agent or another one."""
-        starts = self.folder.parents[1].glob(f"*/{self.folder.name}/started.json")
-        began = [(read_json(path) or {}).get("at") for path in starts]
-        now = time.time()
-        return max(0.0, now - min((at for at in began if isinstance(at, float)), default=now))
+    def seconds_run(self) -> float:
+        """Return how long the attempts before this one have run, as far as their files are here.
+
+        On whichever node, and without the time between them: a requeued Slurm job waits.
+        """
+        longest: dict[str, float] = {}
+        for path in self.folder.parents[1].glob("*/node-*/started.json"):
+            began = (read_json(path) or {}).get("at")
+            ended = (read_json(path.with_name("exit.json")) or {}).get("at")
+            if ended is None:  # its agent was killed
+                with contextlib.suppress(OSError):
+                    ended = path.with_name("log").stat().st_mtime
+            if isinstance(began, float) and isinstance(ended, float):
+                attempt = path.parts[-3]
+                longest[attempt] = max(longest.get(attempt, 0.0), ended - began)
+        return sum(seconds for attempt, seconds in longest.items() if attempt != str(self.attempt))
 
     def deadline(self, limit: float | None) -> float | None:
         """Return when, by `time.monotonic`, the run is over its time limit; None: it has none."""
         if limit is None:
             return None
-        return time.monotonic() + max(0.0, limit - self.seconds_since_start())
+        return time.monotonic() + max(0.0, limit - self.seconds_run())
 
     def next_attempt(self, number: int, ended: Document) -> None:
         """End this attempt, with ``ended`` in its ``exit.json``, and begin that one's folder."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import time
@@ -122,12 +123,21 @@ def test_all_nodes_end_at_the_time_limit_of_one(nodes, restarts):
     assert ends[1]["reason"].startswith("stopped: ")
 
 
-def test_the_time_limit_counts_from_the_first_attempt(tmp_path):
-    first, second = (tmp_path / f"{number}/node-0" for number in (1, 2))
-    for folder in (first, second):
+def test_the_time_limit_counts_what_the_attempts_before_have_run(tmp_path):
+    """A requeued Slurm job waited between them, and the node may have had another number."""
+    now = time.time()
+    folders = [tmp_path / each for each in ("1/node-0", "1/node-1", "2/node-1", "3/node-0")]
+    for folder in folders:
         folder.mkdir(parents=True)
-    (first / "started.json").write_text(json.dumps({"at": time.time() - 100}))
-    assert 100 <= NodeFiles(second, 2, echo=False).seconds_since_start() < 160
+    for folder, began in zip(folders, (90000, 90000, 9000, 0), strict=True):
+        (folder / "started.json").write_text(json.dumps({"at": now - began}))
+    for folder, ended in zip(folders[:2], (89990, 89900), strict=True):
+        (folder / "exit.json").write_text(json.dumps({"at": now - ended}))
+    (folders[2] / "log").touch()  # an agent that was killed
+    os.utime(folders[2] / "log", (now, now - 8000))
+    files = NodeFiles(folders[3], 3, echo=False)
+    assert files.seconds_run() == pytest.approx(100 + 1000, abs=1)
+    assert files.deadline(1200) == pytest.approx(time.monotonic() + 100, abs=30)
 
 
 def test_a_node_that_ended_well_starts_again_with_the_others(nodes):
