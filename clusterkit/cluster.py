@@ -357,6 +357,10 @@ class HostFacts(Struct, frozen=True, kw_only=True):
     """Most ranks on this host; None: as many as it has GPUs."""
     omp_num_threads: str | None = None
     """OMP_NUM_THREADS of its environment; None: not set, or not known."""
+    gpu_trouble: str = ""
+    """Why a GPU of the host cannot be used; empty: nothing tells of such a GPU."""
+    gpu_remark: str = ""
+    """What nvidia-smi says of GPUs that can be used."""
 
 
 class Project(Struct, frozen=True, kw_only=True):

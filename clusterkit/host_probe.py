@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import json
 import os
 import random
@@ -25,6 +26,7 @@ from typing import Any
 PORTS = range(20000, 32000)
 """Below Linux's ephemeral range (32768 and up): no outgoing connection uses such a port."""
 NVIDIA_SECONDS = 20
+ROOT = "/"
 
 
 def addresses() -> list[tuple[str, str]]:
@@ -105,18 +107,40 @@ def free_port(wanted: int | None) -> int | None:
     return next((port for port in ports if refusal(port) is refusal(port + 1) is None), None)
 
 
-def gpus(query: Sequence[str]) -> str:
-    """Return nvidia-smi's list; empty where there is no such tool, or it does not answer."""
+def gpus(query: Sequence[str]) -> tuple[str, str]:
+    """Return nvidia-smi's list, and why it is not to be trusted; both empty: nothing tells of GPUs
+    of NVIDIA on this host."""
     if shutil.which(query[0]) is None:
-        return ""
+        trace = gpu_trace()
+        return "", f"there is no nvidia-smi, but {trace}" if trace else ""
     try:
         done = subprocess.run(
             query, capture_output=True, encoding="utf-8", errors="replace",
             timeout=NVIDIA_SECONDS, stdin=subprocess.DEVNULL,
         )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+    except subprocess.TimeoutExpired:
+        return "", f"nvidia-smi does not answer within {NVIDIA_SECONDS} s"
+    except OSError as error:
+        return "", f"nvidia-smi: {error.strerror}"
+    lines = (done.stdout + done.stderr).splitlines()
+    rows = [line for line in lines if line.partition(",")[0].strip().isdigit()]
+    if rows and done.returncode == 0:
+        return done.stdout, ""
+    said = " ".join(line.strip() for line in lines if line.strip() and line not in rows)
+    return done.stdout, f"nvidia-smi exited with {done.returncode}{f': {said}' if said else ''}"
+
+
+def gpu_trace() -> str:
+    """Return what tells that this host has a GPU of NVIDIA; empty: nothing does."""
+    if os.path.exists(f"{ROOT}proc/driver/nvidia/version"):
+        return "NVIDIA's driver is loaded (/proc/driver/nvidia)"
+    for device in glob.glob(f"{ROOT}sys/bus/pci/devices/*"):
+        with contextlib.suppress(OSError):
+            with open(f"{device}/vendor") as vendor, open(f"{device}/class") as kind:
+                is_gpu = vendor.read().startswith("0x10de") and kind.read().startswith("0x03")
+            if is_gpu:  # NVIDIA's, and a display controller
+                return f"PCI device {os.path.basename(device)} is a GPU of NVIDIA"
+    return ""
 
 
 def document(asked: dict[str, Any]) -> dict[str, Any]:
@@ -125,6 +149,7 @@ def document(asked: dict[str, Any]) -> dict[str, Any]:
     Args:
         asked: ``workdir``, ``packages``, ``tools``, ``gpu_query``.
     """
+    listed, complaint = gpus(asked["gpu_query"])
     return {
         "workdir": os.path.abspath(os.path.expanduser(asked["workdir"])),
         "writable": os.access(os.path.expanduser(asked["workdir"]), os.W_OK),
@@ -137,7 +162,8 @@ def document(asked: dict[str, Any]) -> dict[str, Any]:
         "reached_at": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2],
         "versions": versions(asked["packages"]),
         "tools": {tool: path for tool in asked["tools"] if (path := shutil.which(tool))},
-        "gpus": gpus(asked["gpu_query"]),
+        "gpus": listed,
+        "gpu_complaint": complaint,
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
     }

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from clusterkit.backends.gpus import names
 from clusterkit.cluster import Facts, Gpu, HostFacts, Project
 from clusterkit.errors import BadInput, counted
 from clusterkit.plan import Tree
@@ -22,21 +23,37 @@ def device_of(job: JobSpec, hosts: Sequence[HostFacts]) -> tuple[str, str]:
     """Return ``cuda`` or ``cpu``, and where the choice comes from.
 
     Raises:
-        BadInput: the job wants CUDA and a host has no GPU.
+        BadInput: the job wants CUDA and a host has no GPU; or a host seems to have GPUs that cannot
+            be used, and the job leaves it to us on what, or on how many, it runs.
     """
-    without = [host.host for host in hosts if not host.gpus]
+    if job.device == "cpu":
+        return "cpu", "job: device"
+    for host in hosts:
+        left = bool(host.gpus)
+        chosen = job.gpus_per_node != "auto" if left else job.device == "cuda"
+        if host.gpu_trouble and not chosen:
+            raise BadInput(
+                f"device: {job.device}: {host.host}: {host.gpu_trouble}",
+                hint=f"--gpus {len(host.gpus)} trains on the others; " * left
+                + "--set device=cpu trains on CPUs; `clusterkit doctor` looks at the GPUs",
+                job="device",
+            )
+    without = [host for host in hosts if not host.gpus]
     if job.device == "cuda" and without:
+        why = f": {without[0].gpu_trouble}" if without[0].gpu_trouble else ""
         raise BadInput(
-            f"device: cuda, but {without[0]} has no GPU", hint="device: auto, or cpu", job="device"
-        )
+            f"device: cuda, but {without[0].host} has no GPU{why}", hint="device: auto, or cpu",
+            job="device",
+        )  # fmt: skip
+    found = "; ".join(filter(None, [names(hosts[0].gpus), *{h.gpu_remark for h in hosts}]))
     if job.device != "auto":
         return job.device, "job: device"
     if not without:
-        return "cuda", f"{len(hosts[0].gpus)} x {hosts[0].gpus[0].name}"
+        return "cuda", found
     if len(without) < len(hosts):
         having = next(host.host for host in hosts if host.gpus)
         raise BadInput(
-            f"device: auto: {without[0]} has no GPU, {having} has",
+            f"device: auto: {without[0].host} has no GPU, {having} has",
             hint="leave that host out (--exclude), or --set device=cpu",
             job="device",
         )
@@ -44,11 +61,26 @@ def device_of(job: JobSpec, hosts: Sequence[HostFacts]) -> tuple[str, str]:
 
 
 def gpu_env(gpus: Sequence[Gpu], device: str, first: int, nproc: int) -> dict[str, str]:
-    """Return the environment that restricts a node to ``nproc`` GPUs, from number ``first`` on."""
+    """Return the environment that restricts a node to ``nproc`` GPUs, from number ``first`` on.
+
+    Raises:
+        BadInput: they are MIG slices, and several ranks would share them.
+    """
     if device != "cuda":
-        return {}
-    share = ",".join(gpu.index for gpu in gpus[first : first + nproc])
-    return {"CUDA_VISIBLE_DEVICES": share, "CLUSTERKIT_GPUS": share}
+        # torch's optimizers ask for the current stream of a GPU that is there, also on a CPU: this
+        # takes memory of it, or fails of its driver (torch 2.13, optim/optimizer.py).
+        return {"CUDA_VISIBLE_DEVICES": ""} if gpus else {}
+    own = gpus[first : first + nproc]
+    if nproc > 1 and any(gpu.index.startswith("MIG-") for gpu in own):
+        raise BadInput(
+            f"gpus_per_node: {nproc} ranks cannot share MIG slices: NCCL does not connect them",
+            hint="--gpus 1, or turn MIG off: nvidia-smi -mig 0",
+            job="gpus_per_node",
+        )
+    share = ",".join(gpu.index for gpu in own)
+    # nvidia-smi numbers GPUs by their PCI address, CUDA by default the fastest first.
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    return {"CUDA_VISIBLE_DEVICES": share, "CLUSTERKIT_GPUS": share, **order}
 
 
 def split_gpus(

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from clusterkit import host_probe
+from clusterkit.backends.gpus import GPU_QUERY, Found, read_gpus
 from clusterkit.cluster import Gpu, HostFacts
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.spec import JobSpec
@@ -28,11 +29,6 @@ NOT_PROBED = "not looked at"
 """Version or path of a package or command that could not be probed, and may be there."""
 OLDEST_PYTHON = (3, 11)
 """Least version of the ranks' interpreter."""
-GPU_QUERY = (
-    "nvidia-smi",
-    "--query-gpu=index,uuid,name,memory.total",
-    "--format=csv,noheader,nounits",
-)
 NAMES_PYTHON = "`python` in the job, or in the cluster entry, names the interpreter of the ranks"
 PROBE_SECONDS = 60.0
 PROJECT_ENVIRONMENTS = (".venv", "venv", "env")
@@ -63,13 +59,15 @@ class HostReport(Struct, frozen=True, kw_only=True):
     tools: dict[str, str]
     gpus: str
     """Output of nvidia-smi."""
+    gpu_complaint: str = ""
+    """As of `clusterkit.host_probe.gpus`."""
     visible: str | None
     """CUDA_VISIBLE_DEVICES."""
     omp_num_threads: str | None = None
     """OMP_NUM_THREADS."""
 
-    def visible_gpus(self) -> tuple[Gpu, ...]:
-        return parse_gpus(self.gpus, self.visible)
+    def visible_gpus(self) -> Found:
+        return read_gpus(self.gpus, self.gpu_complaint, self.visible)
 
     def facts(self, host: str, address: str, **more: Any) -> HostFacts:
         """Return the host's facts; ``more``: fields that are not in the report, or replace it."""
@@ -220,33 +218,6 @@ def _has_torch(python: str) -> bool:
     return done.returncode == 0
 
 
-def parse_gpus(csv: str, visible: str | None = None) -> tuple[Gpu, ...]:
-    """Return the GPUs in nvidia-smi's ``index, uuid, name, memory`` lines.
-
-    Args:
-        csv: the output; other lines, such as a driver's warnings, are ignored.
-        visible: CUDA_VISIBLE_DEVICES: which GPUs and in which order, by index or UUID.
-    """
-    listed: dict[str, Gpu] = {}
-    for line in csv.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 4 and fields[0].isdigit() and fields[3].isdigit():
-            gpu = Gpu(fields[0], fields[2], int(fields[3]))
-            listed[fields[0]] = listed[fields[1]] = gpu
-    if visible is None:
-        return tuple(dict.fromkeys(listed.values()))
-    found = []
-    for name in (name.strip() for name in visible.split(",")):
-        # As in CUDA: a UUID may be abbreviated, and an unknown name hides all that follow it.
-        matching = [
-            key for key in listed if key == name or (name[:4] == "GPU-" and key.startswith(name))
-        ]
-        if not matching:
-            break
-        found.append(listed[matching[0]])
-    return tuple(found)
-
-
 def assumed_gpus(wanted: int | Literal["auto"], job: JobSpec, nodes: int = 1) -> tuple[Gpu, ...]:
     """Return the GPUs of nodes that cannot be probed: as many as the entry says, or one a rank."""
     if wanted == "auto":
@@ -254,18 +225,19 @@ def assumed_gpus(wanted: int | Literal["auto"], job: JobSpec, nodes: int = 1) ->
     return tuple(Gpu(str(index), "GPU", 0) for index in range(wanted if job.device != "cpu" else 0))
 
 
-def limit_gpus(gpus: tuple[Gpu, ...], wanted: int | Literal["auto"]) -> tuple[Gpu, ...]:
-    """Return the first GPUs of this machine, as many as its cluster entry says.
+def gpu_facts(found: Found, wanted: int | Literal["auto"]) -> dict[str, Any]:
+    """Return the fields of this machine's facts about its GPUs, as many as its cluster entry says.
 
     Raises:
         BadInput: this machine has fewer.
     """
     if wanted == "auto":
-        return gpus
-    if wanted > len(gpus):
+        return {"gpus": found.gpus, "gpu_trouble": found.trouble, "gpu_remark": found.remark}
+    if wanted > len(found.gpus):
+        why = f": {found.trouble}" if found.trouble else ""
         raise BadInput(
-            f"gpus: {wanted} wanted, but this machine has {len(gpus)}",
+            f"gpus: {wanted} wanted, but this machine has {len(found.gpus)}{why}",
             hint="auto: all that are visible",
             cluster="gpus",
         )
-    return gpus[:wanted]
+    return {"gpus": found.gpus[:wanted], "gpu_remark": found.remark if wanted else ""}

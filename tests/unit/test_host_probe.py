@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit import host_probe
-from clusterkit.backends.probing import GPU_QUERY, parse_gpus
+from clusterkit.backends.gpus import GPU_QUERY, read_gpus
 
 TEXT = Path(host_probe.__file__).read_bytes()
 
@@ -173,54 +173,65 @@ def test_tools_by_their_paths(probe, tools):
 CSV = "0, GPU-aa, NVIDIA H100 80GB HBM3, 81559\n1, GPU-bb, NVIDIA H100 80GB HBM3, 81559\n"
 
 
+def visible_gpus(told):
+    found = read_gpus(told["gpus"], told["gpu_complaint"], told["visible"])
+    return [gpu.index for gpu in found.gpus]
+
+
 def test_gpus_are_what_nvidia_smi_says(probe, tools):
     tools("nvidia-smi", f'[ "$*" = "{" ".join(GPU_QUERY[1:])}" ] && printf "{CSV}"')
     told = probe()
-    assert [gpu.index for gpu in parse_gpus(told["gpus"], told["visible"])] == ["0", "1"]
+    assert visible_gpus(told) == ["0", "1"]
 
 
 def test_visible_devices_are_told(probe, tools):
     tools("nvidia-smi", f'printf "{CSV}"')
     for visible, indexes in (("1", ["1"]), ("", []), ("GPU-bb,GPU-aa", ["1", "0"])):
         told = probe(env={"CUDA_VISIBLE_DEVICES": visible})
-        assert [gpu.index for gpu in parse_gpus(told["gpus"], told["visible"])] == indexes
+        assert visible_gpus(told) == indexes
     assert probe()["visible"] is None
 
 
 @pytest.mark.parametrize(
-    "script",
+    ("script", "said"),
     [
-        "exit 9",
-        "echo 'NVIDIA-SMI has failed' ; exit 12",
-        "printf '\\377\\376' ; exit 1",
-        "kill -9 $$",
+        ("exit 9", "nvidia-smi exited with 9"),
+        (
+            "echo 'NVIDIA-SMI has failed' ; exit 12",
+            "nvidia-smi exited with 12: NVIDIA-SMI has failed",
+        ),
+        ("printf '\\377\\376' ; exit 1", "nvidia-smi exited with 1: \ufffd\ufffd"),
+        ("kill -9 $$", "nvidia-smi exited with -9"),
+        ("echo 'No devices were found'", "nvidia-smi exited with 0: No devices were found"),
     ],
 )
-def test_a_driver_that_is_broken_means_no_gpus(probe, tools, script):
+def test_a_driver_that_is_broken_is_told(probe, tools, script, said):
     tools("nvidia-smi", script)
-    assert probe()["gpus"] == ""
+    told = probe()
+    assert (visible_gpus(told), told["gpu_complaint"]) == ([], said)
 
 
 def test_an_nvidia_smi_that_cannot_be_started(probe, tools):
     path = Path(tools("nvidia-smi", ""))
     path.write_bytes(b"\x7fELF of another machine")
-    assert probe()["gpus"] == ""
+    assert probe()["gpu_complaint"] == "nvidia-smi: Exec format error"
 
 
 def test_an_nvidia_smi_that_hangs_is_given_up(tools, monkeypatch):
     tools("nvidia-smi", "exec sleep 60")
     monkeypatch.setattr(host_probe, "NVIDIA_SECONDS", 0.2)
-    assert host_probe.gpus(["nvidia-smi"]) == ""
+    assert host_probe.gpus(["nvidia-smi"])[1] == "nvidia-smi does not answer within 0.2 s"
 
 
 def test_output_of_nvidia_smi_that_is_no_text(probe, tools):
     tools("nvidia-smi", r"printf '0, GPU-aa, Caf\351, 100\n'")
-    assert [gpu.memory_mib for gpu in parse_gpus(probe()["gpus"])] == [100]
+    assert [gpu.memory_mib for gpu in read_gpus(probe()["gpus"]).gpus] == [100]
 
 
 def test_without_nvidia_smi_there_are_no_gpus(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    assert host_probe.gpus(list(GPU_QUERY)) == ""
+    monkeypatch.setattr(host_probe, "ROOT", "/nowhere/")
+    assert host_probe.gpus(list(GPU_QUERY)) == ("", "")
 
 
 # ---------------------------------------------------------------- as text for any Python

@@ -77,6 +77,7 @@ doctor.hosts.checks
 doctor.hosts.examine
 doctor
 backends.base
+backends.gpus
 backends backends.node_status backends.ports backends.placing backends.probing
 backends.local backends.ssh backends.compose backends.kubernetes backends.slurm
 backends.ssh.config backends.ssh.variables backends.compose.engine

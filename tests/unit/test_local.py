@@ -14,9 +14,9 @@ from clusterkit import api, backends
 from clusterkit.agent.processes import process_start
 from clusterkit.backends import probing
 from clusterkit.backends.base import Backend, check_capabilities
+from clusterkit.backends.gpus import read_gpus
 from clusterkit.backends.local.backend import LocalBackend
 from clusterkit.backends.node_status import NodeFiles, judge_exit, judge_node
-from clusterkit.backends.probing import parse_gpus
 from clusterkit.cluster import Gpu, LocalCluster
 from clusterkit.errors import BadInput, CapabilityError, PortTaken, Unavailable
 from clusterkit.run.folder import RunFolder, RunHandle
@@ -45,7 +45,7 @@ def plan(facts, cluster=None, **fields):
 
 
 def test_gpus_are_read_from_nvidia_smi():
-    assert parse_gpus(CSV) == (
+    assert read_gpus(CSV).gpus == (
         Gpu("0", "NVIDIA H100 80GB HBM3", 81559),
         Gpu("1", "NVIDIA H100 80GB HBM3", 81559),
         Gpu("10", "NVIDIA A100", 40960),
@@ -64,13 +64,19 @@ def test_gpus_are_read_from_nvidia_smi():
         ("7", []),
         ("-1", []),
         ("NoDevFiles", []),
+        ("01", ["1"]),
+        ("1x", ["1"]),
+        ("0,0", []),
+        ("GPU-aaaa,0", []),
+        ("GPU-", []),
+        ("MIG-a1/7/0,0", ["MIG-a1/7/0", "0"]),
         # CUDA sees only what stands before the first one that is not there.
         ("0,-1,1", ["0"]),
         ("0,7,1", ["0"]),
     ],
 )
 def test_only_visible_gpus_count_in_their_order(visible, indexes):
-    assert [gpu.index for gpu in parse_gpus(CSV, visible)] == indexes
+    assert [gpu.index for gpu in read_gpus(CSV, "", visible).gpus] == indexes
 
 
 @pytest.mark.parametrize(
@@ -79,12 +85,12 @@ def test_only_visible_gpus_count_in_their_order(visible, indexes):
         "",
         "No devices were found\n",
         "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n",
-        "0, GPU-a, name, [N/A]\n",
+        "0, GPU-a, name, [GPU is lost]\n",
         "a, b, c, d\n",
     ],
 )
 def test_what_is_no_list_of_gpus_is_no_gpus(said):
-    assert parse_gpus(said) == ()
+    assert read_gpus(said).gpus == ()
 
 
 @pytest.fixture
@@ -113,7 +119,7 @@ def test_probing_finds_the_gpus_that_nvidia_smi_lists(nvidia_smi, tmp_path):
     (host,) = probe().hosts
     assert [gpu.index for gpu in host.gpus] == ["0", "1", "10"]
     assert (tmp_path / "tools/asked").read_text() == (
-        "--query-gpu=index,uuid,name,memory.total --format=csv,noheader,nounits\n"
+        "--query-gpu=index,uuid,name,memory.total,mig.mode.current --format=csv,noheader,nounits\n"
     )
 
 
@@ -322,8 +328,8 @@ def test_an_interpreter_that_is_too_old_is_refused(tmp_path):
         (0, {}, 1, [None]),
         (0, {"nodes": 2}, 1, [None, None]),
         (0, {"gpus_per_node": 4}, 4, [None]),
-        (8, {"device": "cpu"}, 1, [None]),
-        (8, {"device": "cpu", "gpus_per_node": 16}, 16, [None]),
+        (8, {"device": "cpu"}, 1, [""]),
+        (8, {"device": "cpu", "gpus_per_node": 16}, 16, [""]),
     ],
 )
 def test_nodes_share_the_gpus_of_the_machine(make_facts, gpus, fields, ranks, shares):

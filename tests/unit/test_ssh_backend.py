@@ -301,7 +301,7 @@ def test_a_host_without_gpus_that_the_job_does_not_use_does_no_harm():
     with pytest.raises(BadInput, match="device: cuda, but h1 has no GPU"):
         plan(found, nodes=2, device="cuda")
     made = plan(found, nodes=2, device="cpu")
-    assert "CUDA_VISIBLE_DEVICES" not in made.steps[0].env
+    assert [step.env.get("CUDA_VISIBLE_DEVICES") for step in made.steps] == ["", None]
 
 
 def test_threads_are_those_of_the_smallest_host():
@@ -869,7 +869,7 @@ CSV = "".join(f"{n}, GPU-{n}, NVIDIA H100, 81559\n" for n in range(4))
 def test_devices_and_visible_gpus(entry_of):
     hosts = (Host(name="h0", devices=(3, 1), slots=2), Host(name="h1"))
     entry = msgspec.structs.replace(entry_of(), hosts=hosts)
-    transport = Hosts(h0={"gpus": CSV}, h1={"gpus": CSV, "visible": "2,0"})
+    transport = Hosts(h0={"gpus": CSV, "visible": None}, h1={"gpus": CSV, "visible": "2,0"})
     found = SSH.probe(entry, transport)
     assert [[gpu.index for gpu in host.gpus] for host in found.hosts] == [["3", "1"], ["2", "0"]]
     assert found.hosts[0].slots == 2
@@ -878,7 +878,7 @@ def test_devices_and_visible_gpus(entry_of):
 def test_a_device_that_a_host_does_not_have(entry_of):
     entry = msgspec.structs.replace(entry_of(1), hosts=(Host(name="h0", devices=(0, 7)),))
     with pytest.raises(BadInput, match="host h0: GPU 7 is asked for, it has 4 GPUs"):
-        SSH.probe(entry, Hosts(h0={"gpus": CSV}))
+        SSH.probe(entry, Hosts(h0={"gpus": CSV, "visible": None}))
     assert SSH.probe(entry, Hosts(h0={"gpus": "No devices were found\n"})).hosts[0].gpus == ()
 
 

@@ -20,21 +20,20 @@ from clusterkit import host_probe
 from clusterkit.backends.base import OWN_IMAGE
 from clusterkit.backends.compose.compose_file import parse_volume
 from clusterkit.backends.compose.engine import ENGINE_SECONDS, HOST, Docker, error_line
+from clusterkit.backends.gpus import GPU_QUERY, read_gpus
 from clusterkit.backends.placing import CPU_IMAGE, GPU_IMAGE
 from clusterkit.backends.ports import default_ports
 from clusterkit.backends.probing import (
-    GPU_QUERY,
     NAMES_PYTHON,
     HostReport,
     assumed_gpus,
     assumed_host,
+    gpu_facts,
     interpreter,
-    limit_gpus,
-    parse_gpus,
     probe_python,
     probe_request,
 )
-from clusterkit.cluster import ComposeCluster, Engine, Facts, Gpu, HostFacts
+from clusterkit.cluster import ComposeCluster, Engine, Facts, HostFacts
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
 from clusterkit.files import write_atomic
 from clusterkit.run.folder import home
@@ -58,18 +57,18 @@ def probe(cluster: ComposeCluster, transport: Transport, job: JobSpec | None) ->
     _check_subnet(cluster, docker)
     _check_volumes(cluster, docker)
     gpus = _gpus(cluster, job, info)
-    image = _image(cluster, bool(gpus), docker)
+    image = _image(cluster, bool(gpus["gpus"]), docker)
     remapped = _has_security_option(info, "userns")
     # A rootless engine maps root to the submitter, and other ids to no user of this machine.
     user = "0:0" if _has_security_option(info, "rootless") else f"{os.getuid()}:{os.getgid()}"
     python, origin = interpreter(job, (cluster.python, "cluster: python"))
     options = ["--user", user, "--network", "none"]
     options += ["--userns", "host"] if remapped else []
-    options += ["--gpus", "all"] if gpus else []
+    options += ["--gpus", "all"] if gpus["gpus"] else []
     report = _probe_image(cluster, python, docker, info, image, options)
     host = report.facts(
         HOST, "node-0", cpus=int(info["NCPU"]), memory_mib=int(info["MemTotal"]) >> 20,
-        gpus=gpus, python=python if "/" in python else report.python, python_origin=origin,
+        python=python if "/" in python else report.python, python_origin=origin, **gpus,
     )  # fmt: skip
     engine = Engine(
         socket=socket, version=str(info.get("ServerVersion", "?")), image=image["name"],
@@ -175,19 +174,21 @@ def _has_security_option(info: Mapping[str, Any], name: str) -> bool:
     return any(str(option).startswith(f"name={name}") for option in options)
 
 
-def _gpus(cluster: ComposeCluster, job: JobSpec | None, info: Mapping[str, Any]) -> tuple[Gpu, ...]:
+def _gpus(cluster: ComposeCluster, job: JobSpec | None, info: Mapping[str, Any]) -> dict[str, Any]:
+    """As `gpu_facts`."""
     if cluster.gpus == 0 or (job is not None and job.device == "cpu"):
-        return ()
-    found = parse_gpus(host_probe.gpus(GPU_QUERY), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    gpus = limit_gpus(found, cluster.gpus)
-    if gpus and "nvidia" not in (info.get("Runtimes") or {}):
+        return {"gpus": ()}
+    listed, complaint = host_probe.gpus(GPU_QUERY)
+    found = read_gpus(listed, complaint, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    facts = gpu_facts(found, cluster.gpus)
+    if facts["gpus"] and "nvidia" not in (info.get("Runtimes") or {}):
+        number = counted(len(facts["gpus"]), "GPU")
         raise Unavailable(
-            f"this machine has {counted(len(gpus), 'GPU')}, but the docker engine lacks NVIDIA's "
-            "runtime",
+            f"this machine has {number}, but the docker engine lacks NVIDIA's runtime",
             hint="apt-get install nvidia-container-toolkit, nvidia-ctk runtime configure "
             "--runtime=docker, systemctl restart docker; or --set device=cpu",
         )
-    return gpus
+    return facts
 
 
 def _image(cluster: ComposeCluster, gpus: bool, docker: Docker) -> dict[str, Any]:

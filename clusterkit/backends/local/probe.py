@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from clusterkit.backends.ports import free_ports
-from clusterkit.backends.probing import executable_path, limit_gpus, local_interpreter, probe_python
+from clusterkit.backends.probing import executable_path, gpu_facts, local_interpreter, probe_python
 from clusterkit.cluster import Facts, LocalCluster
 from clusterkit.run.folder import home
 from clusterkit.spec import JobSpec
@@ -19,8 +19,10 @@ def probe(cluster: LocalCluster, transport: Transport, job: JobSpec | None) -> F
     python = executable_path(name)
     port, watch_port = free_ports(cluster, HOST, transport, shown_as=ADDRESS)
     report = probe_python(transport, HOST, [python], python=python, where=HOST, workdir=str(home()))
-    gpus = limit_gpus(report.visible_gpus(), cluster.gpus)
-    host = report.facts(HOST, ADDRESS, gpus=gpus, python=python, python_origin=origin)
+    found = report.visible_gpus()
+    host = report.facts(
+        HOST, ADDRESS, **gpu_facts(found, cluster.gpus), python=python, python_origin=origin
+    )
     return Facts(
         home=str(home()),
         hosts=(host,),

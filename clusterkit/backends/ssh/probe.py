@@ -95,7 +95,7 @@ def _host_facts(
             f"host {host.name}: it was reached at {address}, where the other hosts cannot reach it",
             hint="clusterkit_address in the inventory, or `interface:` in the cluster entry",
         )
-    gpus = report.visible_gpus()
+    gpus, trouble, remark = report.visible_gpus()
     if host.devices is not None:
         by_index = {gpu.index: gpu for gpu in gpus}
         if gpus and (missing := [d for d in host.devices if str(d) not in by_index]):
@@ -104,9 +104,10 @@ def _host_facts(
                 f"it has {counted(len(gpus), 'GPU')}"
             )
         gpus = tuple(by_index[str(device)] for device in host.devices if by_index)
+        trouble = trouble if host.devices and not gpus else ""
     python, origin = ranks_python(cluster, host, job)
     # Not the report's resolved path: a virtual environment works only by its own path.
     return report.facts(
-        host.name, address, gpus=gpus, python=python, python_origin=origin,
-        interface=interface or None, slots=host.slots,
+        host.name, address, gpus=gpus, gpu_trouble=trouble, gpu_remark=remark, python=python,
+        python_origin=origin, interface=interface or None, slots=host.slots,
     )  # fmt: skip
