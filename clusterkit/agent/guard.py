@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from clusterkit.agent.ending import Ending, Family, describe, left_of, top
-from clusterkit.agent.files import read_lines
+from clusterkit.agent.files import read_json, read_lines, write_json
 from clusterkit.agent.node_log import NodeLog
-from clusterkit.agent.processes import identity, process_table, wait_gone
+from clusterkit.agent.processes import identity, is_alive, oom_kills, process_table, wait_gone
 from clusterkit.agent.protocol import AGENT, Document
 from clusterkit.agent.signals import adopt_orphans
 from clusterkit.agent.streams import Stream, pump
@@ -78,6 +78,10 @@ class Guard:
         folders = sorted(run_dir.glob(f"attempts/*/{name}"), key=lambda path: int(path.parts[-2]))
         with contextlib.suppress(OSError):
             self._log.move(folders[-1])
+            started = read_json(folders[-1] / "started.json")
+            if started is not None and not is_alive(started):
+                killed = oom_kills() - started["oom_kills"]
+                write_json(folders[-1] / "started.json", {**started, "killed": killed})
         self._log.line(f"this node's agent was killed; its ranks end within {self._grace:g} s")
         # The agent's children lead groups; others at the top have lost a rank just now.
         table = process_table()

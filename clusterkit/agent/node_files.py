@@ -13,7 +13,7 @@ from pathlib import Path
 from clusterkit.agent import limits
 from clusterkit.agent.files import read_json, write_json
 from clusterkit.agent.node_log import NodeLog, lines_lost
-from clusterkit.agent.processes import identity
+from clusterkit.agent.processes import identity, oom_kills
 from clusterkit.agent.protocol import HANG, HANG_NOTE, HANG_OVER, SLOW_NOTE, SLOW_OVER, Document
 
 _RESERVE = ".reserve"  # room for exit.json on a disk full of logs
@@ -33,13 +33,13 @@ class NodeFiles:
         self.remarks: list[str] = []  # what a person should know of this node, however it ends
         self._started = {**identity(os.getpid()), "host": socket.gethostname()}
         self._started |= {"spare": True} if spare else {}
-        self._oom_kills = _oom_kills()
         self._hang: tuple[float, str] | None = None  # the last that was shown, and until when
         self._begin(folder)
         self.log = NodeLog(folder, echo=echo)
 
     def _begin(self, folder: Path) -> None:
-        self._started["at"], self._hang = time.time(), None
+        self._started |= {"at": time.time(), "oom_kills": oom_kills()}
+        self._hang = None
         for key in ("waits", "hang", "slow"):
             self._started.pop(key, None)
         write_json(folder / "started.json", self._started)
@@ -87,7 +87,6 @@ class NodeFiles:
         self._begin(folder)  # first: a reader of the exit.json looks for it
         self.log.print_file("exit.json", brief_json(self.end({**ended, "next": number})))
         self.folder, self.attempt, self.remarks = folder, number, []
-        self._oom_kills = _oom_kills()
         self.log.move(folder)
 
     def warn(self, text: str) -> None:
@@ -157,7 +156,7 @@ class NodeFiles:
         processes = [{**end, "rank": ranks.get(end["pid"])} for end in ended["processes"]]
         document = {
             "at": time.time(),
-            "oom_kills": _oom_kills() - self._oom_kills,
+            "oom_kills": oom_kills() - self._started["oom_kills"],
             "remarks": self.remarks,
             **ended,
             "processes": processes + log.rank_ends,
@@ -188,12 +187,3 @@ def restarts_left(planned: int, folder: Path) -> int:
     ends = folder.parents[1].glob(f"*/{folder.name}/exit.json")
     recorded = [(read_json(path) or {}).get("restarts_left") for path in ends]
     return min((planned, *(left for left in recorded if isinstance(left, int))))
-
-
-def _oom_kills() -> int:
-    """Processes that the kernel has killed for want of memory since boot."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0

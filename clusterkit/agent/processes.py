@@ -192,3 +192,12 @@ def wait_gone(pids: Iterable[int], seconds: float) -> None:
                 return
             for key, _ in ready:
                 selector.unregister(key.fileobj)
+
+
+def oom_kills() -> int:
+    """Processes that the kernel has killed for want of memory since boot."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0

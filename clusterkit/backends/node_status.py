@@ -40,6 +40,9 @@ class _Started(Struct):
     waits: _Waits | None = None
     hang: str | None = None
     slow: str | None = None
+    killed: int | None = None
+    """Its guard saw its agent killed: how many processes the kernel had killed meanwhile because
+    memory ran out."""
     remarks: tuple[str, ...] = ()
 
 
@@ -125,8 +128,21 @@ def judge_node(node: int, host: str, files: NodeFiles) -> NodeStatus:
         return NodeStatus(node=node, host=host, state=State.PENDING)
     last = files.log.decode(errors="replace").strip().rpartition("\n")[2]
     reason = f"its agent ended without reporting an exit code{f': {last}' if last else ''}"
+    record, code = _read(files.started, _Started) or _Started(), None
+    if record.killed is not None and not last:  # a traceback there would be its own failure
+        code = 128 + signal.SIGKILL
+        reason = "its agent was killed by " + (
+            "the kernel or from outside (SIGKILL): the kernel counted an out-of-memory kill"
+            if record.killed
+            else "SIGKILL from outside (kill -9): the kernel counted no out-of-memory kill"
+        )
     return NodeStatus(
-        node=node, host=host, state=State.FAILED, reason=reason, remarks=remarks(files.started)
+        node=node,
+        host=host,
+        state=State.FAILED,
+        exit_code=code,
+        reason=reason,
+        remarks=record.remarks,
     )
 
 

@@ -76,6 +76,7 @@ _SIGNALS: dict[int, tuple[str, str | None]] = {
         "if training had ended: end ranks with a barrier and os._exit, as world.py does"),
 }  # fmt: skip
 
+_MORE_MEMORY = "smaller batch.micro, fewer ranks per node, or a machine with more memory"
 _NO_FILE = re.compile(r"FileNotFoundError|No such file or directory|NotADirectoryError")
 
 _Source = tuple[int, int | None]
@@ -285,7 +286,7 @@ def _signal_cause(number: int, oom_kills: int) -> tuple[str, str | None]:
     if number == signal.SIGKILL and oom_kills:
         return (
             "killed by the kernel: out of memory (SIGKILL; the kernel counted such a kill)",
-            "smaller batch.micro, fewer ranks per node, or a machine with more memory",
+            _MORE_MEMORY,
         )
     return _SIGNALS.get(number, (f"ended by {name}", None))
 
@@ -339,6 +340,8 @@ def _from_nodes(
     if cause is None and (number := _signal_number(code)):
         cause, hint = _signal_cause(number, oom_kills)
         cause = f"its launcher {'was ' if cause.startswith('killed') else ''}{cause}"
+    if code == 128 + signal.SIGKILL and "counted an out-of-memory" in (cause or ""):
+        hint = _MORE_MEMORY
     if first.state is State.UNKNOWN:
         hint = f"is {first.host} up, and its network? --exclude {first.host} does without it"
     output = outputs.get((first.node, None), Output())

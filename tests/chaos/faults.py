@@ -289,7 +289,7 @@ def slurm_node(crash: bool) -> Callable[[Case], None]:
 
 KILLED = "killed by SIGKILL from outside|out of memory \\(SIGKILL"
 """What runs beside on this machine may be out of memory meanwhile."""
-SILENT = "its agent ended without reporting an exit code"
+SILENT = "its agent (ended without reporting an exit code|was killed by)"
 FAULTS = (
     Fault("none", ALL, attempts=(1,)),
     Fault("rank-kill", ALL, rank(signal.SIGKILL), blames="rank", cause=KILLED),

@@ -13,7 +13,10 @@ import pytest
 from clusterkit import agent
 from clusterkit.agent import ending, limits
 from clusterkit.agent.report import node_state
+from clusterkit.backends.node_status import NodeFiles, judge_node
+from clusterkit.output.diagnose import diagnose
 from clusterkit.run import folder as run_folder
+from clusterkit.run.status import State
 
 RUN = "import sys; from clusterkit.agent import __main__; sys.exit(__main__.main(sys.argv[1:]))"
 DEAF = 'trap "" TERM; echo "$$" >"$DIR/up"; sleep 600'
@@ -206,6 +209,40 @@ def test_a_rank_that_cannot_be_killed_is_named_and_does_not_block_the_agent(host
     assert f"process {rank} (sh) does not end on SIGKILL" in ended["reason"]
     os.kill(rank, signal.SIGKILL)
     assert gone(rank)
+
+
+@pytest.mark.parametrize("oom_kills", [0, 2])
+def test_an_agent_that_was_killed_is_known_as_such(host, oom_kills):
+    process = host.start("sh", "-c", 'echo "$$" >"$DIR/up"; sleep 600', grace=1.0)
+    rank = host.up()
+    started = host.node() / "started.json"
+    record = json.loads(started.read_bytes())
+    record["oom_kills"] -= oom_kills  # so many fewer when it began
+    started.write_text(json.dumps(record))
+    process.kill()
+    process.wait()
+    assert gone(rank)
+    assert gone(record["guard"]["pid"])
+    found = judge_node(0, "h", NodeFiles.read(host.node()))
+    assert (found.state, found.exit_code) == (State.FAILED, 137)
+    assert (found.reason or "").startswith("its agent was killed by ")
+    assert ("counted an out-of-memory kill" in found.reason) == (oom_kills > 0)
+    failure = diagnose([found], [])
+    assert (failure.node, failure.exit_code, failure.cause) == (0, 137, found.reason)
+    assert "memory" in (failure.hint or "") or not oom_kills
+
+
+def test_an_agent_that_failed_by_itself_was_not_killed(host):
+    process = host.start("sh", "-c", 'echo "$$" >"$DIR/up"; sleep 600', grace=1.0)
+    rank = host.up()
+    guard = json.loads((host.node() / "started.json").read_bytes())["guard"]["pid"]
+    (host.node() / "agent.log").write_text("Traceback\nKeyError: 3\n")
+    process.kill()
+    process.wait()
+    assert gone(rank)
+    assert gone(guard)
+    found = judge_node(0, "h", NodeFiles.read(host.node()))
+    assert found.reason == "its agent ended without reporting an exit code: KeyError: 3"
 
 
 def test_nothing_is_left_of_the_guard_when_a_run_ends(host):
