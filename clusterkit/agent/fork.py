@@ -18,6 +18,7 @@ from clusterkit.agent.processes import send
 from clusterkit.agent.protocol import (
     LOCAL_RANK_WORD,
     RANK_HEADER,
+    REMARK,
     TRACE_FILE,
     TRACE_SIGNAL,
     WORKER_SOCKET,
@@ -180,7 +181,8 @@ class ForkLauncher(Launcher):
             ranks = [self._rank(number) for number in some]
             document = {
                 "start": self._starts, "cwd": os.getcwd(), "ranks": ranks,
-                "header": RANK_HEADER.decode(), "socket": str(self._folder / WORKER_SOCKET),
+                "header": RANK_HEADER.decode(), "remark": REMARK.decode(),
+                "socket": str(self._folder / WORKER_SOCKET),
                 "trace": (TRACE_FILE, TRACE_SIGNAL),
                 "head": os.environ.get("MASTER_ADDR") if self._options.nodes > 1 else None,
             }  # fmt: skip

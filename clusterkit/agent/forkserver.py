@@ -141,13 +141,13 @@ def run(config: Document, spaces: Document) -> Any:
     gc.enable()
     os.close(config["source"])
     rank, reads = spaces["rank"], spaces["influences"]
-    # Only the first rank of a node tells: into the run's log, not as the program.
+    # Only the first rank of a node tells: as its agent, not as the program.
     tells = fcntl.fcntl(2, fcntl.F_DUPFD_CLOEXEC, _HANDLE) if order["number"] == 0 else -1
     rank["become"](order, config, environment)
 
     def tell(text: str) -> None:
         if tells >= 0:
-            os.write(tells, f"{text}\n".encode())
+            os.write(tells, f"{order['remark']}{text}\n".encode())
 
     spaces["first_import"]["FirstImports"](
         preload.groups, spaces["module_files"]["is_of_python"],

@@ -76,6 +76,7 @@ class Guard:
         run_dir, name = self._folder.parents[2], self._folder.name
         left = left_of(str(run_dir), name, os.environ[AGENT])
         folders = sorted(run_dir.glob(f"attempts/*/{name}"), key=lambda path: int(path.parts[-2]))
+        self._log.warn = self._log.line
         with contextlib.suppress(OSError):
             self._log.move(folders[-1])
             started = read_json(folders[-1] / "started.json")

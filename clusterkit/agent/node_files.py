@@ -36,6 +36,7 @@ class NodeFiles:
         self._hang: tuple[float, str] | None = None  # the last that was shown, and until when
         self._begin(folder)
         self.log = NodeLog(folder, echo=echo)
+        self.log.warn = self.warn
 
     def _begin(self, folder: Path) -> None:
         self._started |= {"at": time.time(), "oom_kills": oom_kills()}
@@ -92,8 +93,9 @@ class NodeFiles:
     def warn(self, text: str) -> None:
         """Log a line that `clusterkit status` shows as well."""
         self.log.line(text)
-        self.remarks.append(text)
-        self._write_started()
+        if text not in self.remarks:
+            self.remarks.append(text)
+            self._write_started()
 
     def set_note(self, key: str, text: str | None) -> None:
         """Show ``text``: that ranks ``hang`` or are ``slow``; None: they no longer are."""

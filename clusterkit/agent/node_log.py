@@ -24,6 +24,8 @@ class NodeLog:
 
     def __init__(self, folder: Path, *, echo: bool = False) -> None:
         self._echo = echo
+        self.warn = self.line
+        """Takes lines that `clusterkit status` is to show as well."""
         self.handle = _open(folder)
         self._begin(folder)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from clusterkit.agent import limits
 from clusterkit.agent.node_log import NodeLog
-from clusterkit.agent.protocol import RANK_ENDED, RANK_HEADER
+from clusterkit.agent.protocol import RANK_ENDED, RANK_HEADER, REMARK
 
 HEADER = re.compile(re.escape(RANK_HEADER) + rb" ([0-9]{1,9}) ([0-9]{1,9})\Z")
 _ENDED = re.compile(re.escape(RANK_ENDED) + rb" ([0-9]{1,9}) ([0-9]{1,3})\Z")
@@ -111,6 +111,9 @@ class Stream:
     def _with_ranks(self, lines: list[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
         """Yield lines with their ranks, without those by which ranks report start and end."""
         for rank, line in lines:
+            if rank == self.rank == "-" and line.startswith(REMARK):
+                self._log.warn(line[len(REMARK) :].decode(errors="replace"))
+                continue
             if rank == "-" and (header := HEADER.match(line)):
                 self.rank = header[1].decode()
                 self._log.rank_started(int(header[1]), int(header[2]))

@@ -287,6 +287,15 @@ def test_a_package_that_changes_what_torch_reads_is_named(agent, packages, tmp_p
         "TORCH_LOGS was changed before torch was imported, which had been imported ahead and does "
         "not know it; put `preload: []` into the job file",
     ]
+    ended = json.loads((begun.folder / "exit.json").read_bytes())
+    assert ended["remarks"] == begun.says(None)[1:]
+
+
+def test_a_program_makes_no_remark_of_an_agent(agent):
+    begun = agent("print('@clusterkit-remark bought')")
+    assert begun.end() == 0
+    assert begun.says() == ["@clusterkit-remark bought"]
+    assert json.loads((begun.folder / "exit.json").read_bytes())["remarks"] == []
 
 
 def test_a_program_without_torch_has_none_imported(agent, packages):

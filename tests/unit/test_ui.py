@@ -219,9 +219,12 @@ def test_the_summary_tells_result_loss_speed_time_and_how_to_look_again():
 def test_the_summary_tells_what_nodes_remark():
     nodes = (
         NodeStatus(node=0, host="h0", state=State.SUCCEEDED),
-        NodeStatus(node=1, host="h1", state=State.SUCCEEDED, remarks=("93 lines lost",)),
+        NodeStatus(node=1, host="h1", state=State.SUCCEEDED, remarks=("93 lines lost", "late")),
+        NodeStatus(node=2, host="h2", state=State.SUCCEEDED, remarks=("late",)),
     )
-    assert "  note      node 1: 93 lines lost" in View().summary(status(nodes=nodes))
+    summary = View().summary(status(nodes=nodes))
+    assert "  note      node 1: 93 lines lost" in summary
+    assert "  note      nodes 1, 2: late" in summary
 
 
 def test_the_summary_tells_who_ended_a_run_that_nobody_cancelled_here():
