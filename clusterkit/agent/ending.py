@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Container, Iterable
@@ -21,6 +22,11 @@ from clusterkit.agent.processes import (
     wait_gone,
 )
 from clusterkit.agent.protocol import AGENT, Document
+
+_NAMED = 6  # processes in a line of the log
+_HELPERS = re.compile(
+    r"from multiprocessing\.(resource_tracker|forkserver) |/torch/_inductor/compile_worker/"
+)
 
 
 class Ending:
@@ -191,6 +197,18 @@ def stop(run_dir: str, grace: float) -> Document:
         "asked": sorted({*agents, *orphans}), "killed": sorted(ending.killed),
         "left": [describe(pid) for pid in ending.stuck],
     }  # fmt: skip
+
+
+def started_by_programs(pids: Iterable[int]) -> str:
+    """Name these processes, without those that libraries have started for themselves."""
+    lines = {pid: " ".join(command_line(pid)) for pid in pids}
+    found = [
+        f"{pid} ({line[:80]})"
+        for pid, line in sorted(lines.items())
+        if line and not _HELPERS.search(line)
+    ]
+    more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return ", ".join(found[:_NAMED]) + more
 
 
 def describe(pid: int) -> str:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from clusterkit.agent import limits
-from clusterkit.agent.ending import Ending, ask
+from clusterkit.agent.ending import Ending, ask, started_by_programs
 from clusterkit.agent.failure import RankOutput, shell_code, start_failure
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.processes import all_below, is_alive
@@ -257,20 +257,19 @@ class Launcher:
         What outlived its launcher is ended (torchrun killed with -9 leaves ranks behind). It has
         failed if it had ended with 0 although there were ranks.
         """
-        if self.running:
-            return False
-        if self.stuck:
-            return True
+        if self.running or self.stuck:
+            return not self.running
         if self._ending is None:
             left = all_below(self.kept)
-            ranks = {rank["pid"] for rank in self._log.ranks}
-            if left and self.exit_code == 0 and not ranks.isdisjoint(left):
+            if self.exit_code == 0 and any(rank["pid"] in left for rank in self._log.ranks):
                 self.ends.append({"pid": 0, "exit_code": 1, "at": time.time()})
                 self.failure = "the launcher ended with 0 but left ranks running"
             seconds = min(limits.LEFTOVER_GRACE, self._options.grace)
             if self._kill_at is not None:
                 # Ranks whose launcher left them when it was asked to stop keep the whole grace.
                 seconds = max(seconds, self._kill_at - time.monotonic())
+            elif self.exit_code == 0 and (names := started_by_programs(left)):
+                self._log.line(f"the ranks have left processes running, which end now: {names}")
             self._ending = Ending(partial(all_below, self.kept), seconds, self._told)
         if not self._ending.step():
             return False

@@ -245,6 +245,34 @@ def test_an_agent_that_failed_by_itself_was_not_killed(host):
     assert found.reason == "its agent ended without reporting an exit code: KeyError: 3"
 
 
+LEAVES = (
+    'import multiprocessing, os, subprocess, sys\n'
+    'from multiprocessing import resource_tracker\n'
+    'resource_tracker.ensure_running()\n'
+    'left = [subprocess.Popen(["sleep", "600"]).pid for _ in range(int(sys.argv[1]))]\n'
+    'with open(os.environ["DIR"] + "/up", "w") as up:\n'
+    '    print(*left, file=up)\n'
+    'os._exit(int(sys.argv[2]))\n'
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("count", "code"), [(2, 0), (9, 0), (0, 0), (2, 3)])
+def test_what_a_rank_leaves_running_is_named(host, count, code):
+    process = host.start(sys.executable, "-c", LEAVES, str(count), str(code))
+    left = (host.path / "up").read_text().split()
+    assert process.wait() == code
+    for each in left:
+        assert agent.start_ticks(int(each)) is None
+    told = [line.partition(" - ")[2] for line in host.log().splitlines() if "left" in line]
+    if code or not count:
+        assert told == []
+    else:
+        names = ", ".join(f"{pid} (sleep 600)" for pid in sorted(map(int, left))[:6])
+        more = f" and {count - 6} more" if count > 6 else ""
+        line = "the ranks have left processes running, which end now: "
+        assert told == [f"{line}{names}{more}"]
+
+
 def test_nothing_is_left_of_the_guard_when_a_run_ends(host):
     process = host.start("sh", "-c", 'echo "$$" >"$DIR/up"')
     host.up()
