@@ -241,7 +241,7 @@ def recorded(tmp_path, *names, preloaded=""):
             current = name
         else:
             in_c.setdefault(current, set()).add(name)
-    return json.loads(done.stdout), in_c
+    return json.loads(done.stdout.splitlines()[-1]), in_c
 
 
 # tqdm looks through all variables for its own; a machine's own ones are none that a program sets.
@@ -279,7 +279,43 @@ def harmless_packages():
 def test_harmless_packages_change_nothing_that_torch_reads(tmp_path):
     found, _ = recorded(tmp_path, *harmless_packages())
     assert {"numpy", "transformers", "accelerate"} <= found.keys()
-    for name, (_, _, variables) in found.items():
-        table = influences.READ_BY_DYNAMO if name == "deepspeed" else influences.READ_BY_TORCH
-        bad = [each for each in variables if table.match(each)]
+    for _, _, variables in found.values():
+        bad = [each for each in variables if influences.READ_BY_TORCH.match(each)]
         assert set(bad) <= {"TORCHINDUCTOR_CACHE_DIR"}  # set by torch._dynamo itself
+
+
+def test_deepspeed_changes_nothing_that_torch_s_compiler_reads(tmp_path):
+    """Once torch is imported, its source is not looked at."""
+    found, _ = recorded(tmp_path, "torch", "deepspeed")
+    if "deepspeed" not in found:
+        pytest.skip("deepspeed is not installed")
+    _, unchanged, variables = found["deepspeed"]
+    assert unchanged
+    bad = {each for each in variables if influences.READ_BY_DYNAMO.match(each)}
+    assert bad <= {"TORCHINDUCTOR_CACHE_DIR"}  # set by torch._dynamo itself
+
+
+@pytest.mark.parametrize(
+    ("text", "torch", "dynamo"),
+    [
+        ("import torch, deepspeed\ndeepspeed.comm.timeout = 9", None, None),
+        ("import torch\nfrom deepspeed import comm as c\nc.timeout = 9", None, None),
+        ("import deepspeed, torch", "__init__.py:2: ", "__init__.py:2: "),
+        ("import torch, speed", None, "__init__.py:2: "),
+        ("import torch, speed\nspeed.comm.timeout = 9", None, "__init__.py:2: "),
+        ("import torch, deepspeed\ntorch.nn.Linear.forward = 9", None, "train.py:2: "),
+    ],
+)
+def test_deepspeed_is_harmless_once_torch_is_imported(text, torch, dynamo, tmp_path, monkeypatch):
+    for name in ("deepspeed", "speed"):
+        package = tmp_path / "site-packages" / name
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(
+            "import os\nos.environ['TORCH_COMPILE_DISABLE'] = '1'\nfrom . import comm\n"
+        )
+        (package / "comm.py").write_text("timeout = 1\n")
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    found = looked(tmp_path, text)
+    assert found.uses_torch
+    for said, wanted in ((found.torch, torch), (found.dynamo, dynamo)):
+        assert (said is None) if wanted is None else (said or "").startswith(wanted), found
