@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -85,20 +85,28 @@ def apply(to: RunObjects, folder: Path, env: Mapping[str, str]) -> None:
             # Nothing was created yet: an object of the same name is of another run. (The
             # submitter's role does not allow to read other kinds.)
             named = [each for each in objects if each["kind"] in (*_OWNERS, "ConfigMap")]
-            found = pool.map(lambda each: to.find(_path(to, each), (NotFound, Forbidden)), named)
+            absent = (NotFound, Forbidden)
+            found = pool.map(lambda each: _tried(lambda: to.find(_path(to, each), absent)), named)
             for each, existing in zip(named, found, strict=True):
                 if existing is not None:
                     raise _another_run(each, existing, to.namespace)
             made_before.touch()
-        list(pool.map(partial(_create, to), (each for each in others if each not in bindings)))
-        list(pool.map(partial(_create, to), bindings))
-        owner = _create(to, job)
+
+        def create(each: Object) -> Any:
+            return _tried(lambda: to.apply(_path(to, each), each))
+
+        list(pool.map(create, (each for each in others if each not in bindings)))
+        list(pool.map(create, bindings))
+        owner: Object = create(job)
         reference = {key: owner[key] for key in ("apiVersion", "kind")}
         reference |= {key: owner["metadata"][key] for key in ("name", "uid")}
         # Whoever deletes the job deletes all that it owns.
         body = {"metadata": {"ownerReferences": [reference]}}
-        paths = [_path(to, each) for each in others]
-        list(pool.map(lambda path: to.request("PATCH", path, body, MERGE_PATCH), paths))
+
+        def own(each: Object) -> None:
+            _tried(lambda: to.request("PATCH", _path(to, each), body, MERGE_PATCH))
+
+        list(pool.map(own, others))
 
 
 def _another_run(each: Object, existing: Object, namespace: str) -> BadInput:
@@ -111,12 +119,12 @@ def _another_run(each: Object, existing: Object, namespace: str) -> BadInput:
     )
 
 
-def _create(to: RunObjects, each: Object) -> Object:
-    """Apply an object, with retries, and return it as the server has it."""
+def _tried(request: Callable[[], Any]) -> Any:
+    """Make a request, with retries, and return the answer."""
     start = time.monotonic()
     while True:
         try:
-            return to.apply(_path(to, each), each)
+            return request()
         except Unreachable:
             if time.monotonic() > start + UNREACHABLE_SECONDS:
                 raise

@@ -166,8 +166,9 @@ def test_a_namespace_that_is_deleted_under_the_run(submit, begun, kube):
     kube.kubectl("create", "namespace", other)
     run = begun(submit(FOREVER, on={"namespace": other}))
     kube.kubectl("delete", "namespace", other)
-    assert failed(run).cause == f"its namespace, {other}, is being deleted"
-    assert run.status().remark is None
+    status = run.wait(120)
+    assert (status.state, status.failure) == (State.CANCELLED, None), status
+    assert status.remark == f"its namespace, {other}, is being deleted"
 
 
 # ---------------------------------------------------------------- what a run waits for

@@ -194,6 +194,26 @@ def test_the_run_s_own_job_comes_last_and_owns_all(server, applied, tmp_path):
         assert owner["name"] == "r-1"
 
 
+def test_every_request_waits_for_an_api_server_that_is_away(server, applied, tmp_path, monkeypatch):
+    """Whether a run of this id is there was asked once: the run was FAILED."""
+    real, away = KubeTransport.request, set()
+
+    def request(self, to, method, path, *more):
+        if (method, path) not in away:
+            away.add((method, path))
+            raise Unreachable("refused")
+        return real(self, to, method, path, *more)
+
+    monkeypatch.setattr(KubeTransport, "request", request)
+    monkeypatch.setattr("clusterkit.backends.kubernetes.apply.time.sleep", lambda _: None)
+    for place in ("api/v1/namespaces/ns/configmaps", "apis/batch/v1/namespaces/ns/jobs"):
+        missing, there = (404, {"reason": "NotFound", "message": "no"}), (200, {})
+        server.answers[f"/{place}/r-1"] = (200, [missing, there])
+    applied(folder(tmp_path, JOB, ours=False))
+    assert [method for method, *_ in server.asked] == ["GET", "GET", "PATCH", "PATCH", "PATCH"]
+    assert len(away) == 5
+
+
 def test_secrets_and_the_attempt_come_from_the_environment(server, applied, tmp_path):
     files = folder(tmp_path, JOB)
     env = {"CLUSTERKIT_ATTEMPT": "3", "TOKEN": "s3cret\n🚀"}
