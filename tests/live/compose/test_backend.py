@@ -29,7 +29,7 @@ from tests.live import supervisors
 
 ROOT = Path(__file__).parents[3]
 PROGRAMS = ROOT / "tests" / "live" / "programs"
-SOON = 90.0
+SOON = 180.0
 """Seconds after which a test says that something hangs."""
 PATIENCE = 4.0
 """Seconds without a sign of life after which a node counts as lost, here."""
