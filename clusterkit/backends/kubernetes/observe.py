@@ -176,10 +176,11 @@ def _job(objects: RunObjects) -> Object | None:
 def _removal(job: Object | None, objects: RunObjects) -> str | None:
     """Return by what the run's job, which owns all of it, was removed; None: it was not. Whoever
     does that wants the run to end."""
+    # A namespace's objects are deleted in any order: pods may end before their job is.
+    if job != {} and objects.namespace_deleted:
+        return f"its namespace, {objects.namespace}, is being deleted"
     if job is not None and "deletionTimestamp" not in job.get("metadata", {}):
         return None
-    if objects.namespace_deleted:
-        return f"its namespace, {objects.namespace}, is being deleted"
     return (
         f"{objects.flavor.kind} {objects.name} is gone: somebody deleted it, or the run was "
         "cancelled or has ended on another machine"

@@ -229,7 +229,8 @@ def test_a_node_that_does_not_answer_for_a_moment_is_not_lost(server, transport,
         assert seen.nodes[0].state is expected
 
 
-def test_a_namespace_that_is_being_deleted_is_the_cause(server, transport, handle):
+def test_whoever_deletes_the_namespace_ends_the_run(server, transport, handle):
+    """Also while its job is still there, which may go after its pods."""
     server.leaving = True
     server.end(143)
     server.pod["metadata"] = server.pod["metadata"] | {"deletionTimestamp": "2026-11-22T04:00:00Z"}
@@ -243,8 +244,8 @@ def test_a_namespace_that_is_being_deleted_is_the_cause(server, transport, handl
             time.sleep(0.05)
     finally:
         monitor.close()
-    assert seen.nodes[0].reason == "its namespace, ns, is being deleted"
-    assert seen.causes[0].words == seen.nodes[0].reason
+    assert (seen.state, seen.removed) == (State.CANCELLED, "its namespace, ns, is being deleted")
+    assert seen.nodes[0].reason == seen.removed
 
 
 def test_what_a_pod_shows_while_it_is_deleted_does_not_hide_why_it_never_began(
