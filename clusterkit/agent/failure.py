@@ -20,6 +20,7 @@ ECHOES = re.compile(
     r"|Timed out waiting \d+ms|connectFullMesh|remote process exited|NCCL communicator was aborted"
     r"|DistNetworkError|DistStoreError|SignalException|Watchdog caught collective operation timeout"
     r"|ChildFailedError"
+    r"|^(Connection\w*|BrokenPipe)Error$"  # ended by SIGTERM while it printed its message
 )
 """Messages of ranks that failed because another one did."""
 TIMED_OUT = re.compile(

@@ -39,6 +39,7 @@ _RUNNING = (State.RUNNING, State.RESTARTING)
 _NOT_SEEN = {State.PENDING, State.UNKNOWN}
 RECORD_SECONDS = 10.0
 """How long a supervisor has to record the end of a run whose nodes have ended."""
+UNSTARTED = "clusterkit was killed before the run started"
 
 
 class Connections(contextlib.ExitStack):
@@ -104,6 +105,10 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
         backend = backends.backend(submission.backend)
     except ClusterkitError as error:
         unknown = saved or RunStatus.unknown(folder.run_id)
+        if _unrecorded(folder):
+            hint = f"clusterkit rm {folder.run_id} removes what is left of it"
+            failure = Failure(exit_code=1, cause=UNSTARTED, hint=hint)
+            return _replace(unknown, state=State.FAILED, exit_code=1, failure=failure)
         return _replace(unknown, state=State.UNKNOWN, remark=error.message)
     base = saved or submission.pending()
     if (host := elsewhere(folder)) is not None:
@@ -130,6 +135,13 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
     if found.state.final and not can_attach and isinstance(backend, SupportsCleanup):
         _record_end(found, backend, handle, transport)
     return found
+
+
+def _unrecorded(folder: RunFolder) -> bool:
+    """Return whether a run's record was never completed: nothing of it is started before that."""
+    plan_alone = folder.file("plan.txt").exists() and not folder.file("job.json").exists()
+    later = any(folder.file(name).exists() for name in ("run.json", "state.json", "attempts"))
+    return folder.path.is_dir() and not (later or plan_alone)
 
 
 def _sync(backend: Backend, handle: RunHandle, transport: Transport) -> None:
@@ -196,7 +208,7 @@ def _unsupervised(base: RunStatus, handle: RunHandle, seen: Observation) -> tupl
         remark = f"it was not started: {attach} does"
         failure = Failure(
             exit_code=1,
-            cause="clusterkit was killed before the run started",
+            cause=UNSTARTED,
             hint=f"{attach} starts it" if can_attach else "submit it again",
         )
     after = _replace(

@@ -292,7 +292,8 @@ class Supervisor:
         """Write the event of an attempt that has failed."""
         attempt, left = self.status.attempt, counted(self.machine.restarts_left, "restart")
         if action.verdict is Verdict.REPLACE:
-            text = f"attempt {attempt} has lost nodes: {failure.summary}; starting again, "
+            what = "could not be started" if self.machine.not_starting else "has lost nodes"
+            text = f"attempt {attempt} {what}: {failure.summary}; starting again, "
             self._event(f"{text}which costs no restart")
         elif action.verdict is not Verdict.MOVE:
             self._event(f"attempt {attempt} failed: {failure.line}; starting again, {left} left")

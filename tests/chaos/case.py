@@ -23,7 +23,7 @@ from clusterkit.run.status import RunStatus, State
 from tests.chaos.faults import Fault
 from tests.chaos.places import Local, pod_name
 
-STEPS, NODES, NPROC, EVERY = 20, 2, 2, 4
+STEPS, RANKS, EVERY = 20, 4, 4
 SOON = 90.0
 """Seconds after which something hangs."""
 MOMENTS = (
@@ -56,12 +56,13 @@ class Case:
     def __init__(self, fault: Fault, place: Local, id: str, seed: int, folder: Path) -> None:
         self.fault, self.place, self.row, self.folder = fault, place, Row(id), folder
         rng = random.Random(f"{seed} {id}")
-        rank = rng.randrange(NODES * NPROC)
+        rank = rng.randrange(RANKS)
         self.rank = rank if fault.rank is None else fault.rank
         # There is a checkpoint; and a limit is there before it is passed.
         self.step = STEPS if fault.mischief == "memory" else rng.randrange(EVERY + 1, STEPS)
         self.moment = rng.choice(MOMENTS), rng.uniform(0, 0.1)
-        self.node = self.rank // NPROC
+        self.nproc = RANKS // fault.nodes
+        self.node = self.rank // self.nproc
         self.held = contextlib.ExitStack()
         self.started: list[subprocess.Popen[bytes]] = []
         self.struck = 0.0
@@ -76,6 +77,7 @@ class Case:
 
     def start(self) -> subprocess.Popen[bytes]:
         words = ["submit", "job.yaml", "--cluster", "here", "--clusters", "clusters.yaml"]
+        words += ["--detach"] if self.fault.long else []
         with (self.folder / "said").open("ab") as said:
             return subprocess.Popen(
                 [sys.executable, "-m", "clusterkit", *words, "--no-doctor"], cwd=self.folder,
@@ -209,8 +211,8 @@ class Case:
         (self.folder / "train.py").write_text(PROGRAM.read_text())
         mischief = f"{self.fault.mischief or 'none'}:{self.rank}:{self.step}"
         job = {
-            "program": "train.py", "args": [str(STEPS), mischief], "nodes": NODES,
-            "gpus_per_node": NPROC, "restarts": self.fault.restarts, "device": "cpu",
+            "program": "train.py", "args": [str(STEPS), mischief], "nodes": self.fault.nodes,
+            "gpus_per_node": self.nproc, "restarts": self.fault.restarts, "device": "cpu",
             "hang_timeout": self.fault.hang_timeout, "on_node_loss": self.fault.on_node_loss,
             "checkpoint": {
                 "every": EVERY,
@@ -218,7 +220,8 @@ class Case:
             },
         }  # fmt: skip
         (self.folder / "job.yaml").write_text(json.dumps(job))
-        (self.folder / "clusters.yaml").write_text(json.dumps({"here": self.place.entry}))
+        entry = self.place.entry | self.fault.entry
+        (self.folder / "clusters.yaml").write_text(json.dumps({"here": entry}))
 
     def _strike(self) -> None:
         self.started.append(self.start())
@@ -259,6 +262,10 @@ class Case:
                 row.wrong.append(f"attempt {end.attempt}")
             if min(codes) >= 0 and end.exit_code not in codes:
                 row.wrong.append(f"submit left with {codes}")
+            if fault.long:
+                self._diagnosis(run, end)
+                row.wrong += [f"left: {each}" for each in self.place.left(run)]
+                continue
             self._measure(run, end)
             told = {step["step"]: step["loss"] for step in run.metrics()}
             # What was in the pipe of an agent that is gone, its log has not.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from clusterkit.agent import processes
 from clusterkit.run.status import State
@@ -43,6 +44,9 @@ class Fault:
         restarts: of the job, as `hang_timeout` and `on_node_loss` are.
         traced: whether the log tells of all steps.
         rank: the one it is done to; by default one is drawn.
+        nodes: of the job, which share its four ranks.
+        entry: what the cluster's entry has for it.
+        long: its log is: it is not read whole, and nobody follows it.
     """
 
     name: str
@@ -60,6 +64,9 @@ class Fault:
     on_node_loss: str = "wait"
     traced: bool = True
     rank: int | None = None
+    nodes: int = 2
+    entry: dict[str, Any] = field(default_factory=dict)
+    long: bool = False
 
 
 # ---------------------------------------------------------------- how
@@ -179,6 +186,14 @@ def full_and_killed(case: Case) -> None:
     rank(signal.SIGKILL)(case)
 
 
+def long_log(case: Case) -> None:
+    """2 GB of output, and then a rank is killed."""
+    log = f"{case.run.plan.run_dir}/attempts/1/node-{case.node}/log"
+    line = f"2026-01-01T00:00:00.000000Z {case.rank} {'x' * 995}"
+    case.sh(case.node, f"yes {line} | head -c 2G >>{log}")
+    rank(signal.SIGKILL)(case)
+
+
 def tear(case: Case) -> None:
     """The newest checkpoint loses its end, once no other will follow; then a rank is killed."""
     case.until_step(case.last_step - 1)
@@ -207,6 +222,22 @@ def host(fault: str, *then: str, seconds: float = 2.0) -> Callable[[Case], None]
             case.place.lab.fault(each, f"h{case.node}")
 
     return do
+
+
+def sshd_refuses(case: Case) -> None:
+    """Connections break, and it accepts none, while an agent is killed and all start again."""
+    lab, name = case.place.lab, f"h{case.node}"
+    config = lab.root(name) / "etc/ssh/sshd_config"
+    text = config.read_text()
+    pid = case.agent_pid(case.node)
+    case.sh(case.node, f"(sleep 3; kill -9 {pid}) >/dev/null 2>&1 &")
+    config.write_text(re.sub("(?m)^Port .*\n", "", text) + "Port 2222\n")
+    os.kill(lab.pid(name), signal.SIGHUP)
+    lab.end_sessions(name)
+    time.sleep(10)
+    config.write_text(text)
+    os.kill(lab.pid(name), signal.SIGHUP)
+    lab.wait_for_ssh(name)
 
 
 def container(*words: str) -> Callable[[Case], None]:
@@ -307,6 +338,7 @@ FAULTS = (
           cause="rank {rank} on node {node} is at train.py:[0-9]+ in misbehave"),
     Fault("memory", "local compose kubernetes", memory_limit, mischief="memory", blames="rank",
           cause="memory"),
+    Fault("long-log", "local ssh slurm", long_log, blames="rank", cause=KILLED, long=True),
     Fault("torn", ALL, tear, blames="rank", cause=KILLED, said="skipped step-"),
     Fault("launcher-kill", ALL, fork_server, blames="node",
           cause="forks the ranks ended: SIGKILL"),
@@ -314,8 +346,11 @@ FAULTS = (
     Fault("agent-stop", "local compose slurm", for_a_while(agent), attempts=(1,)),
     Fault("agent-term", "local ssh slurm", agent(signal.SIGTERM), blames="node",
           cause="stopped by"),
+    Fault("agent-deaf", "local ssh slurm", agent(signal.SIGKILL), blames="node", cause=SILENT,
+          mischief="deaf"),
     Fault("node-kill", "local", whole_node, blames="node", cause=SILENT),
     Fault("supervisor-kill", ALL, supervisor(signal.SIGKILL), attempts=(1,)),
+    Fault("supervisor-term", ALL, supervisor(signal.SIGTERM), attempts=(1,)),
     Fault("supervisor-stop", ALL, for_a_while(supervisor), attempts=(1,)),
     Fault("supervisor-rank", ALL, supervisor_and_rank),
     Fault("submitter-kill", ALL, submitter(signal.SIGKILL), attempts=(1,)),
@@ -327,7 +362,8 @@ FAULTS = (
     Fault("port", "local", squat, attempts=(2, 3), blames="rank", rank=0),
     Fault("port-early", "local", squat, attempts=(1, 2), said="port .* was taken", early=True),
     Fault("disk", "local", fill("home"), attempts=(1,), traced=False),
-    Fault("disk-rank", "local", full_and_killed, State.FAILED, (1, 2), "rank", KILLED,
+    # The agents start nothing on a full disk; the supervisor tries it seven times.
+    Fault("disk-rank", "local", full_and_killed, State.FAILED, (8,), "rank", KILLED,
           traced=False),
     Fault("disk-saving", "local", fill("checkpoints"), State.FAILED, (1, 2, 3), "rank",
           "No space left on device", rank=0),
@@ -340,6 +376,10 @@ FAULTS = (
     Fault("host-back", "ssh", host("cut", "heal", seconds=12.0),
           cause="host h{node}|node [01] does not answer"),
     Fault("host-blink", "ssh", host("cut", "heal"), attempts=(1,)),
+    Fault("host-offline", "ssh", host("cut", "heal", seconds=60.0), attempts=(1,), nodes=1),
+    Fault("host-refuses", "ssh", sshd_refuses, attempts=(2, 3, 4), blames="node", cause=SILENT),
+    Fault("host-shared", "ssh", rank(signal.SIGKILL), blames="rank", cause=KILLED,
+          entry={"workdir": "/srv/shared/ck"}),
     Fault("host-sshd", "ssh", host("restart-sshd"), attempts=(1,)),
     Fault("host-slow", "ssh", host("slow 1mbit"), attempts=(1,)),
     Fault("host-disk", "ssh", host("full-disk"), State.FAILED, (1, 2, 3), "rank",

@@ -208,7 +208,7 @@ def place(name: str) -> Iterator[Local]:
     if name == "local":
         yield Local()
     elif name == "ssh":
-        with Lab(tempfile.mkdtemp(prefix="clusterkit-lab-"), 2) as lab:
+        with Lab(tempfile.mkdtemp(prefix="clusterkit-lab-"), 2, shared=True) as lab:
             entry = {"backend": "ssh", "inventory": str(lab.inventory), "stop_grace": 2}
             entry |= {"lost_after": 6, "connect_timeout": 5, "python": sys.executable}
             yield Hosts(entry, name=name, parallel=False, lab=lab)

@@ -6,16 +6,20 @@ ranks that step together, checkpoints, a loss to the last bit.
 Rank 0 listens at MASTER_PORT and adds up what all ranks send, once a step. So a rank that is lost
 is to the others an error of their connection, as under gloo. Before the last step all wait for a
 file ``go`` beside the checkpoints: whoever has something in mind for this run is in time for it.
+A rank that finds itself alive in an earlier attempt leaves with 1: the run then takes one too many.
 MISCHIEF, as ``exception:RANK:STEP``, is what a rank of the first attempt does; ``none``: nothing.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
+import signal
 import socket
 import sys
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -94,20 +98,36 @@ def load() -> tuple[int, float]:
     return 0, 0.0
 
 
+def alone() -> None:
+    """End where this rank of an earlier attempt lives: two would write the same checkpoints."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    lock = (FOLDER.parent / f"rank-{RANK}").open("w")
+    KEPT.append(lock)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f"rank {RANK} of an earlier attempt lives")
+
+
 def misbehave(how: str) -> None:
     if how == "exception":
         raise ValueError("injected, as told")
     if how == "exit":
         print("about to leave", flush=True)
         sys.exit(7)
-    if how == "hang":
-        time.sleep(600)
+    if how == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if how in ("hang", "deaf"):  # a deadlock: the agent reads the stack of a rank that waits for a lock
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()
     if how == "memory":
         KEPT.extend(b"x" * (8 << 20) for _ in range(64))
 
 
 def main() -> None:
     steps, (how, rank, at) = int(sys.argv[1]), (*sys.argv[2].split(":"), "-1", "-1")[:3]
+    alone()
     print("ready", os.getpid(), flush=True)
     files = meet()
     first, weight = summed(files, 0), 0.0

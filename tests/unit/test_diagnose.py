@@ -131,6 +131,7 @@ def test_peers_that_die_of_it_are_not_blamed_even_when_they_speak_first():
         "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
         "torch.distributed.DistStoreError: wait timeout",
         "BrokenPipeError: [Errno 32] Broken pipe",
+        "ConnectionResetError",
         "torch.distributed.elastic.multiprocessing.api.SignalException: Process 3 got signal: 15",
     ],
 )

@@ -73,6 +73,17 @@ def test_a_run_whose_submit_was_killed_has_failed(folder, hand):
     assert status.failure.hint == "submit it again"
 
 
+@pytest.mark.parametrize("written", [[], ["job.json"], ["job.json", "plan.json", "plan.txt"]])
+def test_a_run_whose_submit_was_killed_while_it_recorded_it_has_failed(folder, hand, written):
+    for path in folder.path.iterdir():
+        if path.name not in written:
+            path.unlink()
+    status = reconcile(folder)
+    assert (status.state, status.failure.cause) == (State.FAILED, control.UNSTARTED)
+    folder.file("attempts").mkdir()  # then it was recorded once
+    assert reconcile(folder).state is State.UNKNOWN
+
+
 @pytest.mark.parametrize("hosts", [0, 1])
 def test_a_run_whose_submit_was_killed_while_it_sent_files_has_failed(
     folder, hand, run, monkeypatch, hosts
@@ -1360,8 +1371,10 @@ def test_a_start_that_fails_once_costs_no_restart_but_that_of_the_first_attempt(
 
     monkeypatch.setattr(machine, "_pause", lambda times: 0.0)
     job, ok = "launcher: forkserver\nrestarts: 1\n", observed(OK)
-    backend, status, _ = supervise_with([observed(BAD), ok, ok], job, kind=Refusing)
+    backend, status, events = supervise_with([observed(BAD), ok, ok], job, kind=Refusing)
     assert [attempt for attempt, _ in backend.submitted] == [1, 3]
+    told = f"attempt 2 could not be started: {error.message}; starting again, which costs no"
+    assert events[1].text.startswith(told)
     assert backend.cancelled_attempts == [2]  # some nodes may have started
     assert (status.state, status.attempt, status.restarts_left) == (State.SUCCEEDED, 3, 0)
     assert status.attempts[1].failure.cause == error.message
