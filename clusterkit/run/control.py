@@ -26,7 +26,15 @@ from clusterkit.cluster import ClusterSpec, Facts, LocalCluster
 from clusterkit.errors import EXIT_INTERRUPTED, ClusterkitError, RunFolderError, counted
 from clusterkit.plan import Plan
 from clusterkit.run.evidence import Terms, Verdict, verdict
-from clusterkit.run.folder import BY_HAND, LEFTOVERS, POLL_SECONDS, RunFolder, RunHandle, Submission
+from clusterkit.run.folder import (
+    BY_HAND,
+    LEFTOVERS,
+    LOCK,
+    POLL_SECONDS,
+    RunFolder,
+    RunHandle,
+    Submission,
+)
 from clusterkit.run.outcome import diagnosis, without_spares
 from clusterkit.run.status import Failure, RunStatus, State
 from clusterkit.spec import JobSpec
@@ -138,10 +146,13 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
 
 
 def _unrecorded(folder: RunFolder) -> bool:
-    """Return whether a run's record was never completed: nothing of it is started before that."""
-    plan_alone = folder.file("plan.txt").exists() and not folder.file("job.json").exists()
-    later = any(folder.file(name).exists() for name in ("run.json", "state.json", "attempts"))
-    return folder.path.is_dir() and not (later or plan_alone)
+    """Return whether submit was killed before the record was complete, and so before any start.
+
+    Submit holds the lock from when it makes the file: where there is none, nothing is known.
+    """
+    if not folder.file(LOCK).exists() or folder.is_held():
+        return False
+    return not any(folder.file(name).exists() for name in ("run.json", "state.json", "attempts"))
 
 
 def _sync(backend: Backend, handle: RunHandle, transport: Transport) -> None:

@@ -46,7 +46,7 @@ from clusterkit.shell import check_text
 Document = TypeVar("Document")
 RUN_ID = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?\Z")
 RUN_ID_MAX = 63
-_LOCK = "supervisor.lock"
+LOCK = "supervisor.lock"
 _LOCK_TRIES = 20
 MADE = "made"
 """File that exists where this run, and not one of the same id from another machine, made what the
@@ -360,7 +360,7 @@ class RunFolder:
         Raises:
             RunFolderError: the file cannot be made.
         """
-        path = self.path / _LOCK
+        path = self.path / LOCK
         try:
             file = path.open("ab")
             for _ in range(_LOCK_TRIES):  # `is_held` holds it for a moment
@@ -376,7 +376,7 @@ class RunFolder:
     def is_held(self) -> bool:
         """Return whether a supervisor runs, on this machine or (over NFS) another."""
         try:
-            with (self.path / _LOCK).open("rb") as file:
+            with (self.path / LOCK).open("rb") as file:
                 return not locked(file, shared=True)
         except OSError:
             return False

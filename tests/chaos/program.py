@@ -117,7 +117,10 @@ def misbehave(how: str) -> None:
         sys.exit(7)
     if how == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if how in ("hang", "deaf"):  # a deadlock: the agent reads the stack of a rank that waits for a lock
+    if how in (
+        "hang",
+        "deaf",
+    ):  # a deadlock: the agent reads the stack of a rank that waits for a lock
         lock = threading.Lock()
         lock.acquire()
         lock.acquire()

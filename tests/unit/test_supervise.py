@@ -74,10 +74,13 @@ def test_a_run_whose_submit_was_killed_has_failed(folder, hand):
 
 
 @pytest.mark.parametrize("written", [[], ["job.json"], ["job.json", "plan.json", "plan.txt"]])
-def test_a_run_whose_submit_was_killed_while_it_recorded_it_has_failed(folder, hand, written):
+def test_a_run_whose_submit_was_killed_while_it_recorded_it_has_failed(folder, written):
     for path in folder.path.iterdir():
         if path.name not in written:
             path.unlink()
+    assert reconcile(folder).state is State.UNKNOWN  # it may be about to take the lock
+    with folder.hold():
+        assert reconcile(folder).state is State.UNKNOWN
     status = reconcile(folder)
     assert (status.state, status.failure.cause) == (State.FAILED, control.UNSTARTED)
     folder.file("attempts").mkdir()  # then it was recorded once

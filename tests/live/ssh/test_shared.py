@@ -34,7 +34,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_lab: Lab) ->
 
 def test_every_submit_to_hosts_with_a_shared_workdir_works(shared_lab: Lab, project: Path) -> None:
     runs = []
-    for number in range(6):
+    for number in range(3):
         (project / "hello.py").write_text(f"{PROGRAM}# version {number}\n")
         runs.append(api.submit("job.yaml", cluster="lab", doctor=False))
     for run in runs:
