@@ -9,7 +9,7 @@ import pytest
 from tests.chaos.__main__ import carry_out, chosen
 from tests.chaos.places import place
 
-SEED, FAULTS = 1, 32
+SEED, FAULTS = 1, 35
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
