@@ -215,7 +215,6 @@ def host(fault: str, *then: str, seconds: float = 2.0) -> Callable[[Case], None]
     def do(case: Case) -> None:
         name, value = (*fault.split(), None)[:2]
         case.place.lab.fault(name, f"h{case.node}", value)
-        case.go()
         for each in then:
             time.sleep(seconds)
             case.place.lab.fault(each, f"h{case.node}")
@@ -386,7 +385,8 @@ FAULTS = (
           entry={"workdir": "/srv/shared/ck"}),
     Fault("host-sshd", "ssh", host("restart-sshd"), attempts=(1,)),
     Fault("host-slow", "ssh", host("slow 1mbit"), attempts=(1,)),
-    Fault("host-disk", "ssh", host("full-disk"), State.FAILED, (1, 2, 3), "rank",
+    # The ranks fail as often as there are restarts, or the nodes cannot be started: seven tries.
+    Fault("host-disk", "ssh", host("full-disk"), State.FAILED, (1, 2, 3, 8, 9, 10), "rank",
           "No space left on device", rank=0),
     Fault("container-kill", "compose", container("kill", "{container}"), blames="node",
           cause="killed from outside"),

@@ -140,9 +140,10 @@ def main() -> None:
     if RANK == 0:
         say("start", first_step=first)
     for step in range(first + 1, steps + 1):
-        if step == steps and RANK == 0:
-            while not (FOLDER.parent / "go").exists():
+        if step == steps:
+            while RANK == 0 and not (FOLDER.parent / "go").exists():
                 time.sleep(0.01)
+            summed(files, 0)  # what the others add to the step they send after that
         if (RANK, step, os.environ["CLUSTERKIT_ATTEMPT"]) == (int(rank), int(at), "1"):
             misbehave(how)
         error = weight - math.sin(step * 1.7 + RANK)
