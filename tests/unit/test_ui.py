@@ -232,11 +232,6 @@ def test_the_summary_tells_who_ended_a_run_that_nobody_cancelled_here():
     assert f"  note      {removed}" in View().summary(status(State.CANCELLED, remark=removed))
 
 
-def test_the_summary_tells_who_ended_a_run_that_nobody_cancelled_here():
-    removed = "PyTorchJob r1 is gone: somebody deleted it"
-    assert f"  note      {removed}" in View().summary(status(State.CANCELLED, remark=removed))
-
-
 def test_a_program_that_reports_nothing_has_a_short_summary():
     assert View().summary(status(State.FAILED)) == [
         "r1 FAILED in 1 min 00 s",
