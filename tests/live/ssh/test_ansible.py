@@ -36,7 +36,7 @@ from tests import tested
 from tests.lab import CHECKOUT, Lab, machine
 
 # The first test that needs it pays for one to three runs of the whole playbook.
-# A play takes 3 minutes on two idle cores; the first test waits for three plays.
+# A play took 9 minutes beside four other test processes on two cores.
 pytestmark = [pytest.mark.live, pytest.mark.timeout(2400)]
 # What the roles alone do and refuse; the rest is run with every change of clusterkit.
 WHEN_CHANGED = tested.when_changed("ansible")
