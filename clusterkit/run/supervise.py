@@ -99,8 +99,11 @@ def main(argv: list[str]) -> None:
         try:
             supervisor = Supervisor(RunFolder(Path(path)))
             supervisor.begin()
-        except ClusterkitError as error:
-            pipe.write(f"{error.message}\n{error.hint or ''}".encode())
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}".replace("\n", " "), "supervisor.log has more"
+            if isinstance(error, ClusterkitError):
+                told = error.message, error.hint or ""
+            pipe.write("\n".join(told).encode())  # before the log has its traceback
             raise
         pipe.write(STARTED)
     supervisor.main(adopt="--adopt" in argv)

@@ -1033,6 +1033,18 @@ def test_one_that_cannot_start_says_why(made):
     assert error.value.hint == f"look into {made.path} by hand"
 
 
+def test_one_that_breaks_while_it_starts_says_of_what(made, monkeypatch):
+    def breaks(self):
+        raise KeyError("lost")
+
+    monkeypatch.setattr(Supervisor, "begin", breaks)
+    read, write = os.pipe()
+    with open(read, "rb") as answer:
+        with open(os.devnull) as lock, pytest.raises(KeyError):
+            supervise.main([str(made.path), str(lock.fileno()), str(write)])
+        assert answer.read() == b"KeyError: 'lost'\nsupervisor.log has more"
+
+
 def test_one_that_is_killed_while_it_starts_is_noticed_at_once(made, monkeypatch, tmp_path):
     killed = tmp_path / "python"
     killed.write_text("#!/bin/sh\nkill -9 $$\n")
