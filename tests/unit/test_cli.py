@@ -321,10 +321,10 @@ def test_a_launcher_that_contradicts_a_flag_or_a_key_is_refused(refused, write_j
 def test_the_source_of_a_program_is_read_for_ranks_of_its_own(cli, write_job, cwd):
     write_job()
     (cwd / "train.py").write_text("import torch.multiprocessing as mp\nmp.spawn(main)\n")
-    done = cli("plan", "--", "python", "train.py")
+    done = cli("plan", "--gpus", "2", "--", "python", "train.py")
     assert "train.py starts its ranks itself (mp.spawn), but forkserver starts it once" in done.out
-    for said in ("launcher=forkserver", "gpus_per_node=1"):
-        done = cli("plan", "--set", said, "--", "python", "train.py")
+    for said in (("--gpus", "2", "--set", "launcher=forkserver"), ()):
+        done = cli("plan", *said, "--", "python", "train.py")
         assert (done.code, "mp.spawn" in done.out) == (0, False)
     (cwd / "train.py").write_text("parser.add_argument('--local_rank', type=int)\n")
     done = cli("plan", "--", "deepspeed", "--num_gpus", "2", "train.py")
