@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,10 +65,11 @@ class Program:
         for number, how in enumerate(ALL):
             place = self.folder / str(number)
             shutil.copytree(PROGRAMS, place / "work")
-            (place / "tmp").mkdir()
-            with pytest.MonkeyPatch.context() as patch:
+            # Short: sockets of data loaders lie below it, whose paths have 108 characters at most.
+            short = tempfile.TemporaryDirectory(prefix="ck")
+            with short as temporary, pytest.MonkeyPatch.context() as patch:
                 patch.chdir(place / "work")
-                patch.setenv("TMPDIR", str(place / "tmp"))
+                patch.setenv("TMPDIR", temporary)
                 for name in ("PYTEST_CURRENT_TEST", "PYTHONDONTWRITEBYTECODE"):
                     patch.delenv(name, raising=False)
                 for name, value in ENV.items():
@@ -75,7 +77,10 @@ class Program:
                 run = self.bare if how == "bare torchrun" else self.submitted
                 lines, code = run(how.partition(",")[0], place)
             ranks = {
-                rank: sorted(_alike(line.replace(str(place), "PLACE")) for line in text)
+                rank: sorted(
+                    _alike(line.replace(str(place), "PLACE").replace(temporary, "TMP"))
+                    for line in text
+                )
                 for rank, text in lines.items()
             }  # fmt: skip
             files = {

@@ -292,7 +292,7 @@ def test_a_killed_launcher_is_named_and_takes_the_others_down(submit: Submit, la
     assert status.state is State.FAILED
     assert status.failure is not None
     assert status.failure.node == 1
-    assert "ended without reporting an exit code" in status.failure.cause
+    assert "its agent was killed by SIGKILL from outside" in status.failure.cause
     assert seconds < SOON
     for host in lab.hosts:
         assert processes(lab, host.name, run) == []
