@@ -102,16 +102,15 @@ def ask(pids: Iterable[int], told: Container[int] = ()) -> set[int]:
     """
     table, places, killed, asked = process_table(), list(pids), [], []
     for pid in places:
-        words = command_line(pid)
-        below = [each for each, process in table.items() if process.parent == pid]
-        if "deepspeed.launcher.launch" in words[1:4]:
+        words = command_line(pid)[1:4]
+        launcher, runner = (f"deepspeed.launcher.{name}" in words for name in ("launch", "runner"))
+        shell = bool(words) and words[0].endswith("/rank.sh")
+        if launcher or runner or shell:
+            places += [each for each, process in table.items() if process.parent == pid]
+        if launcher:
             killed.append(pid)
-            places += below
-        elif len(words) > 1 and words[1].endswith("/rank.sh"):
-            places += below
-        elif pid not in told:
-            asked.append(pid)  # deepspeed's runner ends on it at once, and leaves the launcher
-            places += below if "deepspeed.launcher.runner" in words[1:4] else []
+        elif not shell and pid not in told:
+            asked.append(pid)  # the runner ends on it at once, and leaves the launcher
     send(killed, signal.SIGKILL)
     send(asked, signal.SIGTERM)
     return set(asked)

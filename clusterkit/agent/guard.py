@@ -22,9 +22,9 @@ from clusterkit.agent.streams import Stream, pump
 class Guard:
     """A fork of the agent, not below it; make it before there are threads.
 
-    The kernel sends SIGTERM to the agent's children, and to the fork server's ranks, when their
-    parent is killed (PR_SET_PDEATHSIG). The guard logs their output for the grace, and then kills
-    what is left with all that it started.
+    When the agent is killed, it sends SIGTERM to ranks and launchers, once; the fork server's ranks
+    have it from the kernel (PR_SET_PDEATHSIG), as their only parent dies with the agent. The guard
+    logs their output for the grace, and then kills what is left with all that it started.
 
     Args:
         folder: the node's.
@@ -84,10 +84,11 @@ class Guard:
                 killed = oom_kills() - started["oom_kills"]
                 write_json(folders[-1] / "started.json", {**started, "killed": killed})
         self._log.line(f"this node's agent was killed; its ranks end within {self._grace:g} s")
-        # The agent's children lead groups; others at the top have lost a rank just now.
-        table = process_table()
-        told = {pid for pid in top(left) if pid in table and table[pid].group == pid}
+        told = set()
         if self._forked:
+            # The server and its ranks lead groups; others at the top have lost a rank just now.
+            table = process_table()
+            told = {pid for pid in top(left) if pid in table and table[pid].group == pid}
             told |= {each["pid"] for each in read_lines(folders[-1] / "ranks.jsonl")}
         ending = Ending(Family(left), self._grace, told)
         ending.complete(lambda seconds: pump(self._pipes, seconds))

@@ -8,7 +8,8 @@ import os
 import signal
 import struct
 from collections.abc import Collection
-from pathlib import Path
+
+from clusterkit.agent.processes import command_line
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # signals that ask an agent to end
 _PR_SET_PDEATHSIG = 1
@@ -53,9 +54,7 @@ def sender(signum: int, pid: int, uid: int) -> tuple[str, bool]:
         The reason that it gives (``stop --reason``) and True, or its process, user and command
         line and False.
     """
-    words: list[str] = []
-    with contextlib.suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    words = command_line(pid)
     if "--reason" in words[:-1]:
         return words[words.index("--reason") + 1], True
     name = signal.Signals(signum).name
@@ -71,7 +70,18 @@ def adopt_orphans(on: bool = True) -> None:
 
 
 def end_with_parent() -> None:
-    """Prepare a new child: it gets SIGTERM if the agent is killed with -9, and ignores no signal.
+    """As `fresh_signals`; the child gets SIGTERM if the agent is killed with -9.
+
+    Maybe several times: once for each thread of the agent that dies before the others do, as the
+    child then has another thread for a parent (Linux, kernel/exit.c, forget_original_parent). So it
+    is for a child that ends at the first one, not for ranks: these are the guard's to end.
+    """
+    fresh_signals()
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def fresh_signals() -> None:
+    """Prepare a new child: it ignores and blocks no signal.
 
     A shell without job control has what it starts in the background ignore SIGINT and SIGQUIT,
     nohup SIGHUP; a rank gets what a launcher in the foreground gives it.
@@ -80,4 +90,3 @@ def end_with_parent() -> None:
         if signal.getsignal(signum) is signal.SIG_IGN:
             signal.signal(signum, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -18,7 +18,7 @@ from clusterkit.agent.launcher import Launcher
 from clusterkit.agent.processes import all_below
 from clusterkit.agent.protocol import Document
 from clusterkit.agent.retries import Retries
-from clusterkit.agent.signals import end_with_parent
+from clusterkit.agent.signals import fresh_signals
 
 _NETWORK = re.compile(r"NCCL|[Gg]loo|Dist\w*Error")
 
@@ -55,7 +55,7 @@ class SpawnLauncher(Launcher):
         try:
             child = subprocess.Popen(
                 self._options.argv, env=env, stdin=subprocess.DEVNULL, stdout=output,
-                stderr=output, process_group=0, preexec_fn=end_with_parent,
+                stderr=output, process_group=0, preexec_fn=fresh_signals,
             )  # fmt: skip
         finally:
             os.close(output)
@@ -106,8 +106,9 @@ class SpawnLauncher(Launcher):
 
 def _restarts_ranks(argv: Sequence[str]) -> bool:
     """Return whether this is torchrun, and starts its ranks again after a failure."""
-    places = [place for place, word in enumerate(argv) if word == "--max-restarts"]
-    return "torch.distributed.run" in argv and any(argv[each + 1] != "0" for each in places[:1])
+    if not {"torch.distributed.run", "--max-restarts"} <= {*argv}:
+        return False
+    return argv[argv.index("--max-restarts") + 1] != "0"
 
 
 def _may_be_of_another(failure: Document) -> bool:

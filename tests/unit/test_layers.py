@@ -20,7 +20,8 @@ agent.protocol agent.limits
 agent.clock agent.files agent.worker
 agent.failure agent.messages agent.retries
 agent.member
-agent.processes agent.signals agent.archive agent.connections agent.membership
+agent.processes
+agent.signals agent.archive agent.connections agent.membership
 agent.ending
 agent.hangs agent.host agent.node_log agent.report agent.coordinator agent.peer
 agent.rank_state agent.stragglers agent.preload agent.rank agent.program
