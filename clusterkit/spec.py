@@ -130,7 +130,8 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     gpus_per_node: Annotated[Count | Auto, Meta(extra_json_schema={"maximum": MAX_RANKS})] = "auto"
     """Ranks per node. `auto`: one for each GPU of the node, or one rank on a node without GPUs."""
     device: Device = "auto"
-    """`auto`: GPUs if there are any, otherwise CPU threads."""
+    """`auto`: GPUs if there are any, otherwise CPU threads. GPUs that cannot be used, as without a
+    driver, are refused."""
     threads_per_rank: Count | Auto = "auto"
     """OMP_NUM_THREADS of a rank. `auto`: as in the node's environment (on this machine yours), or
     else the node's cores divided by its ranks."""

@@ -45,11 +45,11 @@ def device_of(job: JobSpec, hosts: Sequence[HostFacts]) -> tuple[str, str]:
             f"device: cuda, but {without[0].host} has no GPU{why}", hint="device: auto, or cpu",
             job="device",
         )  # fmt: skip
-    found = "; ".join(filter(None, [names(hosts[0].gpus), *{h.gpu_remark for h in hosts}]))
     if job.device != "auto":
         return job.device, "job: device"
     if not without:
-        return "cuda", found
+        remarks = dict.fromkeys(host.gpu_remark for host in hosts if host.gpu_remark)
+        return "cuda", "; ".join([names(hosts[0].gpus), *remarks])
     if len(without) < len(hosts):
         having = next(host.host for host in hosts if host.gpus)
         raise BadInput(

@@ -47,7 +47,8 @@ class Terms(Struct, frozen=True, kw_only=True):
         changes = job.shrinks or job.spares > 0
         watched = facts.watch_port is not None and plan.nodes > 1 and plan.lost_after > 0
         # mpirun and torchrun's elastic agents watch the nodes by themselves.
-        ours = job.started_by != "mpirun" and (job.shrinks or not job.elastic)
+        elastic = job.elastic and not job.shrinks
+        ours = job.started_by != "mpirun" and not elastic
         lease = plan.lost_after + plan.stop_grace + LEASE_MARGIN if watched and ours else None
         return cls(
             nodes=plan.nodes,
@@ -55,7 +56,7 @@ class Terms(Struct, frozen=True, kw_only=True):
             least=plan.least,
             replaces_lost=job.on_node_loss != "fail" and (plan.restarts > 0 or job.spares > 0),
             ends_with_loss=job.on_node_loss == "fail",
-            ends_with_rank=job.elastic and not job.shrinks,
+            ends_with_rank=elastic,
             dispensable=max(0, len(facts.hosts) - job.node_range[0]) if changes else 0,
             rejoins=changes,
             start_seconds=start_seconds,
