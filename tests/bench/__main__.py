@@ -186,8 +186,8 @@ def main() -> int:
                 rounds,
             ),
             compare(
-                "submit to first step, zero3, launcher torchrun / bare deepspeed",
-                lambda: under_clusterkit(zero3, "torchrun")[0],
+                "submit to first step, zero3, launcher forkserver / bare deepspeed",
+                lambda: under_clusterkit(zero3, "forkserver")[0],
                 lambda: bare(zero3, deepspeed())[0],
                 rounds,
             ),
