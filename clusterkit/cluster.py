@@ -200,7 +200,8 @@ class KubernetesCluster(Entry, frozen=True, kw_only=True):
     gpu_resource: Word = "nvidia.com/gpu"
     """The cluster's resource name of GPUs."""
     cpus: Annotated[float, Meta(gt=0)] | None = None
-    """Cores that a pod asks for."""
+    """Cores that a pod asks for. Without it a rank on a GPU has as many threads as are the share of
+    its GPU in the node's cores, any other rank one."""
     memory: str | None = None
     """Memory that a pod asks for and may use, such as `64Gi`."""
     resources: dict[str, str | int | float] = {}
@@ -412,6 +413,8 @@ class KubernetesFacts(Struct, frozen=True, kw_only=True):
     """Folder in the pods in which the run folder is created."""
     most_gpus: int | None = None
     """Most GPUs of any node at present; None: not probed."""
+    gpu_cores: int = 0
+    """Cores that fall to a pod's GPUs on such a node; 0: not known."""
 
 
 class SlurmFacts(Struct, frozen=True, kw_only=True):

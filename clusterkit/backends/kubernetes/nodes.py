@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -48,6 +49,30 @@ def gpus_of(
 def gpu_count(node: Mapping[str, Any], cluster: KubernetesCluster) -> int:
     text = str((node["status"].get("allocatable") or {}).get(cluster.gpu_resource, "0"))
     return int(text) if text.isdigit() else 0
+
+
+def cores_of(cluster: KubernetesCluster, nodes: Sequence[Mapping[str, Any]], gpus: int) -> int:
+    """Return the cores that fall to a pod's GPUs, on the node with the fewest for each GPU.
+
+    A pod without a CPU request may use all cores of its node, which pods with the other GPUs share.
+
+    Returns:
+        0: not known.
+    """
+    shares = [
+        _cores(node) * min(gpus, count) / count
+        for node in nodes
+        if selected(node, cluster) and usable(node, cluster) and (count := gpu_count(node, cluster))
+    ]
+    return math.floor(min(shares, default=0))
+
+
+def _cores(node: Mapping[str, Any]) -> float:
+    text = str((node["status"].get("allocatable") or {}).get("cpu", "0"))
+    try:  # as kubelet writes it: 95 or 95500m
+        return float(text[:-1]) / 1000 if text.endswith("m") else float(text)
+    except ValueError:
+        return 0.0
 
 
 def selected(node: Mapping[str, Any], cluster: KubernetesCluster) -> bool:

@@ -74,7 +74,7 @@ def place(
     topology = Topology(*job.node_range, nproc)
     flavor_name, flavor_origin = choose(job, cluster, kube)
     require_packages(job, host)
-    threads, threads_origin = _threads(job, cluster, nproc)
+    threads, threads_origin = _threads(job, cluster, kube, nproc)
     flavor = FLAVORS[flavor_name]
     rejoin, rejoin_origin = _rejoin(job, cluster, flavor_name)
     replaces = (rejoin or job.elastic) and cluster.replace_lost
@@ -262,10 +262,15 @@ def _ranks_per_node(job: JobSpec, host: HostFacts, device: str) -> tuple[int, st
     return gpus, f"{counted(gpus, 'GPU')} of a node"
 
 
-def _threads(job: JobSpec, cluster: KubernetesCluster, nproc: int) -> tuple[int, str]:
-    if cluster.cpus is None and job.threads_per_rank == "auto":
+def _threads(
+    job: JobSpec, cluster: KubernetesCluster, kube: KubernetesFacts, nproc: int
+) -> tuple[int, str]:
+    if cluster.cpus is not None or job.threads_per_rank != "auto":
+        return threads_of(job, max(1, math.floor(cluster.cpus or 1)), nproc)
+    if not kube.gpu_cores:
         return 1, "no `cpus` in the cluster entry"
-    return threads_of(job, max(1, math.floor(cluster.cpus or 1)), nproc)
+    threads, origin = threads_of(job, kube.gpu_cores, nproc)
+    return threads, f"{origin}; no `cpus`: the share of the pod's GPUs in a node's cores"
 
 
 def _rejoin(job: JobSpec, cluster: KubernetesCluster, flavor: str) -> tuple[bool, str]:

@@ -19,7 +19,7 @@ from clusterkit.backends.kubernetes.api_server import (
     Server,
 )
 from clusterkit.backends.kubernetes.flavors import FLAVORS, choose
-from clusterkit.backends.kubernetes.nodes import best_node, gpus_of, selected, usable
+from clusterkit.backends.kubernetes.nodes import best_node, cores_of, gpus_of, selected, usable
 from clusterkit.backends.kubernetes.objects import Object
 from clusterkit.backends.kubernetes.rbac import CREATE_WATCHER, ROLE_HINT, Right, denied
 from clusterkit.backends.ports import default_ports
@@ -79,6 +79,7 @@ def survey(
     except Refusal as error:
         raise Unavailable(f"{error.message} (/version)") from None
     nodes = None if listed is None else listed.result()
+    gpus = () if on_cpus else gpus_of(cluster, job, nodes)
     kubernetes = KubernetesFacts(
         version=number,
         context=server.context_name,
@@ -91,8 +92,9 @@ def survey(
         ),
         user=_user(),
         most_gpus=None if nodes is None else best_node(cluster, nodes)[0],
+        gpu_cores=cores_of(cluster, nodes or (), len(gpus)),
     )
-    return kubernetes, () if on_cpus else gpus_of(cluster, job, nodes)
+    return kubernetes, gpus
 
 
 def facts_of(

@@ -96,6 +96,27 @@ def test_gpus_that_are_there_need_no_remark(planned):
     assert "now" not in remarks(plan)
 
 
+@pytest.mark.parametrize(
+    ("cores", "entry", "job", "threads"),
+    [
+        (["96"], {}, {}, "12"),
+        (["95500m", "190"], {}, {}, "11"),  # the pod may be on the smaller one
+        (["96"], {"gpus": 2}, {}, "12"),  # of a quarter of the node's GPUs
+        (["96"], {"cpus": 16}, {}, "2"),
+        (["96"], {}, {"threads_per_rank": 3}, "3"),
+        (["96"], {}, {"device": "cpu"}, "1"),
+        ([None], {}, {}, "1"),
+        (["many"], {}, {}, "1"),
+    ],
+)
+def test_threads_are_the_nodes_cores_over_its_gpus(planned, cores, entry, job, threads):
+    nodes = [node(8) for _ in cores]
+    for each, amount in zip(nodes, cores, strict=True):
+        each["status"]["allocatable"] |= {"cpu": amount} if amount else {}
+    plan = planned(*nodes, node(0), entry=entry, **job)
+    assert noted(plan, "threads_per_rank") == threads
+
+
 def test_auto_says_what_it_saw_and_what_to_write(planned):
     plan = planned(node(), node())
     assert gpus_of(plan) is None
