@@ -79,6 +79,7 @@ def test_two_hosts_compute_the_losses_of_one_rank_here() -> None:
     assert parity.largest_difference(found.losses, expected) <= parity.TOLERANCE
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("clusters")
 def test_mpirun_reaches_the_hosts_by_their_names() -> None:
     """The image's own ssh client is used there: nobody has to know its port or keys."""
