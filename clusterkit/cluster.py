@@ -395,6 +395,8 @@ class Engine(Struct, frozen=True, kw_only=True):
     """Folder of the clusterkit package on this machine."""
     remapped: bool = False
     """Whether the engine maps user ids of containers to other ids of the host (userns-remap)."""
+    cdi: bool = False
+    """Whether it knows GPUs only by the Container Device Interface, without NVIDIA's runtime."""
 
 
 class KubernetesFacts(Struct, frozen=True, kw_only=True):

@@ -469,6 +469,21 @@ def test_gpus_without_nvidia_s_runtime(tools: Path) -> None:
     assert facts.engine is not None
     assert facts.engine.image == "clusterkit:gpu"
     assert "--gpus" in docker.commands[-1]
+    # Docker 28.2 and later, after `nvidia-ctk cdi generate`, without the runtime.
+    devices = [{"Source": "cdi", "ID": f"nvidia.com/gpu={name}"} for name in ("0", "all")]
+    docker = Docker(info=(0, json.dumps(INFO | {"DiscoveredDevices": devices}), ""))
+    facts = BACKEND.probe(ComposeCluster(), docker, job())
+    assert "nvidia.com/gpu=all" in docker.commands[-1]
+    plan = BACKEND.plan(job(), ComposeCluster(), facts, "any-1")
+    (file,) = (file for file in plan.files if file.path.endswith("compose.yaml"))
+    (found,) = yaml.safe_load(file.content())["services"]["node-0"]["deploy"]["resources"][
+        "reservations"
+    ]["devices"]
+    assert found == {
+        "driver": "cdi",
+        "device_ids": ["nvidia.com/gpu=0"],
+        "capabilities": ["gpu"],
+    }
 
 
 def test_routes_of_this_machine() -> None:

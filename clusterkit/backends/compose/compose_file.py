@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterkit.assemble import Assembly, Placement
-from clusterkit.backends.compose.engine import HOST
+from clusterkit.backends.compose.engine import CDI_KIND, HOST
 from clusterkit.cluster import ComposeCluster, Engine, Gpu
 from clusterkit.errors import BadInput
 from clusterkit.plan import PlanFile, Step
@@ -109,7 +109,8 @@ def _render(placement: ComposePlacement, assembly: Assembly) -> str:
         own["labels"] = merged(labels, {"clusterkit.node": str(number)})
         if placement.device == "cuda":
             nproc = placement.topology.nproc_per_node
-            own["deploy"] = _gpu_reservation(placement.gpus[number * nproc : (number + 1) * nproc])
+            own_gpus = placement.gpus[number * nproc : (number + 1) * nproc]
+            own["deploy"] = _gpu_reservation(own_gpus, cdi=placement.engine.cdi)
         services[f"node-{number}"] = merged(node, own)
     network: dict[str, Any] = {"labels": merged(labels, {})}
     if placement.cluster.subnet != "auto":
@@ -161,10 +162,10 @@ def _service(placement: ComposePlacement, assembly: Assembly) -> dict[str, Any]:
     return service
 
 
-def _gpu_reservation(gpus: Sequence[Gpu]) -> dict[str, Any]:
+def _gpu_reservation(gpus: Sequence[Gpu], *, cdi: bool) -> dict[str, Any]:
     devices = {
-        "driver": "nvidia",
-        "device_ids": [gpu.index for gpu in gpus],
+        "driver": "cdi" if cdi else "nvidia",
+        "device_ids": [f"{CDI_KIND}={gpu.index}" if cdi else gpu.index for gpu in gpus],
         "capabilities": ["gpu"],
     }
     return {"resources": {"reservations": {"devices": [devices]}}}

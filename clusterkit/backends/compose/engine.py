@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from clusterkit.transport import Completed, Transport
 
 HOST = "localhost"
+CDI_KIND = "nvidia.com/gpu"
+"""As `nvidia-ctk cdi generate` names GPUs: this, =, the index that nvidia-smi shows."""
 ENGINE_SECONDS = 60.0
 
 

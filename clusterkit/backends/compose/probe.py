@@ -19,7 +19,7 @@ import clusterkit
 from clusterkit import host_probe
 from clusterkit.backends.base import OWN_IMAGE
 from clusterkit.backends.compose.compose_file import parse_volume
-from clusterkit.backends.compose.engine import ENGINE_SECONDS, HOST, Docker, error_line
+from clusterkit.backends.compose.engine import CDI_KIND, ENGINE_SECONDS, HOST, Docker, error_line
 from clusterkit.backends.gpus import GPU_QUERY, read_gpus
 from clusterkit.backends.placing import CPU_IMAGE, GPU_IMAGE
 from clusterkit.backends.ports import default_ports
@@ -64,7 +64,9 @@ def probe(cluster: ComposeCluster, transport: Transport, job: JobSpec | None) ->
     python, origin = interpreter(job, (cluster.python, "cluster: python"))
     options = ["--user", user, "--network", "none"]
     options += ["--userns", "host"] if remapped else []
-    options += ["--gpus", "all"] if gpus["gpus"] else []
+    cdi = bool(gpus["gpus"]) and not _has_nvidia_runtime(info)
+    if gpus["gpus"]:
+        options += ["--device", f"{CDI_KIND}=all"] if cdi else ["--gpus", "all"]
     report = _probe_image(cluster, python, docker, info, image, options)
     host = report.facts(
         HOST, "node-0", cpus=int(info["NCPU"]), memory_mib=int(info["MemTotal"]) >> 20,
@@ -73,7 +75,7 @@ def probe(cluster: ComposeCluster, transport: Transport, job: JobSpec | None) ->
     engine = Engine(
         socket=socket, version=str(info.get("ServerVersion", "?")), image=image["name"],
         image_id=image["Id"], workdir=image["Config"].get("WorkingDir") or "/", user=user,
-        package=str(Path(clusterkit.__file__).parent), remapped=remapped,
+        package=str(Path(clusterkit.__file__).parent), remapped=remapped, cdi=cdi,
     )  # fmt: skip
     return _facts(cluster, host, engine)
 
@@ -181,14 +183,25 @@ def _gpus(cluster: ComposeCluster, job: JobSpec | None, info: Mapping[str, Any])
     listed, complaint = host_probe.gpus(GPU_QUERY)
     found = read_gpus(listed, complaint, os.environ.get("CUDA_VISIBLE_DEVICES"))
     facts = gpu_facts(found, cluster.gpus)
-    if facts["gpus"] and "nvidia" not in (info.get("Runtimes") or {}):
+    if facts["gpus"] and not _has_nvidia_runtime(info) and not _has_cdi_gpus(info):
         number = counted(len(facts["gpus"]), "GPU")
         raise Unavailable(
-            f"this machine has {number}, but the docker engine lacks NVIDIA's runtime",
+            f"this machine has {number}, but the docker engine lacks NVIDIA's runtime, and "
+            "has no GPU of the Container Device Interface",
             hint="apt-get install nvidia-container-toolkit, nvidia-ctk runtime configure "
             "--runtime=docker, systemctl restart docker; or --set device=cpu",
         )
     return facts
+
+
+def _has_nvidia_runtime(info: Mapping[str, Any]) -> bool:
+    return "nvidia" in (info.get("Runtimes") or {})
+
+
+def _has_cdi_gpus(info: Mapping[str, Any]) -> bool:
+    """Whether the engine found a GPU in files of `nvidia-ctk cdi generate`; Docker 28.2 says so."""
+    found = info.get("DiscoveredDevices") or ()
+    return any(str(device.get("ID")).startswith(f"{CDI_KIND}=") for device in found)
 
 
 def _image(cluster: ComposeCluster, gpus: bool, docker: Docker) -> dict[str, Any]:
