@@ -291,7 +291,8 @@ class SlurmCluster(Entry, frozen=True, kw_only=True):
     modules: tuple[Word, ...] = ()
     """Modules to load on the first node; the ranks inherit the environment."""
     setup: tuple[Word, ...] = ()
-    """Shell lines to run on the first node, after `modules`, before the nodes start."""
+    """Shell lines to run on the first node, after `modules`, before the nodes start, in the ranks'
+    working folder."""
     container: Word | None = None
     """Container image in which agents and ranks run; by default they run without a container."""
     container_with: Literal["pyxis", "apptainer"] = "pyxis"

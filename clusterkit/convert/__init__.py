@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from clusterkit import shell, yaml_text
 from clusterkit.cluster import CLUSTER_TYPES
-from clusterkit.convert import accelerate, clouds, compose, kubernetes, lines, slurm
+from clusterkit.convert import accelerate, batch, kubernetes, lines
 from clusterkit.convert.draft import Draft, Note, Read, Tree, hosts_of
 from clusterkit.convert.options import job_name
 from clusterkit.errors import BadInput, choices
@@ -54,21 +54,6 @@ def _hostfile(draft: Draft, text: str, words: Sequence[str]) -> None:
     draft.ssh(draft.name, hosts_of(draft.name, text))
 
 
-def _plan(draft: Draft, text: str, words: Sequence[str]) -> None:
-    """Convert the output of `clusterkit plan`: text, JSON, or a file that ``--out`` wrote."""
-    if text.lstrip().startswith("{"):
-        found = parse_yaml(text.replace("\t", " "), draft.name).data.get("job")
-    else:
-        part = text.rpartition("\njob\n")[2].rpartition("\nsteps\n")[0]
-        body = "\n".join(line.removeprefix("  | ") for line in part.splitlines())
-        found = parse_yaml(body, draft.name).data if part else None
-    if not isinstance(found, dict):
-        raise BadInput(f"{draft.name}: this plan does not hold its job", "clusterkit plan JOB")
-    for key, value in found.items():
-        draft.job[key] = value
-        draft.note(key, "as it was", "job")
-
-
 def _accelerate(draft: Draft, text: str, words: Sequence[str]) -> None:
     tree = Tree(draft, parse_yaml(text, draft.name))
     if not words:
@@ -84,13 +69,9 @@ Source = Callable[[Draft, str, Sequence[str]], None]
 KINDS: Mapping[str, Source] = {
     "command": _command,
     "hostfile": _hostfile,
-    "script": slurm.script,
+    "script": batch.script,
     "accelerate": _accelerate,
     "kubernetes": kubernetes.manifest,
-    "compose": compose.file,
-    "skypilot": clouds.skypilot,
-    "dstack": clouds.dstack,
-    "plan": _plan,
 }
 """Kinds of input. A converter takes the draft, the file's text and the words after ``--``."""
 _WITH_WORDS = ("accelerate",)
@@ -171,12 +152,8 @@ def recognised(text: str, name: str) -> str:
         BadInput: the file is of no known kind.
     """
     head = text.lstrip()
-    if head.startswith("plan ") and "\nsteps\n" in text:
-        return "plan"
     if re.search(r"^#SBATCH\b", text, re.MULTILINE) or head.startswith("#!"):
         return "script"
-    if head.startswith("{") and '"run_id"' in text and '"steps"' in text:
-        return "plan"
     data = _mapping(text, name)
     for kind, looks in _LOOKS.items():
         if data is not None and looks(data):
@@ -197,7 +174,7 @@ def recognised(text: str, name: str) -> str:
 
 
 def _one_line(rows: Sequence[str]) -> bool:
-    return any(re.match(r"(\S*/)?(torchrun|deepspeed|mpirun|accelerate|srun|torchx|python[\d.]*)\s",
+    return any(re.match(r"(\S*/)?(torchrun|deepspeed|mpirun|accelerate|srun|python[\d.]*)\s",
                         row) for row in rows)  # fmt: skip
 
 
@@ -216,10 +193,7 @@ def _mapping(text: str, name: str) -> dict[str, Any] | None:
 
 _LOOKS: Mapping[str, Callable[[dict[str, Any]], bool]] = {
     "kubernetes": lambda data: "apiVersion" in data and "kind" in data,
-    "compose": lambda data: isinstance(data.get("services"), dict),
-    "dstack": lambda data: data.get("type") in ("task", "dev-environment", "service", "fleet"),
     "accelerate": lambda data: "distributed_type" in data or "compute_environment" in data,
-    "skypilot": lambda data: "run" in data,
 }
 
 __all__ = ["KINDS", "Converted", "Note", "convert", "recognised"]

@@ -60,6 +60,11 @@ def unknown_in(text: str) -> str | None:
     return found[1] if found else None
 
 
+def all_unknown(text: str) -> list[str]:
+    """Return the names of all `variable` markers in a text."""
+    return _VARIABLES.findall(text)
+
+
 def hosts_of(path: str, text: str) -> list[Host]:
     """Read a hostfile; a line without slots has one slot.
 

@@ -1,7 +1,7 @@
-"""PyTorchJob, MPIJob, TrainJob and Job of Kubernetes: the job, and an entry with the pod's keys.
+"""PyTorchJob and MPIJob of Kubernetes: the job, and an entry with the pod's keys.
 
-Sources: the API of Kubeflow's training operator 1.9, MPI operator 0.7 and trainer 2.1, Kubernetes'
-core/v1 and batch/v1. Pure.
+Sources: the API of Kubeflow's training operator 1.9 and MPI operator 0.7, and Kubernetes' core/v1.
+Pure.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from typing import Any
 from clusterkit.convert import lines
 from clusterkit.convert.draft import OURS, Draft, Tree
 from clusterkit.convert.options import assigned, job_name
-from clusterkit.convert.script import Script, left
 from clusterkit.jobfile.command import read as read_line
-from clusterkit.jobfile.launcher_options import TORCHRUN
+from clusterkit.jobfile.launcher_options import MPIRUN, TORCHRUN
 from clusterkit.yaml_file import parse_yaml
 
 _QUEUE = "kueue.x-k8s.io/queue-name"
-_CONTAINERS = {"pytorchjob": "pytorch", "mpijob": "mpi", "trainjob": "node", "job": "train"}
+_CONTAINERS = {"pytorchjob": "pytorch", "mpijob": "mpi"}
 """Name of the container in the pods of each kind."""
 _BESIDE = ("PersistentVolumeClaim", "PersistentVolume", "ConfigMap", "Secret", "Namespace", "Queue",
            "LocalQueue", "ServiceAccount", "Role", "RoleBinding")  # fmt: skip
@@ -43,13 +42,13 @@ _CONTAINER_PARTS = {
     ".volumeMounts.*": dict, ".volumeMounts.*.name": str, ".resources": dict,
 }  # fmt: skip
 _REPLICAS = ("spec.pytorchReplicaSpecs", "spec.mpiReplicaSpecs")
-_TEMPLATES = ("spec.template", *(f"{each}.*.template" for each in _REPLICAS))
+_TEMPLATES = tuple(f"{each}.*.template" for each in _REPLICAS)
 _TYPES: dict[str, type] = {
     "kind": str, "metadata": dict, "spec": dict, "spec.runPolicy": dict, "spec.elasticPolicy": dict,
     **{each + end: dict for each in _REPLICAS for end in ("", ".*")},
     **{each + end: of for each in _TEMPLATES for end, of in _PARTS.items()},
     **{place + end: of
-       for place in ("spec.trainer", *(f"{each}.spec.containers.*" for each in _TEMPLATES))
+       for place in (f"{each}.spec.containers.*" for each in _TEMPLATES)
        for end, of in _CONTAINER_PARTS.items()},
 }  # fmt: skip
 """Types of the keys that are read, by path."""
@@ -130,7 +129,7 @@ def _pytorch(draft: Draft, tree: Tree) -> None:
         count = tree.get(*place, "replicas")
         origin = f"{role}.replicas: {count}"
         nodes += 1 if count is None else draft.integer(origin, count, least=0) or 0
-        _restart_policy(draft, tree, *place)
+        _restart_policy(draft, tree, *place, default="OnFailure")
         body = tree.peek(*place, "template")
         if bodies and body not in bodies.values():
             tree.get(*place)
@@ -181,50 +180,50 @@ def _mpi(draft: Draft, tree: Tree) -> None:
     draft.number(f"Worker.replicas: {count or 1}", "nodes", count or 1)
     tree.get(*launcher, "replicas")
     for role in (launcher, worker):
-        _restart_policy(draft, tree, *role)
+        _restart_policy(draft, tree, *role, default="Never")
     one = ("template", "spec", "containers", 0)
-    command = _command(tree, *launcher, *one)
-    for key in ("image", "name", "env", "resources", "securityContext", "imagePullPolicy"):
+    command = _command(draft, tree, *launcher, *one)
+    command = _passed_on(draft, tree, command, *launcher, *one, "env")
+    for key in ("image", "name", "resources", "securityContext", "imagePullPolicy"):
         value = tree.get(*launcher, *one, key)
-        if key == "env":
-            _environment(draft, tree, {}, *launcher, *one, key)
-        elif key == "image" and value != tree.peek(*worker, *one, key):
+        if key == "image" and value != tree.peek(*worker, *one, key):
             draft.refuse(f"Launcher.image: {value}", "all nodes have one image")
-        elif value is not None and key != "name":
+        elif value is not None and key not in ("name", "image"):
             draft.drop(f"Launcher.{key}", "clusterkit defines the launcher's pod")
+    server = tree.peek(*worker, *one, "command") or [""]
+    if str(server[0]).rpartition("/")[2] == "sshd":
+        for key in ("command", "args"):
+            tree.get(*worker, *one, key)
+        draft.drop("Worker.command: sshd", OURS)
     _pod(draft, tree, "mpijob", *worker, "template", command=command)
 
 
-def _train(draft: Draft, tree: Tree) -> None:
-    for key, value in tree.each("spec", "runtimeRef"):
-        draft.drop(f"runtimeRef.{key}: {value}", "clusterkit creates the runtime of a run")
-    _labels(draft, tree, "spec")
-    if (suspend := tree.get("spec", "suspend")) is not None:
-        _suspended(draft, suspend)
-    trainer = ("spec", "trainer")
-    nodes = tree.get(*trainer, "numNodes")
-    draft.number(f"numNodes: {nodes or 1}", "nodes", nodes or 1)
-    _per_node(draft, tree, *trainer, "numProcPerNode")
-    if image := tree.get(*trainer, "image"):
-        draft.entry(f"image: {image}", "image", image)
-    _resources(draft, tree, *trainer, "resourcesPerNode")
-    _environment(draft, tree, {}, *trainer, "env")
-    _run(draft, _command(tree, *trainer))
+def _passed_on(draft: Draft, tree: Tree, command: list[str], *place: str | int) -> list[str]:
+    """Return mpirun's command with the values of what ``-x NAME`` passes on to the ranks."""
+    given: dict[str, str | None] = {}
+    for number, each in enumerate(tree.peek(*place) or ()):
+        name = str(each.get("name"))
+        given[name] = None if "valueFrom" in each else str(each.get("value", ""))
+        tree.get(*place, number)
+        passed = any(word.partition("=")[0] == name for word in command)
+        if not passed:
+            draft.drop(f"Launcher.env.{name}", "mpirun passes on what -x names")
+    words, rest = [], list(command)
+    while rest:
+        word = rest.pop(0)
+        name = rest[0] if word == "-x" and rest and "=" not in rest[0] else ""
+        if name and given.get(name, "") is None:
+            draft.refuse(f"-x {name}", "write its valueFrom into the Worker's env")
+        if not name:
+            words.append(word)
+        elif name in given:
+            words += [word, f"{rest.pop(0)}={given[name]}"]
+        else:
+            draft.drop(f"-x {rest.pop(0)}", "ranks have what the image sets")
+    return words
 
 
-def _plain(draft: Draft, tree: Tree) -> None:
-    counts = {key: tree.get("spec", key) for key in ("parallelism", "completions")}
-    nodes = counts["parallelism"] or 1
-    if (counts["completions"] or nodes) != nodes:
-        draft.refuse(f"completions: {counts['completions']}", f"all {nodes} nodes run at once")
-    draft.number(f"parallelism: {nodes}", "nodes", nodes)
-    if mode := tree.get("spec", "completionMode"):
-        draft.drop(f"completionMode: {mode}", OURS)
-    _policy(draft, tree, "spec")
-    _pod(draft, tree, "job", "spec", "template")
-
-
-_KINDS = {"PyTorchJob": _pytorch, "MPIJob": _mpi, "TrainJob": _train, "Job": _plain}
+_KINDS = {"PyTorchJob": _pytorch, "MPIJob": _mpi}
 
 
 def _per_node(draft: Draft, tree: Tree, *place: str) -> None:
@@ -266,13 +265,16 @@ def _suspended(draft: Draft, value: Any) -> None:
         draft.drop("suspend: false", "as without it")
 
 
-def _restart_policy(draft: Draft, tree: Tree, *place: str) -> None:
-    policy = tree.get(*place, "restartPolicy")
-    if policy is None:
-        return
-    origin = f"{place[-1]}.restartPolicy: {policy}"
+def _restart_policy(draft: Draft, tree: Tree, *place: str, default: str) -> None:
+    """Convert the policy of a role; ``default``: the operator's."""
+    given = tree.get(*place, "restartPolicy")
+    policy = given or default
+    origin = f"{place[-1]}.restartPolicy: {policy}{'' if given else ', the default'}"
     if policy == "Never" or "restarts" in draft.job:
-        draft.drop(origin, "`restarts` is the limit")
+        if given:
+            draft.drop(origin, "`restarts` is the limit")
+    elif policy == "ExitCode":
+        draft.refuse(origin, "write Never or OnFailure; `retry_on` of the job says what is retried")
     elif tree.peek("spec", "elasticPolicy", "maxRestarts") is not None:
         draft.drop(origin, "maxRestarts is the limit")
     else:
@@ -334,7 +336,27 @@ def _pod(
         patch["containers"] = [{"name": _CONTAINERS[flavor], **body}]
     if patch:
         draft.cluster["patch"] = patch
-    _run(draft, command if command is not None else _command(tree, *one))
+    _defaults(draft, tree, *spec)
+    _run(draft, command if command is not None else _command(draft, tree, *one))
+
+
+def _defaults(draft: Draft, tree: Tree, *spec: str | int) -> None:
+    """Say no where the entry's default is yes, and name the default that stays."""
+    contexts = [
+        tree.peek(*spec, *part, "securityContext") or {} for part in ((), ("containers", 0))
+    ]
+    asked = {key: value for context in contexts for key, value in context.items()}
+    draft.at = tree.document.where(spec)
+    if "gpus" not in draft.cluster:
+        draft.entry("no GPUs in resources", "gpus", 0)
+    if not asked.get("readOnlyRootFilesystem"):
+        draft.entry("no readOnlyRootFilesystem", "read_only_root", False)
+    user = asked.get("runAsUser")
+    if isinstance(user, int) and user > 0:
+        draft.entry(f"runAsUser: {user}", "user", user)
+    else:
+        todo = "ranks run as user 1000, not as the image's; `user` of the entry sets another id"
+        draft.todo("no runAsUser", todo)
 
 
 def _pod_key(draft: Draft, key: str, value: Any, patch: dict[str, Any]) -> None:
@@ -423,27 +445,48 @@ def _resources(draft: Draft, tree: Tree, *place: str | int) -> None:
 # ---------------------------------------------------------------- the command
 
 
-def _command(tree: Tree, *place: str | int) -> list[str]:
+def _command(draft: Draft, tree: Tree, *place: str | int) -> list[str]:
     tree.get(*place, "args")
-    found = tree.get(*place, "command") or []
-    return [str(word) for word in (*found, *(tree.peek(*place, "args") or []))]
+    found, args = tree.get(*place, "command") or [], tree.peek(*place, "args") or []
+    if args and not found:
+        draft.refuse("args", "the image's own entry point gets them: write the command")
+        return []
+    return [str(word) for word in (*found, *args)]
 
 
 def _run(draft: Draft, words: list[str]) -> None:
-    """Convert the container's command: a launcher, a Python, or a script that starts one."""
+    """Convert the container's command: a launcher or a Python, also within `bash -c`."""
     if not words:
-        draft.refuse("command", "the image's default command is not known: write the command")
+        if not draft.refused:
+            why = "the image's default command is not known: write the command"
+            draft.refuse("command", why)
         return
     if filled := next((word for word in words if re.search(r"\$\([A-Z_]\w*\)", word)), None):
         draft.refuse(filled, "$(NAME) has no value here: write its value instead")
-    run_in_image(draft, words)
+    if (inner := lines.script_of(words)) is not None:
+        words = lines.inside_shell(draft, inner, {})
+    if not words:
+        return
+    if not lines.starts_ranks(words):
+        draft.refuse(words[0], "only a launcher or a Python is converted: what this starts is not "
+                     "known here")  # fmt: skip
+    elif draft.cluster.get("flavor") == "mpijob" and read_line(words).tool is not MPIRUN:
+        draft.refuse(words[0], "the launcher of an MPIJob starts mpirun")
+    else:
+        _ranks(draft, words)
+        _check_folder(draft)
 
 
-def run_in_image(draft: Draft, words: list[str], key: str = "workdir") -> None:
-    """Convert a command whose program is in the image; ``cd`` sets `workdir` of the entry."""
-    other = left("put it into the image: only the ranks run in a pod", venv=False)
-    folder = lambda origin, path: draft.entry(origin, key, path)  # noqa: E731
-    Script(draft, {}, _ranks, other, folder).start(words)
+def _check_folder(draft: Draft) -> None:
+    """Refuse a path in the image that is relative to a folder that only the image knows."""
+    if "workdir" in draft.cluster:
+        return
+    path = draft.job.get("command", ["", ""])[-1]
+    if "command" in draft.job and not str(path).startswith("/"):
+        draft.refuse(path, "relative to the image's folder, which is not known: write workingDir")
+    else:
+        draft.todo("no workingDir", "ranks start in `workdir` of the entry, not in the image's own "
+                   "folder")  # fmt: skip
 
 
 def _ranks(draft: Draft, words: Sequence[str]) -> None:

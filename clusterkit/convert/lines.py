@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from clusterkit import shell
 from clusterkit.agent import LOCAL_RANK_WORD
-from clusterkit.convert import accelerate, deepspeed, mpirun, torchx
-from clusterkit.convert.draft import Draft, unknown_in
-from clusterkit.convert.options import apply_option, assigned, job_name
+from clusterkit.convert import accelerate, deepspeed, mpirun
+from clusterkit.convert.draft import Draft, all_unknown, shown, unknown_in
+from clusterkit.convert.options import RENDEZVOUS, apply_option, assigned, job_name
+from clusterkit.convert.shell_text import Command, Unfinished, commands
 from clusterkit.errors import BadInput
 from clusterkit.jobfile import command
 from clusterkit.jobfile.command import Started, Used
@@ -20,6 +21,7 @@ from clusterkit.jobfile.launcher_options import (
     LAUNCH,
     MISUSED,
     MPIRUN,
+    SCRIPTS,
     TORCHRUN,
     Tool,
 )
@@ -28,6 +30,12 @@ from clusterkit.jobfile.sources import imported, local_rank_argument, starts
 _ASSIGNMENT = re.compile(rf"({shell.NAME})=(.*)\Z", re.DOTALL)
 _PLAIN_WRAPPERS = frozenset({"exec", "nohup", "time"})
 _WRAPPERS = _PLAIN_WRAPPERS | {"env", "timeout"}
+_STARTERS = frozenset(
+    {"sudo", "numactl", "taskset", "conda", "mamba", "docker", "podman", "apptainer", "singularity",
+     "ssh", "srun", "sbatch", "torchx", "uv", "poetry", "pipenv", "pixi", "nsys", "ncu"}
+)  # fmt: skip
+LAUNCHERS = frozenset(name[0] for name in SCRIPTS) | {"srun"}
+_PRINTS = frozenset({"echo", "printf", "date", "hostname", "pwd", "nvidia-smi"})
 _SHELLS = frozenset({"bash", "sh", "/bin/bash", "/bin/sh"})
 
 Rule = Callable[[Draft, Used], None]
@@ -86,21 +94,11 @@ def convert(
     if unknown_in(words[0]):
         draft.refuse(words[0], "the command is a variable whose value is not known")
         return
-    if words[0].rpartition("/")[2] == "torchx":
-        torchx.command(draft, words)
-        return
     try:
         started = command.read(words)
     except BadInput as error:
         where = f"{draft.at}: " if draft.at else ""
         raise BadInput(f"{where}{error.message}", error.hint) from None
-    launched(draft, started, inside=inside, ranks=ranks)
-
-
-def launched(
-    draft: Draft, started: Started, *, inside: bool = False, ranks: int | None = 1
-) -> None:
-    """Convert a command line that `command.read` has parsed."""
     if (tool := started.tool) is None:
         if ranks is not None:
             why = "as one rank" if ranks == 1 else "a rank for each task"
@@ -168,15 +166,9 @@ def _without_wrappers(draft: Draft, words: list[str]) -> list[str]:
         elif words[0] == "timeout" and len(words) > 2:
             draft.key(f"timeout {words[1]}", "time_limit", words[1])
             words = words[2:]
-        elif words[:2] in (["uv", "run"], ["poetry", "run"], ["pipenv", "run"], ["pixi", "run"]):
-            draft.todo(
-                shell.join(words[:2]), "submit with that environment active, or set `python:`"
-            )
-            words = words[2:]
-        elif words[0] in ("sudo", "numactl", "taskset", "conda", "docker", "apptainer", "ssh",
-                          "srun", "sbatch"):  # fmt: skip
+        elif words[0] in _STARTERS:
             draft.refuse(words[0], f"clusterkit does not start ranks through {words[0]}")
-            return words
+            return []
         else:
             break
     return words
@@ -187,6 +179,55 @@ def script_of(words: Sequence[str]) -> str | None:
     if len(words) >= 3 and words[0] in _SHELLS and re.fullmatch(r"-[lexuo]*c", words[1]):
         return words[2]
     return None
+
+
+def starts_ranks(words: Sequence[str]) -> bool:
+    """Whether a command line begins with a launcher, srun, or a Python."""
+    words = [word for word in words if not _ASSIGNMENT.match(word)]
+    while words and words[0] in (*_PLAIN_WRAPPERS, "env"):
+        words = words[1:]
+    name = words[0].rpartition("/")[2] if words else ""
+    return name in LAUNCHERS or re.fullmatch(r"python[\d.]*", name) is not None
+
+
+def only_prints(command: Command) -> bool:
+    """Whether a command of a script is an `echo` or the like that runs nothing else."""
+    return command.name in _PRINTS and not command.redirects and not any(map(calls, command.words))
+
+
+def calls(word: str) -> bool:
+    """Whether a word has more to be expanded than variables."""
+    plain = rf"{shell.NAME}|[@*#?$!0-9]"
+    return any(re.fullmatch(plain, each) is None for each in all_unknown(word))
+
+
+def inside_shell(draft: Draft, text: str, variables: Mapping[str, str]) -> list[str]:
+    """Return the launcher line of ``bash -c TEXT``; refuse a text with more in it."""
+    at, found = draft.at, list[str]()
+    place, _, first = at.rpartition(":")
+    try:
+        inner = list(commands(text, variables, int(first) if first.isdecimal() else 1))
+    except Unfinished:
+        draft.refuse("bash -c", "a quote or bracket does not end")
+        return []
+    for each in inner:
+        draft.at = f"{place}:{each.line}" if place else at
+        names = {word.partition("=")[0] for word in each.words[1:]}
+        alone = {each.before, each.after} <= {"", "\n", ";"}
+        if alone and not found and not each.redirects and starts_ranks(each.words):
+            found = each.words
+            for word in each.expanded:
+                draft.refuse(word, "a shell may expand it: quote it, or write the value")
+        elif alone and each.name == "export" and names <= RENDEZVOUS:
+            draft.drop(shown(each.raw))
+        elif alone and only_prints(each):
+            draft.drop(shown(each.raw).partition("\n")[0], "it only prints")
+        else:
+            draft.refuse(shown(each.raw), "of `bash -c` only a launcher line is converted")
+    draft.at = at
+    if not found and not draft.refused:
+        draft.refuse("bash -c", "no line of it starts ranks")
+    return [] if draft.refused else found
 
 
 def _whole(text: str) -> int | str:

@@ -66,8 +66,7 @@ def check(job: JobSpec) -> None:
         return
     own = shell.join(["clusterkit", "submit", "--", *found.words])
     if found.place:
-        script = found.place.rpartition(":")[0]
-        remedy = f"`clusterkit convert {shell.quote(script)} > job.yaml`, or start its line: {own}"
+        remedy = f"start its line: {own}"
     else:
         before = words[: len(words) - len(found.words)]
         own = shell.join([*before, "clusterkit", "submit", "--", *found.words])

@@ -1,12 +1,11 @@
-"""A parser for the subset of shell that job scripts use: simple commands and known variables.
+"""Split a shell script into simple commands and their words, as a shell does. No shell runs.
 
-No shell runs. An unknown variable, ``$(...)`` and the like become a `variable` marker in the word,
-so that the user of the word can refuse it.
+What a shell would replace becomes a `variable` marker in its word, so that the user of the word can
+refuse it: every variable but those that are given, ``$(...)``, arithmetic, ``${NAME:-...}``.
 """
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,14 +14,13 @@ from clusterkit import shell
 from clusterkit.convert.draft import variable
 
 _NAME = re.compile(shell.NAME)
-_BRACED = re.compile(rf"({shell.NAME})(?::?[-=]((?:[^${{}}`])*))?\Z")
-_OPERATORS = ("&&", "||", ";;", "|&", ";", "|", "&", "\n")
+_OPERATOR = re.compile(r"&&|\|\||;;|\|&|[;|&\n]")
+_SKIPPED = re.compile(r"(?:[ \t\r]|\\\r?\n)+|(?<![^ \t\n;])#[^\n]*")
+"""Blanks, lines that go on, comments."""
+_REDIRECT = re.compile(r"(\d*|&)(>>|>&|>\||>|<<<|<<-?|<&|<)")
 _FIELD = re.compile("(?:\ue000[^\ue001]*\ue001|\\S)+")
-_QUOTED = re.compile(r"\\.|'[^']*'|\"(?:[^\"\\]|\\.)*\"|\$\{[^}]*\}|\$.", re.DOTALL)
-_EXPANDED = re.compile(r"\A~|\*|\{(?=[^{}]*\})[^{}]*?(?:,|\.\.)")
-_ANSI = re.compile(r"\$'(?:[^'\\]|\\.)*'", re.DOTALL)
-"""``$'...'``, whose escapes are not interpreted."""
-_REDIRECT = re.compile(r"(\d*|&)(>>|>&|>\||>|<<<|<<-?|<&|<)(&?)")
+_EXPANDED = re.compile(r"\A~|[*?]|\[[^\]]*\]|\{[^{}]*?(?:,|\.\.)[^{}]*\}")
+"""A home folder, a pattern, words in braces."""
 
 
 @dataclass
@@ -34,7 +32,7 @@ class Command:
     raw: str = ""
     redirects: list[str] = field(default_factory=list)
     expanded: list[str] = field(default_factory=list)
-    """Words that a shell would expand: globs, braces, ``~``."""
+    """Words that a shell would expand: patterns, braces, ``~``."""
     before: str = ""
     """The operator in front of the command."""
     after: str = ""
@@ -65,7 +63,8 @@ def commands(text: str, variables: Mapping[str, str], first: int = 1) -> Iterato
     """
     reader = _Reader(text, variables, first)
     operator = ""
-    while (command := reader.command()) is not None:
+    while reader.at < len(reader.text):
+        command = reader.command()
         command.before, operator = operator, command.after
         if command.words or command.redirects:
             yield command
@@ -75,171 +74,130 @@ class _Reader:
     def __init__(self, text: str, variables: Mapping[str, str], first: int) -> None:
         self.text = text.replace("\r\n", "\n")
         self.variables = variables
+        self.first = first
         self.at = 0
-        self._counted = (0, first)
-        self._ends: list[tuple[str, bool]] = []
-        """End markers of the here-documents that follow this line."""
+        self._ends: list[str] = []
+        """Words that end the here-documents which follow this line."""
 
-    def line(self, at: int | None = None) -> int:
-        """Return the line number of a position, which must not lie before that of the last call."""
-        before, number = self._counted
-        at = max(before, self.at if at is None else at)
-        self._counted = (at, number + self.text.count("\n", before, at))
-        return self._counted[1]
-
-    def command(self) -> Command | None:
-        """Return the next command, which may be empty; None at the end."""
-        text = self.text
-        self._skip_blanks()
-        if self.at >= len(text):
-            return None
-        found = Command(self.line())
-        begin = self.at
-        while True:
-            self._skip_blanks()
-            if self.at >= len(text) or text.startswith(_OPERATORS, self.at):
-                break
-            if match := _REDIRECT.match(text, self.at):
-                start = self.at
-                self.at = match.end()
-                self._skip_blanks()
-                end = self.at
-                word = self._word()
-                found.redirects.append(text[start : self.at].strip())
-                if match[2] in ("<<", "<<-"):
-                    plain = "".join(word) or text[end : self.at]
-                    self._ends.append((plain, match[2] == "<<-"))
+    def command(self) -> Command:
+        """Return the next command, which may be empty, and go behind the operator that ends it."""
+        self._skip()
+        found, begin = Command(self._line(self.at)), self.at
+        while self.at < len(self.text) and not (operator := _OPERATOR.match(self.text, self.at)):
+            start = self.at
+            if redirect := _REDIRECT.match(self.text, self.at):
+                self.at = redirect.end()
+                self._skip()
+                word = "".join(self._word()[0])
+                if redirect[2] in ("<<", "<<-"):
+                    self._ends.append(word)
+                found.redirects.append(self.text[start : self.at])
             else:
-                start, name = self.at, bool(found.words)
-                found.words += self._word()
-                if name and _EXPANDED.search(_QUOTED.sub("", text[start : self.at])):
-                    found.expanded.append(text[start : self.at])
-        found.raw = text[begin : self.at].strip()
-        for operator in _OPERATORS:
-            if text.startswith(operator, self.at):
-                found.after = operator
-                self.at += len(operator)
-                break
-        if self._ends and (found.after == "\n" or self.at >= len(text)):
-            found.raw += "\n" + self._here_documents()
+                words, bare = self._word()
+                if found.words and _EXPANDED.search(bare):
+                    found.expanded.append(self.text[start : self.at])
+                found.words += words
+            self._skip()
+        found.raw = self.text[begin : self.at].strip()
+        if self.at < len(self.text) and operator:
+            found.after, self.at = operator[0], operator.end()
+        while self._ends and found.after == "\n":
+            line, _, _ = self.text[self.at :].partition("\n")
+            if self.at >= len(self.text):
+                raise Unfinished(found.line)
+            self.at += len(line) + 1
+            if line.lstrip("\t") == self._ends[0]:
+                self._ends.pop(0)
         return found
 
-    def _here_documents(self) -> str:
-        """Their lines, which are no commands."""
-        begin = self.at
-        for word, tabs in self._ends:
-            line = None
-            while line != word:
-                if self.at >= len(self.text):
-                    raise Unfinished(self.line(begin - 1))
-                end = self.text.find("\n", self.at) % (len(self.text) + 1)
-                line = self.text[self.at : end]
-                line = line.lstrip("\t") if tabs else line
-                self.at = end + 1
-        self._ends = []
-        return self.text[begin : self.at].rstrip("\n")
+    def _line(self, at: int) -> int:
+        return self.first + self.text.count("\n", 0, at)
 
-    def _skip_blanks(self) -> None:
-        text = self.text
-        while self.at < len(text):
-            if text[self.at] in " \t":
-                self.at += 1
-            elif text.startswith("\\\n", self.at):
-                self.at += 2
-            elif text[self.at] == "#" and (self.at == 0 or text[self.at - 1] in " \t\n;"):
-                end = text.find("\n", self.at)
-                self.at = len(text) if end < 0 else end
-            else:
-                break
+    def _skip(self) -> None:
+        while skipped := _SKIPPED.match(self.text, self.at):
+            self.at = skipped.end()
 
-    def _word(self) -> list[str]:
-        """The next word, which an unquoted variable may make several or none."""
+    def _word(self) -> tuple[list[str], str]:
+        """Return the next word, which an unquoted variable may make several or none, and the word
+        without what is quoted in it."""
         text, begin = self.text, self.at
-        words, quoted = [""], False
-        while self.at < len(text):
-            here = text[self.at]
-            if here in " \t\n;|&<>":
-                break
-            if here == "(":
-                # An array: NAME=(...); as one value that nobody knows.
+        words, bare, quoted = [""], "", False
+        while self.at < len(text) and (here := text[self.at]) not in " \t\n;|&<>":
+            if here in "\\'\"" or text.startswith(('$"', "$'"), self.at):
+                part = self._quoted()
+                words[-1] += part
+                quoted, bare = True, bare + "_"
+            elif here == "(":  # NAME=(...), or a function
                 words[-1] += variable(self._bracket("(", ")"))
-            elif here == "\\":
-                pair = text[self.at : self.at + 2]
-                words[-1] += "" if pair == "\\\n" else pair[1:]
-                self.at += 2
-            elif here == "'":
-                end = text.find("'", self.at + 1)
-                if end < 0:
-                    raise Unfinished(self.line(begin))
-                words[-1] += text[self.at + 1 : end]
-                quoted, self.at = True, end + 1
-            elif here == '"':
-                words[-1] += self._double()
-                quoted = True
-            elif text.startswith('$"', self.at):
-                self.at += 1  # a translation, which there is none of
-            elif ansi := _ANSI.match(text, self.at):
-                words[-1] += variable(ansi[0][1:])
-                quoted, self.at = True, ansi.end()
             elif here in "$`":
                 value = self._expansion()
-                assignment = re.match(rf"{shell.NAME}=", text[begin : self.at])
-                parts = [value] if assignment else _FIELD.findall(value)
-                if parts:
+                if re.match(rf"{shell.NAME}=", text[begin : self.at]):
+                    words[-1] += value
+                elif parts := _FIELD.findall(value):
                     words[-1] += parts[0]
                     words += parts[1:]
             elif here == ")":
-                raise Unfinished(self.line(begin))
+                raise Unfinished(self._line(begin))
             else:
                 words[-1] += here
+                bare += here
                 self.at += 1
-        return words if quoted or words != [""] else []
+        return (words if quoted or words != [""] else []), bare
 
-    def _double(self) -> str:
+    def _quoted(self) -> str:
+        """Return the value of a quoted part."""
         text, begin = self.text, self.at
-        self.at += 1
-        found = ""
+        if text[begin] == "\\":
+            self.at += 2
+            pair = text[begin : self.at]
+            return "" if pair == "\\\n" else pair[1:]
+        if text[begin] == "'":
+            if (end := text.find("'", begin + 1)) < 0:
+                raise Unfinished(self._line(begin))
+            self.at = end + 1
+            return text[begin + 1 : end]
+        if text.startswith("$'", begin):  # with escapes
+            if (found := re.compile(r"\$'(?:[^'\\]|\\.)*'", re.DOTALL).match(text, begin)) is None:
+                raise Unfinished(self._line(begin))
+            self.at = found.end()
+            return variable(found[0][1:])
+        self.at += 1 + (text[begin] == "$")
+        value = ""
         while self.at < len(text):
             here = text[self.at]
             if here == '"':
                 self.at += 1
-                return found
+                return value
             if here == "\\" and text[self.at + 1 : self.at + 2] in '"\\$`\n':
-                found += text[self.at + 1].replace("\n", "")
+                value += text[self.at + 1].replace("\n", "")
                 self.at += 2
             elif here in "$`":
-                found += self._expansion()
+                value += self._expansion()
             else:
-                found += here
+                value += here
                 self.at += 1
-        raise Unfinished(self.line(begin))
+        raise Unfinished(self._line(begin))
 
     def _expansion(self) -> str:
-        text = self.text
-        if text[self.at] == "`":
-            end = text.find("`", self.at + 1)
-            if end < 0:
-                raise Unfinished(self.line())
-            inner = text[self.at + 1 : end]
-            self.at = end + 1
-            return variable(f"({inner})")
+        """Return the value of ``$NAME`` or ``${NAME}``; a marker for anything else."""
+        text, begin = self.text, self.at
         self.at += 1
+        if text[begin] == "`":
+            if (end := text.find("`", self.at)) < 0:
+                raise Unfinished(self._line(begin))
+            self.at = end + 1
+            return variable(f"({text[begin + 1 : end]})")
         if text.startswith("(", self.at):
-            inner = self._bracket("(", ")")
-            total = _sum(inner, self.variables) if inner.startswith("((") else None
-            return variable(inner) if total is None else str(total)
+            return variable(self._bracket("(", ")"))
         if text.startswith("{", self.at):
             inner = self._bracket("{", "}")[1:-1]
-            if match := _BRACED.match(inner):
-                value = self.variables.get(match[1])
-                if value is None:
-                    return variable(match[1]) if match[2] is None else match[2]
-                return value
-            return variable(f"{{{inner}}}")
-        if match := _NAME.match(text, self.at):
-            self.at = match.end()
-            return self.variables.get(match[0], variable(match[0]))
-        if self.at < len(text) and text[self.at] in "@*#?$!0123456789":
+            known = self.variables.get(inner)
+            braced = inner if _NAME.fullmatch(inner) else f"{{{inner}}}"
+            return variable(braced) if known is None else known
+        if name := _NAME.match(text, self.at):
+            self.at = name.end()
+            return self.variables.get(name[0], variable(name[0]))
+        if text[self.at : self.at + 1] and text[self.at] in "@*#?$!0123456789":
             self.at += 1
             return variable(text[self.at - 1])
         return "$"
@@ -251,35 +209,8 @@ class _Reader:
             here = text[self.at]
             if here == "'" and (end := text.find("'", self.at + 1)) > 0:
                 self.at = end
-            elif here == opened:
-                depth += 1
-            elif here == closed:
-                depth -= 1
+            depth += (here == opened) - (here == closed)
             self.at += 1
             if depth == 0:
                 return text[begin : self.at]
-        raise Unfinished(self.line(begin))
-
-
-def _sum(expression: str, variables: Mapping[str, str]) -> int | None:
-    """Evaluate ``$((...))``; None if a value is unknown."""
-    text = _NAME.sub(lambda match: variables.get(match[0], "?"), expression.replace("$", ""))
-    try:
-        return _value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError, MemoryError, RecursionError):
-        return None
-
-
-def _value(node: ast.expr) -> int:
-    match node:
-        case ast.Constant(value=int(value)):
-            return value
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            return _value(left) * _value(right)
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _value(left) + _value(right)
-        case ast.BinOp(left=left, op=ast.Sub(), right=right):
-            return _value(left) - _value(right)
-        case ast.BinOp(left=left, op=ast.Div(), right=right):
-            return _value(left) // _value(right)
-    raise ValueError(node)
+        raise Unfinished(self._line(begin))

@@ -216,23 +216,6 @@ LAUNCH = replace(
     flags={**TORCHRUN.flags, "--use-env": BY_ENVIRONMENT},
     local_rank="--local-rank",
 )
-_BY_TORCHX = "-`clusterkit plan`, `submit` and `logs` do that"
-TORCHX_RUN = Tool(
-    launcher=None,
-    flags=each("--dryrun --wait --log --tee-logs --stdin", _BY_TORCHX),
-    values=each("-s -cfg", SPECIAL)
-    | each("--workspace --parent-run-id", "-the project's folder is copied anyway"),
-    short={"--scheduler": "-s", "--scheduler-args": "-cfg"},
-)
-DIST_DDP = Tool(
-    launcher="torchrun",
-    values=each("-j --image --name --env", SPECIAL)
-    | {"--script": "program", "--module": "module", "--max-retries": "restarts"}
-    | each("--cpu --memMB --gpu -h --host", "?the cluster's entry says what a node gives")
-    | each("--rdzv-port --rdzv-backend --rdzv-conf", OURS)
-    | each("--tee --debug", LOGS),
-    short={"-m": "--module"},
-)
 _AGENTS = "-clusterkit starts one agent on each node, and ends them together"
 _ONE_SIZE = "!`memory` of the cluster's entry counts for a node: --mem"
 _STEP_FLAGS = (
@@ -246,8 +229,10 @@ _STEP_VALUES = (
     each("--nodes --ntasks --ntasks-per-node --cpus-per-task", SPECIAL)
     | each("--gpus --gpus-per-node --gpus-per-task --gres", SPECIAL)
     | each("--output --error --open-mode --input", LOGS)
-    | each("--jobid --job-id --cpu-bind --mpi --gpu-bind --mem-bind --accel-bind", _AGENTS)
-    | each("--ntasks-per-gpu --ntasks-per-core --ntasks-per-socket --relative", _AGENTS)
+    | each("--jobid --job-id --cpu-bind --mpi --mem-bind --accel-bind", _AGENTS)
+    | each("--gpu-bind", "!a rank sees all GPUs of its node, and takes that of LOCAL_RANK")
+    | each("--ntasks-per-gpu --ntasks-per-core --ntasks-per-socket", "!write --ntasks-per-node")
+    | {"--relative": "!a run has all nodes of its job"}
     | {"--array": "!submit the job once for each value: --set args=..."}
     | {"--wrap": "!convert the command itself", "--clusters": "!a run stays on one cluster"}
     | {"--cpus-per-gpu": "!`cpus` of the cluster's entry counts for a node"}
@@ -283,7 +268,7 @@ SBATCH = Tool(
     launcher=None,
     optional=_STEP_FLAGS | _JOB_FLAGS,
     values=_STEP_VALUES | _JOB_VALUES,
-    unknown=PASSED,
+    unknown="!clusterkit does not know this option: write it into `options` of the cluster entry",
     short={
         "-A": "--account", "-p": "--partition", "-q": "--qos", "-C": "--constraint", "-t": "--time",
         "-J": "--job-name", "-N": "--nodes", "-n": "--ntasks", "-c": "--cpus-per-task",
@@ -294,6 +279,7 @@ SBATCH = Tool(
         "-m": "--distribution", "-S": "--core-spec", "-B": "--extra-node-info", "-b": "--begin",
         "-F": "--nodefile", "-l": "--label", "-u": "--unbuffered", "-K": "--kill-on-bad-exit",
         "-r": "--relative", "-Z": "--no-allocate", "-T": "--threads",
+        "--tasks-per-node": "--ntasks-per-node",
     },
 )  # fmt: skip
 SRUN = replace(

@@ -198,9 +198,11 @@ class Supervisor:
                 self._finish(state)
 
     def _start_attempt(self) -> None:
+        # On record before anything runs: without it the next supervisor starts it once more.
+        self._update(state=State.PENDING, failure=None)
+        self.folder.write_json("state.json", self.status)
         try:
             self._check_again()
-            self._save(State.PENDING)
             self.backend.submit(
                 self.plan,
                 self.transport,

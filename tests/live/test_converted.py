@@ -103,14 +103,3 @@ def test_a_config_of_accelerate(here: Path) -> None:
     words = ["told.py", "--lr", "1"]
     original = ran(["accelerate", "launch", "--config_file", str(config), *words])
     same(original, converted(config, words)[1], 2)
-
-
-@thorough
-def test_a_shell_script(here: Path) -> None:
-    script = here / "run.sh"
-    script.write_text(
-        "#!/bin/bash\nset -e\nexport OMP_NUM_THREADS=3\nexport GIVEN='x; $y'\nRANKS=2\n"
-        'LR=${LR:-3e-4}\npython -V\ntorchrun --standalone --nproc_per_node "$RANKS" \\\n'
-        "  told.py --lr $LR GIVEN OMP_NUM_THREADS 2>&1 | tee log.txt\n"
-    )
-    same(ran(["bash", str(script)]), converted(script)[1], 2)

@@ -53,12 +53,11 @@ run.goodput
 convert.draft convert.files
 convert.options
 convert.deepspeed
-convert.mpirun convert.accelerate convert.torchx
-convert.lines convert.shell_text
+convert.mpirun convert.accelerate
+convert.shell_text
+convert.lines
 convert.nested
-convert.script
-convert.slurm convert.kubernetes convert.clouds
-convert.compose
+convert.batch convert.kubernetes
 convert
 jobfile.deepspeed_probe estimate.units estimate.setup estimate.published
 estimate.memory

@@ -171,7 +171,7 @@ class SlurmPlacement(Placement):
         interface = entry.interface and _OF_INTERFACE.format(quote(entry.interface))
         return _SCRIPT.format(
             options="".join(f"#SBATCH {_quoted(option)}\n" for option in options),
-            setup="".join(f"{line}\n" for line in _setup(entry)),
+            setup="".join(f"{line}\n" for line in _setup(entry, self.places.workdir, run_dir)),
             run=quote(run_dir),
             over=_OVER,
             token=PEER_TOKEN,
@@ -336,12 +336,15 @@ def _time(job: JobSpec, cluster: SlurmCluster, found: SlurmFacts) -> tuple[str |
     return limit, origin
 
 
-def _setup(cluster: SlurmCluster) -> tuple[str, ...]:
-    """Return the lines of shell that prepare the ranks' environment."""
+def _setup(cluster: SlurmCluster, workdir: str, run_dir: str) -> tuple[str, ...]:
+    """Return the lines of shell that prepare the ranks' environment, in the ranks' folder."""
     loads = [join(("module", "load", name)) for name in cluster.modules]
     if loads:
         loads.insert(0, "command -v module >/dev/null || . /etc/profile")
-    return (*loads, *cluster.setup)
+    if not cluster.setup:
+        return tuple(loads)
+    back = ("set +eux +o pipefail", join(("cd", run_dir)))
+    return (*loads, f"{join(('cd', workdir))} || exit 73", *cluster.setup, *back)
 
 
 def _origin(value: object, key: str) -> str:

@@ -6,6 +6,7 @@ refused, ``--- error``. `pytest --update-golden` writes these anew.
 """
 
 import re
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -15,9 +16,8 @@ from clusterkit import backends, shell
 from clusterkit.convert import convert
 from clusterkit.errors import BadInput
 from clusterkit.jobfile import loader
-from clusterkit.spec import JobSpec, check_job
-from clusterkit.yaml_file import Document, parse_yaml
-from tests.golden import test_golden as golden
+from clusterkit.spec import check_job
+from clusterkit.yaml_file import parse_yaml
 from tests.golden.test_golden import place
 
 CASES = Path(__file__).parent / "cases"
@@ -125,6 +125,24 @@ def test_there_are_as_many_inputs_as_promised():
     assert len([each for each in TABLE if "--- error" not in each[3]]) >= 60
 
 
+@pytest.mark.parametrize(
+    ("program", "refused"),
+    [
+        ("import os\nos.environ['SLURM_PROCID']\n", True),
+        ("import os\nos.environ.get('RANK') or os.environ['SLURM_PROCID']\n", False),
+        ("import torch\n", False),
+    ],
+)
+def test_a_program_that_reads_slurms_numbers_of_its_task_is_refused(program, refused):
+    text = "#!/bin/bash\n#SBATCH -N 2 --ntasks-per-node=2 --gpus-per-node=2\nsrun python train.py\n"
+    make = partial(convert, text, name="train.sbatch", read={"train.py": program}.get)
+    if refused:
+        with pytest.raises(BadInput, match="SLURM_PROCID: train"):
+            make()
+    else:
+        assert make().job["gpus_per_node"] == 2
+
+
 # ---------------------------------------------------------------- the command line
 
 LINE = ("--", "deepspeed", "--hostfile", "hosts", "--no_local_rank", "train.py")
@@ -175,12 +193,10 @@ def test_an_entry_alone_and_json(hosts, cli):
 def test_what_cannot_be_converted_is_one_error(hosts, cli):
     (hosts / "job.yaml").write_text("program: train.py\n")
     (hosts / "image").write_bytes(b"\xff\xfe\0")
-    (hosts / "plan.json").write_text('{"run_id": 1, "steps": 2, "job": {"progam": "x.py"}}')
     for words, said in (
         ((), "Give a file, or a command after --"),
         (("nothing.sh",), "nothing.sh: no such file or directory"),
         (("job.yaml",), "job.yaml is a job file already"),
-        (("plan.json",), "plan.json: progam: unknown key"),
         (("image",), "image: not a text file"),
         (("hosts", "--", "python", "x.py"), "hosts names its own program"),
         (("--from", "accelerate", "--", "x.py"), "--from accelerate needs a file"),
@@ -190,13 +206,3 @@ def test_what_cannot_be_converted_is_one_error(hosts, cli):
         assert (done.code, done.out) == (2, "")
         assert said in done.err
     assert not (hosts / "out.yaml").exists()
-
-
-@pytest.mark.parametrize("case", golden.CASES)
-def test_a_plan_gives_back_its_job(case, make_facts):
-    made = golden.plan("local", case, make_facts)
-    for text in (made.to_text(), made.to_json().decode()):
-        found = convert(text, name="plan.txt")
-        assert found.kind == "plan"
-        job = loader.convert(Document("", found.job, {}), (), found.job, JobSpec)
-        assert job == made.job

@@ -70,7 +70,7 @@ def test_a_launcher_in_the_script_is_refused_with_its_line(text, line, tmp_path)
     (tmp_path / "inner.sh").write_text(f"\n{RUN}\n")
     with pytest.raises(BadInput, match=r"(run\.sh:[45]|inner\.sh:2) starts ") as error:
         check(line, tmp_path)
-    assert "clusterkit convert" in error.value.hint
+    assert "start its line: clusterkit submit -- " in error.value.hint
 
 
 @pytest.mark.parametrize(
