@@ -11,7 +11,7 @@ import socket
 import subprocess
 from typing import Any
 
-from clusterkit.agent import forkserver_process, limits
+from clusterkit.agent import forkserver_process, limits, recorder
 from clusterkit.agent.forkserver_process import Target
 from clusterkit.agent.launcher import Launcher
 from clusterkit.agent.processes import send
@@ -211,8 +211,8 @@ class ForkLauncher(Launcher):
         if folder := os.path.dirname(self._python[0]):
             env["PATH"] = f"{folder}:{env.get('PATH', os.defpath)}"
         env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-        env.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-        return env
+        # This attempt's folder.
+        return env | recorder.settings(env, env.get("CLUSTERKIT_NODE_DIR", str(self._folder)))
 
     def _rank_environment(self, local_rank: int) -> dict[str, str]:
         """Return a rank's environment, with all that torchrun sets."""

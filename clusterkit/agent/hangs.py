@@ -1,50 +1,17 @@
-"""Find ranks that hang, and decide what to do, from records of ranks and the time.
-
-A rank's record (`rank_state.record`) is a JSON object:
-
-* ``rank``; ``at``: where its Python is, ``train.py:44 in load()``, or None
-* ``state``: ``stopped``, ``ended``, or empty; ``busy``: whether it writes a checkpoint or evaluates
-* ``last``: of each process group by name, the number of the newest collective it has entered
-* ``waits``: those it has entered that are not complete: group, number, name, since how many
-  seconds, how often one like it comes (seconds; 0: it never came before), and the timeout of its
-  process group (seconds; 0: unknown)
-
-Only numbers of one group are compared. Gloo does not report the ranks of a group: they are those
-that have ever entered a collective of it, and of the default group (``WORLD``) all.
-"""
+"""Decide what to do about ranks that hang, from their records (`standstill`) and the time."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from clusterkit.agent import limits
 from clusterkit.agent.messages import Decision, EndHang, Note, QueryRecords
 from clusterkit.agent.protocol import Document
-
-WORLD = "world"
-"""The name, in records, of the group of all ranks."""
-
-
-class Finding(NamedTuple):
-    """A standstill of ranks, and its cause."""
-
-    about: object
-    """The same as long as it is the same standstill."""
-    seconds: float
-    pace: float
-    """Seconds that a step takes; 0: unknown."""
-    node: int
-    """The node of the first rank that did not come."""
-    busy: bool
-    """Whether a missing rank writes a checkpoint or evaluates."""
-    timeout: float
-    """Of the process group that is waited in, in seconds; 0: unknown, or no rank waits."""
-    text: str
+from clusterkit.agent.standstill import Finding, compare, median, names_of, places
 
 
 class Steps(NamedTuple):
@@ -66,117 +33,14 @@ def steps_of(lines: Sequence[tuple[float, object]], now: float) -> Steps:
     return Steps(last=lines[-1][0], quiet=now - lines[-1][0], every=every, pace=pace)
 
 
-def compare(
-    ranks: Mapping[int, Document], nodes: Sequence[int], nproc: int, pace: float
-) -> Finding | None:
-    """Return which ranks did not come to a collective that others wait in; None: nobody waits.
-
-    Args:
-        ranks: their records.
-        nodes: with ``nproc`` ranks each, by the numbers that messages use.
-        pace: seconds that a step takes; 0: unknown.
-    """
-    named = partial(names_of, nproc=nproc, nodes=nodes)
-    waiting: dict[tuple[str, int], dict[int, tuple[str, float, float, float]]] = defaultdict(dict)
-    for rank, record in ranks.items():
-        for group, number, name, seconds, every, timeout in record.get("waits", ()):
-            waiting[group, number][rank] = name, seconds, every, timeout
-    found = []
-    for (group, number), waits in waiting.items():
-        members = range(len(nodes) * nproc) if group == WORLD else [
-            rank for rank, record in ranks.items() if group in record.get("last", {})
-        ]  # fmt: skip
-        missing = [
-            rank for rank in members
-            if rank not in ranks or ranks[rank].get("last", {}).get(group, 0) < number
-        ]  # fmt: skip
-        # A rank that waits for another one is seldom the cause.
-        cause = [rank for rank in missing if not ranks.get(rank, {}).get("waits")]
-        seconds = max(seconds for _, seconds, _, _ in waits.values())
-        like = min(
-            median([every for _, _, every, _ in waits.values() if every]), limits.LONGEST_PACE
-        )
-        busy = any(ranks[rank].get("busy") for rank in (cause or missing or waits) if rank in ranks)
-        found.append(
-            (not cause, not missing, -seconds, group, number, Finding(
-                about=(group, number, tuple(missing)), seconds=seconds, pace=pace or like,
-                node=min(cause or missing or waits) // nproc, busy=busy,
-                timeout=max(timeout for _, _, _, timeout in waits.values()),
-                text=_describe(ranks, waits, group, number, cause or missing, named),
-            ))
-        )  # fmt: skip
-    return min(found, key=lambda each: each[:5])[5] if found else None
-
-
 def stall(ranks: Mapping[int, Document], steps: Steps, nodes: Sequence[int], nproc: int) -> Finding:
     """Return the finding that no step is made, where no rank waits for another."""
     named = partial(names_of, nproc=nproc, nodes=nodes)
     return Finding(
         about=("steps", steps.last), seconds=steps.quiet, pace=steps.every, node=0,
         busy=any(record.get("busy") for record in ranks.values()), timeout=0.0,
-        text=f"no step is made{_places(ranks, ranks, named)}",
+        text=f"no step is made{places(ranks, ranks, named)}",
     )  # fmt: skip
-
-
-def _describe(
-    ranks: Mapping[int, Document], waits: Mapping[int, tuple[str, float, float, float]], group: str,
-    number: int, missing: Sequence[int], named: Callable[[Iterable[int]], str],
-) -> str:  # fmt: skip
-    names: dict[str, list[int]] = defaultdict(list)
-    for rank, (name, _, _, _) in waits.items():
-        names[name].append(rank)
-    (name, first), *others = sorted(names.items(), key=lambda item: -len(item[1]))
-    of_group = "" if group == WORLD else f" of group {group}"
-    who, wait = named(first), "wait" if len(first) > 1 else "waits"
-    if others:
-        rest = "; ".join(f"{named(them)} entered {other} instead" for other, them in others)
-        text = f"{who} {wait} in {name} #{number}{of_group}; {rest}"
-    elif missing:
-        has = "has" if len(missing) == 1 else "have"
-        text = (
-            f"{named(missing)} {has} not come to {name} #{number}{of_group}, which {who} {wait} in"
-        )
-    else:
-        text = f"{who} {wait} in {name} #{number}{of_group}, which does not complete"
-    others_too = [*missing, *(rank for rank in ranks if rank not in missing)]
-    return text + _places(ranks, others_too, named)
-
-
-def _places(
-    ranks: Mapping[int, Document], order: Iterable[int], named: Callable[[Iterable[int]], str]
-) -> str:
-    """Describe the line of code of each rank; those at one line together."""
-    at: dict[str, list[int]] = defaultdict(list)
-    for rank in order:
-        at[_place(ranks.get(rank))].append(rank)
-    return "".join(
-        f"; {named(them)} {'is' if len(them) == 1 else 'are'} {place}" for place, them in at.items()
-    )
-
-
-def _place(record: Document | None) -> str:
-    if record is None:
-        return "on a node that says nothing"
-    state, at = str(record.get("state") or ""), record.get("at")
-    if state == "stopped":
-        return "stopped (SIGSTOP)"
-    if state == "ended":
-        return "at its end"
-    waits = record.get("waits")
-    inside = f", in {waits[0][2]} #{waits[0][1]}" if waits else ""
-    return (f"at {at}" if at else "where it does not say") + inside
-
-
-def names_of(ranks: Iterable[int], nproc: int, nodes: Sequence[int]) -> str:
-    """Return ``rank 3 on node 1``, ``ranks 0-2 and 5``; ``nproc`` ranks are on each node."""
-    numbers = sorted(ranks)
-    rows = itertools.groupby(enumerate(numbers), lambda each: each[1] - each[0])
-    spans = [[number for _, number in row] for _, row in rows]
-    words = [f"{span[0]}-{span[-1]}" if span[1:] else str(span[0]) for span in spans]
-    text = " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
-    places = {number // nproc for number in numbers}
-    where = f" on node {nodes[min(places)]}" if len(places) == 1 and len(nodes) > 1 else ""
-    return f"rank{'s' if len(numbers) > 1 else ''} {text}{where}"
 
 
 class Hangs:
@@ -271,11 +135,6 @@ class Hangs:
             return self._timeout or math.inf
         # Long work on one rank is no hang: only whoever wrote the program knows how long it takes.
         return found.timeout + limits.TIMEOUT_GRACE if found.timeout else math.inf
-
-
-def median(values: Sequence[float]) -> float:
-    """Return the median, or 0: ``statistics`` takes 10 times as long to import as all of this."""
-    return sorted(values)[len(values) // 2] if values else 0.0
 
 
 def longest(ranks: Iterable[Document]) -> float:

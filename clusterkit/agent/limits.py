@@ -57,6 +57,7 @@ HANG_RECENT = 15.0  # after a hang was withdrawn, a rank that timed out may have
 TIMEOUT_GRACE = 30.0  # after a process group's timeout, for torch to end its ranks by itself
 LONGEST_PACE = 60.0  # of a step, assumed where no program reports it
 ANSWER_SECONDS = 1.0  # for a rank to report where it is
+DUMP_SECONDS = 60.0  # from the first to the last rank that writes its flight recording
 RANKS_A_LINE = 6  # ranks' records in one message between nodes
 REASON_LENGTH = 4096  # of a hang's reason that is sent: JSON takes up to 6 bytes a character
 

@@ -206,7 +206,7 @@ class Node:
         self.reason = self.reason or self.launcher.failure
         self.launcher.finish_output()
         failure, stopped = self.launcher.rank_failure(), self.reason or self.restart_reason
-        self.hang = self.files.hang_behind(failure, interrupted and stopped)
+        self.hang = self.files.hang_behind(failure, interrupted and stopped, self.options)
         if self.client is not None:
             code, port = self._exit_code(), int(os.environ.get("MASTER_PORT", "0"))
             # With rank 0's port taken, or a full disk, the next round would fail as well.

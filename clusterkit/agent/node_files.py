@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import math
@@ -14,7 +15,17 @@ from clusterkit.agent import limits
 from clusterkit.agent.files import read_json, write_json
 from clusterkit.agent.node_log import NodeLog, lines_lost
 from clusterkit.agent.processes import identity, oom_kills
-from clusterkit.agent.protocol import HANG, HANG_NOTE, HANG_OVER, SLOW_NOTE, SLOW_OVER, Document
+from clusterkit.agent.protocol import (
+    DUMP_FILE,
+    HANG,
+    HANG_NOTE,
+    HANG_OVER,
+    SLOW_NOTE,
+    SLOW_OVER,
+    Document,
+)
+from clusterkit.agent.recorder import read_dumps
+from clusterkit.agent.standstill import compare
 
 _RESERVE = ".reserve"  # room for exit.json on a disk full of logs
 
@@ -112,18 +123,28 @@ class NodeFiles:
         """Leave it to another node, which ends of the hang that is shown here, to name it."""
         self._hang = None
 
-    def hang_behind(self, failure: Document | None, stopped: str | bool | None) -> str:
+    def hang_behind(
+        self, failure: Document | None, stopped: str | bool | None, options: argparse.Namespace
+    ) -> str:
         """Return the hang of which ranks have timed out; empty: they did not fail of any.
 
         Args:
             failure: how a rank of this node failed, as of `RankOutput.failure`.
             stopped: otherwise, why the other nodes have ended this one's ranks.
+            options: of ``agent run``.
         """
         until, text = self._hang or (-math.inf, "")
         failed = failure["timed_out"] if failure else str(stopped).endswith(" failed")
-        if not (failed and text and time.monotonic() - until < limits.HANG_RECENT):
+        if failed and text and time.monotonic() - until < limits.HANG_RECENT:
+            return f"{HANG}{text}; then the process group's timeout was over"
+        if not (failure and failed):
             return ""
-        return f"{HANG}{text}; then the process group's timeout was over"
+        # Nothing was queried, as of ranks of another launcher: what NCCL's watchdog has written.
+        ranks: dict[int, Document] = {}
+        for folder in self.folder.parent.glob("node-*"):  # of other nodes where they share it
+            ranks |= read_dumps(folder)
+        found = compare(ranks, range(options.nodes), options.nproc, 0.0, silent=False)
+        return f"{HANG}{found.text}; recorded in {self.folder}/{DUMP_FILE}*" if found else ""
 
     def set_guard(self, identity: Document | None) -> None:
         """Record the process that ends what is left if this one is killed."""

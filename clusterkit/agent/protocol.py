@@ -20,6 +20,9 @@ REMARK = b"@clusterkit-remark "
 """Begins a line of the fork server's that `clusterkit status` shows as well."""
 WORKER_SOCKET = "rank-{RANK}.sock"
 """The socket, in a node's folder, of torch's worker server (``_WorkerServer``) in a rank."""
+DUMP_FILE = "nccl_trace_rank_"
+"""Begins the names, in a node's folder, of the flight recordings
+that NCCL's watchdog writes when it ends ranks."""
 TRACE_FILE = "clusterkit-trace"
 """Name of the file in memory to which a rank's faulthandler writes on TRACE_SIGNAL."""
 TRACE_SIGNAL = signal.SIGRTMAX - 7  # no program is known to use it, nor does the C library

@@ -1,15 +1,14 @@
 """The state of a rank on this node: its collectives, and the line of code it runs.
 
-The sources are torch's worker server and flight recorder (`rank` starts both), faulthandler and
+The sources are torch's worker server and flight recorders (`rank` starts both), faulthandler and
 /proc. The worker server has its own threads, so it answers while the main thread is blocked. Its
 tracebacks need the interpreter's lock; without it faulthandler writes them from a signal handler.
-`hangs` documents the fields of a record.
+`standstill` documents the fields of a record.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -18,9 +17,9 @@ import time
 from pathlib import Path
 
 from clusterkit.agent import limits
-from clusterkit.agent.hangs import WORLD, median
 from clusterkit.agent.processes import is_alive, is_stopped
 from clusterkit.agent.protocol import TRACE_FILE, TRACE_SIGNAL, WORKER_SOCKET, Document
+from clusterkit.agent.recorder import arrival_times, from_flight_recorder, joined
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
@@ -31,7 +30,6 @@ _BUSY = re.compile(
     r"| (\w+_)?(save|checkpoint|eval|evaluate|evaluation|valid|validate|validation)(_\w+)?$"
 )
 """Frames of saving or loading a checkpoint, and of an evaluation."""
-_GROUPS_MOST = 8  # process groups in a record
 
 
 def context_switches(pid: int) -> bytes:
@@ -42,13 +40,34 @@ def context_switches(pid: int) -> bytes:
     return b""
 
 
-def record(rank: Document, folder: Path, *, place: bool = True) -> Document:
+def nccl_progress(rank: Document, folder: Path) -> Document:
+    """Return torch's counters of NCCL's collectives, by process group; empty: there are none.
+
+    Reading them calls nothing of CUDA; reading the entries does (`record`).
+    """
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        if is_alive(rank) and not is_stopped(rank):
+            path = folder / WORKER_SOCKET.format(RANK=rank["rank"])
+            return dict(_read(path, "dump_nccl_trace_json?includecollectives=false")["pg_status"])
+    return {}
+
+
+def has_pending(progress: Document) -> bool:
+    """Return whether a collective of NCCL has been queued that is not complete."""
+    last = ("last_enqueued_collective", "last_completed_collective")
+    return any(each.get(last[0]) != each.get(last[1]) for each in progress.values())
+
+
+def record(rank: Document, folder: Path, *, place: bool = True, moves: bool = False) -> Document:
     """Return a rank's record.
 
     Args:
         rank: its line of ``ranks.jsonl``.
         folder: the node's.
         place: whether to include its line of code, which blocks while the interpreter is blocked.
+        moves: NCCL's collectives advance: leave its entries alone. In torch 2.13 the server's
+            thread queries the CUDA event of each that its watchdog has not retired yet, as no
+            thread may while another one captures a CUDA graph, and without the watchdog's lock.
     """
     found: Document = {"rank": rank["rank"]}
     if not is_alive(rank):
@@ -56,8 +75,19 @@ def record(rank: Document, folder: Path, *, place: bool = True) -> Document:
     if is_stopped(rank):
         return {**found, "state": "stopped"}
     path = folder / WORKER_SOCKET.format(RANK=rank["rank"])
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        found.update(from_flight_recorder(json.loads(_query(path, "fr_trace_json")), time.time()))
+    dumps = []
+    # Never with onlyactive=true: what is complete tells which collectives a rank has come to.
+    for handler in ("fr_trace_json", *([] if moves else ["dump_nccl_trace_json"])):
+        try:
+            dumps.append(_read(path, handler))
+        except OSError:
+            break
+        except ValueError:
+            pass  # a torch without NCCL has no such handler
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        found.update(from_flight_recorder(joined(*dumps), time.time()))
+    if moves:
+        found["moves"] = True
     if not place:
         return found
     trace = b""
@@ -70,79 +100,17 @@ def record(rank: Document, folder: Path, *, place: bool = True) -> Document:
 
 
 def arrivals(rank: Document, folder: Path, until: dict[str, int]) -> Document:
-    """Return when a rank entered its newest collectives (see `arrival_times`), if it answers."""
+    """Return when a rank entered its newest collectives (see `arrival_times`), if it answers.
+
+    Only gloo's: NCCL's recorder knows when the CPU has queued a collective, and with
+    TORCH_NCCL_ENABLE_TIMING=1 how long it took on the GPU, but not when it started there: torch
+    2.13 notices the start together with the end.
+    """
     found: Document = {"rank": rank["rank"]}
     path = folder / WORKER_SOCKET.format(RANK=rank["rank"])
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        found.update(arrival_times(json.loads(_query(path, "fr_trace_json")), time.time(), until))
+        found.update(arrival_times(_read(path, "fr_trace_json"), time.time(), until))
     return found
-
-
-def arrival_times(dump: Document, now: float, until: dict[str, int]) -> Document:
-    """Return when a rank entered the newest collectives of its busiest process group.
-
-    ``group``; ``first``: the number of the first collective; ``since``: when the rank entered it,
-    Unix time; ``steps``: tenths of milliseconds since the previous collective, 0 for the first.
-
-    Args:
-        dump: of torch's flight recorder.
-        now: Unix time.
-        until: the newest collective to report, by group. A group without one gets this rank's
-            newest, so that all ranks report the same collectives.
-    """
-    groups: dict[str, dict[int, int]] = {}
-    for entry in dump["entries"]:
-        if not entry["is_p2p"]:
-            times = groups.setdefault(_group(entry), {})
-            times[int(entry["collective_seq_id"])] = int(entry["time_created_ns"])
-    group, times = max(groups.items(), key=lambda item: len(item[1]))
-    number = min(until.setdefault(group, max(times)), max(times))
-    found: list[int] = []
-    while number in times and len(found) < limits.ARRIVALS_MOST:
-        old = times[number] / 1e9 < now - limits.ARRIVALS_SECONDS
-        if old and len(found) >= limits.ARRIVALS_LEAST:
-            break
-        found.insert(0, times[number])
-        number -= 1
-    tenths = [round((at - found[0]) / 1e5) for at in found]
-    steps = [later - earlier for earlier, later in itertools.pairwise([0, *tenths])]
-    return {"group": group, "first": number + 1, "since": found[0] / 1e9, "steps": steps}
-
-
-def _group(entry: Document) -> str:
-    short, described = entry["process_group"]
-    group = WORLD if described == "default_pg" else str(short)[:40]
-    backend = str(entry["profiling_name"]).rpartition(":")[0]
-    return f"{backend} {group}" if backend and backend not in ("gloo", "nccl") else group
-
-
-def from_flight_recorder(dump: Document, now: float) -> Document:
-    """Return ``last`` and ``waits`` of a record. ``now``: Unix time."""
-    last: dict[str, int] = {}
-    began: dict[tuple[str, str, str], list[float]] = {}
-    pending = []
-    for entry in dump["entries"]:
-        group, name = _group(entry), str(entry["profiling_name"]).rpartition(":")[2]
-        number = int(entry["collective_seq_id"])
-        like = began.setdefault((group, name, str(entry["input_sizes"])), [])
-        like.append(int(entry["time_created_ns"]) / 1e9)
-        if entry["is_p2p"]:
-            continue
-        last.pop(group, None)
-        last[group] = number  # the newest group last
-        if not (entry["retired"] or entry["state"] == "completed"):
-            timeout = int(entry.get("timeout_ms") or 0) / 1000  # torch 2.4 and later
-            pending.append((group, number, name[:40], timeout, like, len(like)))
-    waits = []
-    for group, number, name, timeout, like, count in pending[:2]:
-        before = [later - earlier for earlier, later in itertools.pairwise(like[:count])]
-        every = median(before) if len(before) > 1 else 0.0
-        seconds = round(max(0.0, now - like[count - 1]), 1)
-        waits.append((group, number, name, seconds, every, timeout))
-    newest = dict(list(last.items())[-_GROUPS_MOST:])
-    wanted = (WORLD, *(wait[0] for wait in waits))
-    newest.update((group, last[group]) for group in wanted if group in last)
-    return {"last": newest, "waits": waits}
 
 
 def from_traceback(trace: str, folder: str) -> Document:
@@ -168,6 +136,16 @@ def from_traceback(trace: str, folder: str) -> Document:
         if not file.endswith("torch/utils/checkpoint.py")  # activation checkpointing
     )
     return {"at": f"{file[-80:]}:{line}{inside[:60]}", "busy": busy}
+
+
+def _read(path: Path, handler: str) -> Document:
+    """Return the answer of a rank's worker server as JSON.
+
+    Raises:
+        OSError: it does not answer.
+        ValueError: it knows no such handler.
+    """
+    return dict(json.loads(_query(path, handler)))
 
 
 def _query(path: Path, handler: str) -> bytes:

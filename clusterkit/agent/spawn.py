@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from clusterkit.agent import limits
+from clusterkit.agent import limits, recorder
 from clusterkit.agent.ending import Ending
 from clusterkit.agent.failure import shell_code
 from clusterkit.agent.launcher import Launcher
@@ -47,6 +47,7 @@ class SpawnLauncher(Launcher):
 
     def _start_one(self, number: int) -> None:
         env = {**os.environ, "CLUSTERKIT_PIPE": str(self._folder / "pipe")}
+        env |= recorder.settings(env, env.get("CLUSTERKIT_NODE_DIR", str(self._folder)))
         if self._options.spawn:
             env |= {"LOCAL_RANK": str(number), "GROUP_WORLD_SIZE": str(self._options.nodes)}
         elif "torch.distributed.run" in self._options.argv:

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from clusterkit.agent import limits
-from clusterkit.agent.hangs import names_of
 from clusterkit.agent.messages import Decision, ExamineHosts, Note, QueryArrivals
 from clusterkit.agent.protocol import Document
+from clusterkit.agent.standstill import names_of
 
 
 class Clock:

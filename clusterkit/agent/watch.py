@@ -2,8 +2,8 @@
 
 While ranks progress, their context switches are read once a second, and every ARRIVALS_SECONDS
 torch in them is queried when they entered collectives. Torch is queried for a rank's state when its
-main thread has not run for STILL_SECONDS, when no step is made, or when node 0 queries all nodes
-because that is so on another one.
+main thread has not run for STILL_SECONDS, when NCCL's collectives have not advanced for as long,
+when no step is made, or when node 0 queries all nodes because that is so on another one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from clusterkit.agent.stragglers import Stragglers
 from clusterkit.agent.usage import Usage
 from clusterkit.agent.worker import Worker
 
-_HAS_GPUS = os.path.exists("/dev/nvidiactl")
-"""A main thread that waits for a GPU spins: its context switches do not show that it waits."""
+_HAS_GPUS = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg")))
+"""A main thread that waits for a GPU spins: its context switches do not show that it waits, but
+NCCL's counters do. ``dxg`` is WSL 2's."""
 
 
 class Watch:
@@ -60,7 +61,9 @@ class Watch:
         self._nodes: Sequence[int] = ()  # of this round, in the order of ranks
         self._round_began = 0.0
         self._host_before: host.Sample | None = None  # since a rank of this node is a suspect
-        self._switches: dict[int, tuple[bytes, float]] = {}  # by process: newest, since when
+        # By process: counters of its main thread's context switches and of NCCL, since when.
+        self._switches: dict[int, tuple[bytes, float]] = {}
+        self._progress: dict[int, tuple[Document, float]] = {}
         self._reported = False  # whether node 0 knows that a rank of this node waits
         self._query_at = 0.0  # when ranks are queried (again)
         self._pause = 0.0  # between queries that find no rank waiting
@@ -121,7 +124,8 @@ class Watch:
                 self._hangs.receive(node, records, int(number))
 
     def _begin(self, node: int, nodes: Sequence[int]) -> None:
-        self._switches, self._reported, self._query_at, self._pause = {}, False, 0.0, 0.0
+        self._switches, self._progress = {}, {}
+        self._reported, self._query_at, self._pause = False, 0.0, 0.0
         self._round_began, self._node, self._host_before = clock.awake(), node, None
         self._nodes = nodes
         self._hangs.begin(nodes)
@@ -190,19 +194,36 @@ class Watch:
         return [] if self._tagged else list(newest.values())
 
     def _records(self, *, place: bool = True) -> list[Document]:
-        return [rank_state.record(rank, self._folder, place=place) for rank in self._ranks()]
+        ranks, now, records = self._ranks(), clock.awake(), []
+        self._read_progress(ranks, now)
+        for rank in ranks:
+            progress, since = self._progress[rank["pid"]]
+            moves = rank_state.has_pending(progress) and now - since < limits.STILL_LOOK_SECONDS / 2
+            records.append(rank_state.record(rank, self._folder, place=place, moves=moves))
+        return records
+
+    def _read_progress(self, ranks: Sequence[Document], now: float) -> None:
+        before, self._progress = self._progress, {}
+        for rank in ranks:
+            new = rank_state.nccl_progress(rank, self._folder)
+            known, since = before.get(rank["pid"], ({}, now))
+            self._progress[rank["pid"]] = new, since if new == known else now
 
     def _check_ranks(self) -> None:
         """Report when a rank of this node has been waiting for another one, or resumes."""
         now = clock.awake()
-        before, self._switches = self._switches, {}
-        for rank in self._ranks():
+        ranks, before, self._switches = self._ranks(), self._switches, {}
+        for rank in ranks:
             pid, switches = rank["pid"], rank_state.context_switches(rank["pid"])
             same = pid in before and before[pid][0] == switches
             self._switches[pid] = before[pid] if same else (switches, now)
         still = max((now - since for _, since in self._switches.values()), default=0.0)
+        if _HAS_GPUS:
+            self._read_progress(ranks, now)
+            for progress, since in self._progress.values():
+                still = max(still, now - since if rank_state.has_pending(progress) else 0.0)
         moved = still < limits.STILL_SECONDS - limits.STILL_LOOK_SECONDS
-        if moved and not self._reported and not _HAS_GPUS:
+        if moved and not self._reported:
             self._query_at = self._pause = 0.0
         elif now >= self._query_at or (self._reported and moved):
             self._query_ranks(now)

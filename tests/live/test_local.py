@@ -182,7 +182,7 @@ def test_a_rank_sees_the_variables_of_torchrun_s_ranks_whatever_the_agent_starts
     spawned = seen(run)
     # Where an exception is to be written, how the ranks meet; and for hangs to be found.
     own = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE",
-           "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCH_FR_BUFFER_SIZE"}  # fmt: skip
+           "TORCHELASTIC_SIGNALS_TO_HANDLE"}  # fmt: skip
     own |= {"CLUSTERKIT_AGENT", "PYTEST_CURRENT_TEST"}  # each agent's, and each test's, own
     for environ in (torchrun, forked, spawned):
         for name in own:

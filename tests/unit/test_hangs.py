@@ -12,10 +12,12 @@ import pytest
 
 from clusterkit.agent import clock, rank_state
 from clusterkit.agent.failure import RankOutput
-from clusterkit.agent.hangs import WORLD, Hangs, Steps, compare, steps_of
+from clusterkit.agent.hangs import Hangs, Steps, steps_of
 from clusterkit.agent.messages import EndHang, Note, QueryRecords
 from clusterkit.agent.node_files import NodeFiles
-from clusterkit.agent.rank_state import from_flight_recorder, from_traceback
+from clusterkit.agent.rank_state import from_traceback
+from clusterkit.agent.recorder import from_flight_recorder, joined
+from clusterkit.agent.standstill import WORLD, compare
 from clusterkit.backends.node_status import judge_running
 from clusterkit.run.status import NodeStatus, RunStatus, State
 from clusterkit.ui.formatting import remark_lines
@@ -250,11 +252,13 @@ def test_a_flight_recording_tells_what_was_entered_and_what_is_pending() -> None
     entries = [entry(number, 10.0 + number / 2) for number in range(1, 9)]
     entries.append(entry(3, 14.0, "gloo:broadcast", group=("7", "undefined")))
     entries.append(entry(9, 14.5, retired=False))
-    assert from_flight_recorder({"entries": entries}, 20.5) == {
+    assert from_flight_recorder(joined({"entries": entries}), 20.5) == {
         "last": {"7": 3, WORLD: 9}, "waits": [(WORLD, 9, "all_reduce", 6.0, 0.5, 1800.0)],
     }  # fmt: skip
     first = {"entries": [entry(1, 14.5, "gloo:barrier", retired=False)]}
-    assert from_flight_recorder(first, 15.0)["waits"] == [(WORLD, 1, "barrier", 0.5, 0.0, 1800.0)]
+    assert from_flight_recorder(joined(first), 15.0)["waits"] == [
+        (WORLD, 1, "barrier", 0.5, 0.0, 1800.0)
+    ]
 
 
 TRACE = """Current thread 0x00007f4e0effd6c0 (most recent call first):

@@ -23,8 +23,9 @@ agent.member
 agent.processes
 agent.signals agent.archive agent.connections agent.membership
 agent.ending
-agent.hangs agent.host agent.node_log agent.report agent.coordinator agent.peer
-agent.rank_state agent.stragglers agent.preload agent.rank agent.program
+agent.standstill agent.host agent.node_log agent.report agent.coordinator agent.peer
+agent.hangs agent.recorder agent.stragglers
+agent.rank_state agent.preload agent.rank agent.program
 agent.module_files agent.influences agent.static_look agent.first_import
 agent.usage agent.stopped
 agent.forkserver

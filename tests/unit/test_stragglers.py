@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 import pytest
 
 from clusterkit.agent import host, identity, limits, rank_state
-from clusterkit.agent.hangs import WORLD
 from clusterkit.agent.host import Sample, gpu_clocks
 from clusterkit.agent.messages import EndHang, ExamineHosts, Note, Order, QueryArrivals, Warn
 from clusterkit.agent.node_files import NodeFiles
 from clusterkit.agent.node_log import NodeLog
-from clusterkit.agent.rank_state import arrival_times
+from clusterkit.agent.recorder import arrival_times
+from clusterkit.agent.standstill import WORLD
 from clusterkit.agent.stragglers import Clock, Stragglers
 from clusterkit.agent.watch import Watch
 from clusterkit.backends.node_status import judge_running
@@ -324,7 +324,7 @@ def test_nodes_answer_node_0_which_ends_a_hang(
     monkeypatch.setattr(rank_state, "context_switches", lambda pid: b"")
     began = time.monotonic()
 
-    def record(rank: dict[str, Any], folder: Path, *, place: bool = True) -> dict[str, Any]:
+    def record(rank: dict[str, Any], folder: Path, **_: bool) -> dict[str, Any]:
         if errors and rank["rank"] == failing:
             raise errors.pop()
         if rank["rank"]:
