@@ -77,6 +77,8 @@ class Supervisor:
         self.monitor: Monitor | None = None
         self.failure: Failure | None = None
         self.trouble: str | None = None
+        self.tried_at = 0.0
+        """When the newest attempt was to start, Unix time."""
 
     def _terms(self) -> Terms:
         return Terms.of(self.job, self.plan, self.facts, self.backend.start_seconds)
@@ -198,6 +200,7 @@ class Supervisor:
                 self._finish(state)
 
     def _start_attempt(self) -> None:
+        self.tried_at = time.time()
         # On record before anything runs: without it the next supervisor starts it once more.
         self._update(state=State.PENDING, failure=None)
         self.folder.write_json("state.json", self.status)
@@ -433,8 +436,21 @@ class Supervisor:
         with contextlib.suppress(RunFolderError):
             self.folder.write_json("state.json", self.status)
 
+    def _succeeded_unseen(self) -> bool:
+        """Return whether an attempt that was not started wholly has succeeded with the nodes that
+        were: where this process stood still, as with its laptop, before it could stop them."""
+        if self.machine.seen is not None or time.time() - self.tried_at < PROBED_SECONDS:
+            return False
+        with contextlib.suppress(Exception):
+            found = self.backend.status(self._handle(), self.transport)
+            seen = None if found is None else without_spares(self.plan, found)
+            return seen is not None and seen.state is State.SUCCEEDED
+        return False
+
     def _finish(self, state: State) -> None:
         """Record the end. Where that fails, the next step does it again."""
+        if state is State.FAILED and self._succeeded_unseen():
+            state = State.SUCCEEDED
         failure = self.failure if state is State.FAILED else None
         if state is State.FAILED and failure is None:
             failure = Failure(exit_code=1, cause=self.machine.problem or "its nodes are lost")

@@ -270,6 +270,14 @@ class Supervisor:
             case Finish(state):
                 if world.now < world.disk_until:
                     return None
+                # An attempt that was not started wholly is looked at after all.
+                if (
+                    state is State.FAILED
+                    and machine.seen is None
+                    and machine.attempt in world.groups
+                ):
+                    seen = self.observe()
+                    state = State.SUCCEEDED if seen.state is State.SUCCEEDED else state
                 world.finish(state)
         return None
 

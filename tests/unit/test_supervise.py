@@ -1394,6 +1394,22 @@ def test_an_attempt_that_cannot_be_recorded_does_not_start(supervise_with, monke
     assert (status.state, status.attempt, status.remark) == (State.SUCCEEDED, 2, None)
 
 
+@pytest.mark.parametrize(("late", "state"), [(True, State.SUCCEEDED), (False, State.FAILED)])
+def test_an_attempt_that_was_not_started_wholly_may_have_succeeded(
+    supervise_with, monkeypatch, late, state
+):
+    """An elastic run goes on with the nodes that started, while this process stands still."""
+
+    class Standing(Scripted):
+        def submit(self, plan, transport, *, attempt=1, secrets=None, record=None):
+            if late:
+                monkeypatch.setattr("clusterkit.run.supervisor.PROBED_SECONDS", -1.0)
+            raise Unavailable("h2: connection refused")
+
+    _, status, _ = supervise_with([observed(OK)], kind=Standing)
+    assert status.state is state
+
+
 @pytest.mark.parametrize("error", [Unavailable("h: connection refused"), SubmitFailed("h: 127")])
 def test_a_start_that_fails_once_costs_no_restart_but_that_of_the_first_attempt(
     supervise_with, monkeypatch, error
