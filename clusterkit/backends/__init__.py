@@ -28,8 +28,6 @@ FORMS: dict[str, tuple[str, dict[str, str]]] = {
         flavor: ("kubernetes", {"flavor": flavor})
         for flavor in ("pytorchjob", "mpijob", "trainjob", "jobset", "job")
     },
-    "compose": ("compose", {}),
-    "ssh": ("ssh", {}),
 }
 """The formats of `clusterkit plan --as`: for each the backend, and keys of its cluster entry."""
 

@@ -356,8 +356,6 @@ class SupportsForget(ABC):
 class SupportsFile(ABC):
     """A backend whose plans can be written as one file that other tools can submit."""
 
-    name: ClassVar[str]
-
     @abstractmethod
     def one_file(self, plan: Plan, cluster: Any, head: list[str]) -> str:
         """Return the plan's files and steps as the text of one file.
@@ -369,16 +367,13 @@ class SupportsFile(ABC):
             BadInput: part of the plan cannot be expressed in such a file.
         """
 
+    @abstractmethod
     def assumed_facts(self, cluster: Any, job: JobSpec) -> Facts:
         """Return facts for a cluster that cannot be probed, from its entry and the job alone.
 
         Raises:
             BadInput: entry and job do not hold enough.
         """
-        raise BadInput(
-            f"backend {self.name} has to look at its hosts",
-            hint="--cluster NAME, or the --facts of an earlier run",
-        )
 
 
 class SupportsRemoteRuns(ABC):

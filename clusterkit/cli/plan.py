@@ -39,9 +39,8 @@ def command(
     a command after --. The cluster is probed (for GPUs, a free port), but nothing is written or
     started. With --run-id and --facts of an existing run, that run's plan is printed again.
 
-    --as prints the job as one file for other tools: a batch script, a manifest, a compose file, or
-    a script that uses ssh. It probes nothing unless --cluster is given; comments in the file say
-    what is assumed instead.
+    --as prints the job as one file for other tools: a batch script or a manifest. It probes nothing
+    unless --cluster is given; comments in the file say what is assumed instead.
     """
     probing = spinner(f"looking at cluster {options['cluster']}")
     if form is not None:

@@ -91,7 +91,7 @@ backends.ssh.connection
 backends.ssh.transport
 backends.ssh.hosts
 backends.*.probe backends.ssh.observe backends.slurm.observe
-backends.*.place backends.ssh.script
+backends.*.place
 backends.compose.containers backends.kubernetes.pods
 backends.compose.observe
 backends.kubernetes.flavors backends.kubernetes.pod_status

@@ -14,23 +14,21 @@ from pathlib import Path
 
 import msgspec
 
-from clusterkit.backends.base import IMAGE_NOTE, Backend, Observation, SupportsCleanup, SupportsFile
+from clusterkit.backends.base import IMAGE_NOTE, Backend, Observation, SupportsCleanup
 from clusterkit.backends.compose.compose_file import parse_volume, size_bytes
 from clusterkit.backends.compose.containers import remove
 from clusterkit.backends.compose.observe import ContainerMonitor, status
-from clusterkit.cluster import ComposeCluster, Facts
+from clusterkit.cluster import ComposeCluster
 from clusterkit.errors import BadInput
-from clusterkit.plan import Plan, unpacking
+from clusterkit.plan import Plan
 from clusterkit.run.folder import RunHandle
-from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
-from clusterkit.yaml_text import comment
 
 COMPOSE_FILE = "compose.yaml"
 _VOLUME_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
 
 
-class ComposeBackend(Backend, SupportsCleanup, SupportsFile):
+class ComposeBackend(Backend, SupportsCleanup):
     """Nodes are containers; see `clusterkit.agent` for what runs in each of them."""
 
     name = "compose"
@@ -62,20 +60,6 @@ class ComposeBackend(Backend, SupportsCleanup, SupportsFile):
                 )
         volumes = tuple(_resolved_volume(text, folder) for text in cluster.volumes)
         return msgspec.structs.replace(cluster, volumes=volumes)
-
-    def assumed_facts(self, cluster: ComposeCluster, job: JobSpec) -> Facts:
-        from clusterkit.backends.compose.probe import assumed
-
-        return assumed(cluster, job)
-
-    def one_file(self, plan: Plan, cluster: ComposeCluster, head: list[str]) -> str:
-        files = {os.path.basename(file.path): file for file in plan.files}
-        text = files.pop(COMPOSE_FILE).text or ""
-        packed = "".join(f"#|{line}\n" for line in unpacking(files.values()).split("\n"))
-        head = [*head, f"Its other files, below {plan.run_dir}, are at the end of this one. First:"]
-        head += [f"    sed -n 's/^#|//p' {COMPOSE_FILE} | sh"]
-        head += [f"    export {name}=..." for name in plan.steps[-1].secrets]
-        return comment("\n".join(head)) + text + packed
 
     def node_plan(self, plan: Plan, node: int) -> Plan:
         up = plan.steps[-1]

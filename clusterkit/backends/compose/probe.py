@@ -26,8 +26,6 @@ from clusterkit.backends.ports import default_ports
 from clusterkit.backends.probing import (
     NAMES_PYTHON,
     HostReport,
-    assumed_gpus,
-    assumed_host,
     gpu_facts,
     interpreter,
     probe_python,
@@ -87,19 +85,6 @@ def _facts(cluster: ComposeCluster, host: HostFacts, engine: Engine) -> Facts:
         port_origin="the run's own network" if cluster.port == "auto" else "cluster: port",
         engine=engine,
     )  # fmt: skip
-
-
-def assumed(cluster: ComposeCluster, job: JobSpec) -> Facts:
-    """Return facts of an engine that cannot be probed, from the cluster entry and the job."""
-    gpus = assumed_gpus(cluster.gpus, job, job.node_range[1])
-    python = interpreter(job, (cluster.python, "cluster: python"))
-    image = cluster.image or (GPU_IMAGE if gpus else CPU_IMAGE)
-    host = assumed_host(HOST, "node-0", os.cpu_count() or 1, gpus, python)
-    engine = Engine(
-        socket="", version="", image=image, image_id=image, workdir="/opt/clusterkit",
-        user=f"{os.getuid()}:{os.getgid()}", package=str(Path(clusterkit.__file__).parent),
-    )  # fmt: skip
-    return _facts(cluster, host, engine)
 
 
 def _socket(cluster: ComposeCluster, transport: Transport) -> str:

@@ -12,7 +12,6 @@ from clusterkit.backends.base import (
     Backend,
     Monitor,
     Observation,
-    SupportsFile,
     SupportsForget,
     SupportsPreflight,
 )
@@ -43,7 +42,7 @@ _REPORT_GONE = 2
 
 
 # The transport, whose imports are slow, is imported where it is used: not every command needs it.
-class SshBackend(Backend, SupportsPreflight, SupportsFile, SupportsForget):
+class SshBackend(Backend, SupportsPreflight, SupportsForget):
     """Nodes are machines; see `clusterkit.agent` for what runs on each of them."""
 
     name = "ssh"
@@ -96,11 +95,6 @@ class SshBackend(Backend, SupportsPreflight, SupportsFile, SupportsForget):
             needs=Needs.of(job),
             over_ssh=True,
         )
-
-    def one_file(self, plan: Plan, cluster: SshCluster, head: list[str]) -> str:
-        from clusterkit.backends.ssh.script import script
-
-        return script(plan, cluster, head)
 
     def home(self, facts: Facts) -> Path:
         return home()  # facts.home is a folder on the hosts
