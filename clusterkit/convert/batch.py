@@ -151,6 +151,9 @@ class _Batch:
             draft.entry("no --requeue", "requeue", False)
         if not {"gres", "gpus", "exclusive"} & entry.keys():
             draft.entry("no GPUs", "gpus", 0)
+        if not {"python", "container"} & entry.keys() and "python" not in draft.job:
+            draft.todo("the script's PATH", "submit with its environment active, or set `python:` "
+                       "of the entry: that Python runs the ranks")  # fmt: skip
         if "cpus" not in entry:
             draft.todo("no --cpus-per-task", "the run asks for the cores that go with its GPUs, or "
                        "for all; `cpus` of the entry sets another number")  # fmt: skip
@@ -320,9 +323,6 @@ class _Batch:
         activates = re.match(r"(?:source|\.)\s+(/[\w./-]+)/bin/activate\s*\Z", raw)
         if activates:
             draft.entry(raw, "python", f"{activates[1]}/bin/python")
-        elif re.search(r"\bactivate\b", raw):
-            draft.todo(raw, "submit with that environment active, or set `python:` of the entry: "
-                            "it runs the ranks")  # fmt: skip
 
     def _not_the_same(self, command: Command) -> str | None:
         """Return a variable of a line that a run does not have as the script has it, if any."""
