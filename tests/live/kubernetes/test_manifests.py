@@ -106,7 +106,7 @@ def small(folder: Path, overlay: str, resources: list[str], steps: int = 6) -> P
         path.write_text(re.sub(r'--steps, "\d+"', f'--steps, "{steps}"', text))
     # A node of this cluster is this machine.
     gpu = folder / "overlays" / "gpu" / "kustomization.yaml"
-    gpu.write_text(gpu.read_text().replace('cpu: "8", memory: 32Gi', 'cpu: "1", memory: 1Gi'))
+    gpu.write_text(gpu.read_text().replace('cpu: "32", memory: 256Gi', 'cpu: "1", memory: 1Gi'))
     base = folder / "kustomization.yaml"
     told = yaml.safe_load(base.read_text())
     told |= {"resources": resources, "components": [f"overlays/{overlay}"]}
