@@ -192,12 +192,22 @@ class Reconciler:
                 if cancelled:
                     return self._settle(now, cancelled)
                 return [Start()] if now >= self.start_at else []
+            case Stage.WATCH if self.looked and self.seen is None:
+                return self._after_look(seen, now, cancelled)
             case Stage.WATCH:
                 return [] if seen is None and not cancelled else self._watch(seen, now, cancelled)
             case Stage.JUDGE:
                 return [Ended()]
             case Stage.SETTLE:
                 return self._settle(now, cancelled)
+
+    def _after_look(self, seen: Observation | None, now: float, cancelled: bool) -> list[Action]:
+        """Decide about an attempt that was not started wholly, and has ended everywhere: the nodes
+        that were started may have succeeded."""
+        if seen is not None and seen.state is State.SUCCEEDED:
+            self.seen, self.stage = seen, Stage.JUDGE
+            return [Ended()]
+        return self._settle(now, cancelled)
 
     def _watch(self, seen: Observation | None, now: float, cancelled: bool) -> list[Action]:
         tried = cancelled and self.stops > 1
@@ -376,7 +386,8 @@ class Reconciler:
                 if not may_live(msgspec.structs.replace(self.seen, nodes=known)):
                     without = tuple(n.node for n in self.seen.nodes if n not in known)
             if not 0 < len(without) <= self.terms.dispensable:
-                given_up = now - self.settled_at > LOST_SECONDS
+                # Of an attempt that nobody has seen it is not known that it failed.
+                given_up = self.seen is not None and now - self.settled_at > LOST_SECONDS
                 return [Finish(State.FAILED)] if given_up else []
         following, found = self.attempt + 1, self.verdict
         if found is Verdict.RESTART:
@@ -421,7 +432,8 @@ class Reconciler:
         self.stops += 1
         self.acknowledged = acknowledged and self.stage is Stage.SETTLE
         self.stop_at = now + AGAIN_SECONDS
-        unknown = self.seen and any(n.state is State.UNKNOWN for n in self.seen.nodes)
+        nodes = self.seen.nodes if self.seen is not None else ()
+        unknown = self.seen is None or any(node.state is State.UNKNOWN for node in nodes)
         if self.acknowledged and unknown and self.starts_again and not self.looked:
             # All hosts answer: how the nodes ended can be known now.
             self.stage, self.looked = Stage.WATCH, True

@@ -1394,6 +1394,21 @@ def test_an_attempt_that_cannot_be_recorded_does_not_start(supervise_with, monke
     assert (status.state, status.attempt, status.remark) == (State.SUCCEEDED, 2, None)
 
 
+def test_a_restart_that_was_not_started_wholly_and_has_succeeded_is_not_run_again(
+    supervise_with, monkeypatch
+):
+    class Refusing(Scripted):
+        def submit(self, plan, transport, *, attempt=1, secrets=None, record=None):
+            super().submit(plan, transport, attempt=attempt)
+            if attempt == 2:
+                raise Unavailable("h2: connection refused")
+
+    job, ok = "launcher: forkserver\nrestarts: 1\n", observed(OK)
+    backend, status, _ = supervise_with([observed(BAD), ok], job, kind=Refusing)
+    assert [attempt for attempt, _ in backend.submitted] == [1, 2]
+    assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
+
+
 @pytest.mark.parametrize(("late", "state"), [(True, State.SUCCEEDED), (False, State.FAILED)])
 def test_an_attempt_that_was_not_started_wholly_may_have_succeeded(
     supervise_with, monkeypatch, late, state
@@ -1425,7 +1440,8 @@ def test_a_start_that_fails_once_costs_no_restart_but_that_of_the_first_attempt(
 
     monkeypatch.setattr(machine, "_pause", lambda times: 0.0)
     job, ok = "launcher: forkserver\nrestarts: 1\n", observed(OK)
-    backend, status, events = supervise_with([observed(BAD), ok, ok], job, kind=Refusing)
+    stopped = observed(State.CANCELLED)
+    backend, status, events = supervise_with([observed(BAD), stopped, ok], job, kind=Refusing)
     assert [attempt for attempt, _ in backend.submitted] == [1, 3]
     told = f"attempt 2 could not be started: {error.message}; starting again, which costs no"
     assert events[1].text.startswith(told)
