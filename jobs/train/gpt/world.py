@@ -34,17 +34,24 @@ class World(Ranks):
 
     def mean_later(self, *values: torch.Tensor | float) -> Callable[[], list[float]]:
         """`mean`, without waiting for it: it begins here, and what is returned waits."""
-        total = torch.stack(
-            [torch.as_tensor(v, dtype=torch.float64, device=self.device) for v in values]
-        )
+        # What is on the GPU already stays there, all else leaves in one copy of pinned memory: any
+        # other copy, and reading a value back, would wait until the GPU's queue is empty.
+        gpu = self.device.type == "cuda"
+        there = [isinstance(v, torch.Tensor) and v.is_cuda == gpu for v in values]
+        own = [0.0 if kept else float(v) for v, kept in zip(values, there, strict=True)]
+        sent = torch.tensor(own, dtype=torch.float64)
+        if gpu:
+            sent = sent.pin_memory().to(self.device, non_blocking=True)
+        total = torch.stack([
+            value.double().reshape(()) if isinstance(value, torch.Tensor) and kept else number
+            for value, number, kept in zip(values, sent.unbind(), there, strict=True)
+        ])  # fmt: skip
         work = dist.all_reduce(total, async_op=True) if self.size > 1 else None
         arrived = None
-        if self.device.type == "cuda":
+        if gpu:
             if work is not None:
                 work.wait()  # holds up the GPU's queue, not this process
-            work, there = None, total
-            total = torch.empty_like(there, device="cpu", pin_memory=True)
-            total.copy_(there, non_blocking=True)
+            work, total = None, total.to("cpu", non_blocking=True)  # into pinned memory
             arrived = torch.cuda.Event()
             arrived.record()
 

@@ -72,9 +72,10 @@ class Engine:
 
     def step(
         self, micro_batches: Sequence[Any], learning_rate: float
-    ) -> tuple[Tensor, float | None, float]:
+    ) -> tuple[Tensor, Tensor | float | None, float]:
         """Train on this rank's micro batches: its mean loss, the norm of the whole gradient (None:
-        ZeRO-0 does not tell), and the learning rate, which may be of the config's own schedule."""
+        ZeRO-0 does not tell), and the learning rate, which may be of the config's own schedule.
+        Both numbers stay on the GPU, which reading them would wait for."""
         if self._scheduled:
             learning_rate = float(self.engine.get_lr()[0])
         else:
@@ -90,8 +91,7 @@ class Engine:
                 self.engine.step()  # updates only after the last of them
                 losses.append(loss.detach().double())
             loss = torch.stack(losses).mean()
-        norm = self.engine.get_global_grad_norm()
-        return loss, None if norm is None else float(norm), learning_rate
+        return loss, self.engine.get_global_grad_norm(), learning_rate
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Any]) -> Tensor:

@@ -3,13 +3,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 import zero_config
 from choices import Batch, solve
 from mesh import Mesh
 from ranks import BadInput, Unavailable
-from zero import comms_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from zero import Engine, comms_table
 from zero_config import batch_numbers, load_config
 from zero_mesh import name, on_mesh, precision
 
@@ -205,3 +208,18 @@ def test_the_name_tells_what_a_checkpoint_depends_on(tmp_path: Path) -> None:
     two = load(tmp_path, {"zero_optimization": {"stage": 2}})
     assert name(two, Mesh()) == "deepspeed zero-2"
     assert name(load(tmp_path, {}, dtype="bf16"), Mesh()) == "deepspeed zero-0 bf16"
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_a_step_reads_no_number_back_from_the_gpu(pipeline: bool) -> None:
+    """It would wait until the GPU has done all that it was given, in every step."""
+    with FakeTensorMode():  # whose tensors have no value to read
+        loss = torch.zeros((), device="cuda:0")
+        made = Mock(return_value=loss, train_batch=Mock(return_value=loss))
+        made.optimizer.param_groups = [{"lr": 0.0}]
+        made.get_global_grad_norm.return_value = torch.ones((), device="cuda:0")
+        engine = object.__new__(Engine)
+        engine.engine, engine._pipeline, engine._scheduled = made, pipeline, False
+        mean, norm, rate = engine.step([(None, None)], 0.5)
+    assert mean.device == norm.device == torch.device("cuda:0")
+    assert (rate, made.optimizer.param_groups) == (0.5, [{"lr": 0.5}])

@@ -3,11 +3,15 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import world as module
 from ranks import BadInput, Ranks, Unavailable, choose_device, read_ranks
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from world import World, distributed, run
 
 from tests.unit.runtime.conftest import GPT
@@ -144,9 +148,42 @@ def test_ranks_that_do_not_come_are_missed_by_name(monkeypatch: pytest.MonkeyPat
 
 def test_a_world_of_one_needs_no_collective() -> None:
     world = World(**vars(LONE), device=torch.device("cpu"), backend="gloo")
-    assert world.mean(torch.tensor(2.5), True, 0) == [2.5, 1.0, 0.0]
+    assert world.mean(torch.tensor(2.5), True, torch.tensor([0.1]), 0) == [
+        2.5, 1.0, float(torch.tensor(0.1)), 0.0,
+    ]  # fmt: skip
     assert world.gather("here") == ["here"]
     world.barrier()
+
+
+class Copies(TorchDispatchMode):
+    """Notes what goes between host and GPU, and whether the host waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func._schema.name
+        done = func(*args, **kwargs)  # reading a value back raises: a fake tensor has none
+        if name in ("aten::_to_copy", "aten::copy_"):
+            source = args[name == "aten::copy_"]
+            free = kwargs.get("non_blocking") or args[-1] is True
+            if source.device != done.device:
+                self.noted.append(f"{source.device} -> {done.device}{'' if free else ' blocks'}")
+        return done
+
+
+def test_a_step_s_numbers_leave_and_reach_a_gpu_without_holding_up_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # needs a driver
+    monkeypatch.setattr(torch.cuda, "Event", Mock())
+    gpu = World(**vars(LONE), device=torch.device("cuda", 0), backend="nccl")
+    with FakeTensorMode(), Copies() as copies:
+        loss = torch.zeros((), dtype=torch.float32, device="cuda:0")
+        norm = torch.zeros((), dtype=torch.float64, device="cuda:0")
+        gpu.mean_later(loss, norm, False, 2)
+    assert copies.noted == ["cpu -> cuda:0", "cuda:0 -> cpu"]  # one each, and none blocks
 
 
 @pytest.mark.parametrize(
