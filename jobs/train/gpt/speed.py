@@ -19,21 +19,43 @@ from torch import nn
 from world import World
 
 PEAKS = {
-    "B200": 2250e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
+    # GB300 and GB200 NVL72, HGX B200: 5, 5 and 4.5 petaFLOPS of a GPU with sparsity
+    "NVIDIA GB300": 2500e12,
+    "NVIDIA GB200": 2500e12,
+    "NVIDIA B200": 2250e12,
+    # H200, H100, GH200: 1,979 (SXM, Grace Hopper), 1,671 (NVL) and 1,513 (PCIe) with sparsity
+    "NVIDIA H200": 989.4e12,
+    "NVIDIA H200 NVL": 835.5e12,
+    "NVIDIA H100 80GB HBM3": 989.4e12,
+    "NVIDIA H100 NVL": 835.5e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA GH200 120GB": 989.4e12,
+    "NVIDIA GH200 480GB": 989.4e12,
+    "NVIDIA GH200 144G HBM3e": 989.4e12,
+    # A100, A800, A30, A40, A10: these print the dense figure first
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A800-SXM4-80GB": 312e12,
+    "NVIDIA A800 80GB PCIe": 312e12,
+    "NVIDIA A30": 165e12,
+    "NVIDIA A40": 149.7e12,
+    "NVIDIA A10": 125e12,
+    # L40S and L40 (dense first), L4 (242 with sparsity)
+    "NVIDIA L40S": 362.05e12,
+    "NVIDIA L40": 181.05e12,
+    "NVIDIA L4": 121e12,
+    # Whitepapers of RTX Blackwell, Ada and GA102: "BF16 Tensor TFLOPS with FP32 Accumulate"
+    "NVIDIA GeForce RTX 5090": 209.5e12,
+    "NVIDIA GeForce RTX 4090": 165.2e12,
+    "NVIDIA GeForce RTX 3090": 71e12,
+    "NVIDIA RTX A6000": 154.8e12,
 }
-"""Dense bf16 and fp16 FLOP/s of a GPU by what its name contains, the first that fits. From NVIDIA's
-data sheets (nvidia.com/en-us/data-center: b200, h200, h100, a100, l40s, l4), which mostly print
-twice as much, "with sparsity"."""
+"""Dense bf16 and fp16 FLOP/s by the whole name that torch and nvidia-smi give a GPU: of a part of
+it, "L4" would be an L40S, and a MIG slice or a laptop's chip a whole card. The names are those of
+NVIDIA's driver (github.com/NVIDIA/open-gpu-kernel-modules, README.md), the figures those of
+NVIDIA's data sheets, most of which print twice as much, "with sparsity"."""
 
 
 def adamw(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
@@ -74,21 +96,22 @@ def check_compiler(device: torch.device) -> None:
 
 
 class Meter:
-    """What a GPU did of what it could: nothing on CPUs."""
+    """What the GPUs did of what they could: nothing on CPUs. Made by all ranks together."""
 
     def __init__(
         self, facts: Mapping[str, Any], parameters: int, context: int, dtype: str, world: World
     ) -> None:
         self._gpu = world.device.type == "cuda"
-        name = torch.cuda.get_device_name(world.device) if self._gpu else ""
-        peak = next((peak for part, peak in PEAKS.items() if part in name), None)
-        flops = flops_per_token(facts, parameters, context)
-        known = peak is not None and dtype != "fp32"
-        self._most = peak * world.size / flops if known and peak else None  # tokens per second
+        self._most = None  # tokens per second
+        if self._gpu and dtype != "fp32":
+            names = world.gather(torch.cuda.get_device_name(world.device))
+            if all(name in PEAKS for name in names):
+                most = sum(PEAKS[name] for name in names)
+                self._most = most / flops_per_token(facts, parameters, context)
 
     def measured(self, tokens_per_second: float) -> dict[str, float]:
-        """For the metrics line: MFU, of 1, and the most memory that was ever allocated, in bytes;
-        of rank 0's GPU, whose name counts for all."""
+        """For the metrics line: MFU, of 1, and the most memory that was ever allocated on this
+        rank's GPU, in bytes."""
         if not self._gpu:
             return {}
         memory = {"peak_memory": torch.cuda.max_memory_allocated()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from model import GPT, PRESETS
 from parameters import count_parameters
 from ranks import Unavailable
 from world import World
+
+from tests.unit.runtime.conftest import ROOT
 
 CPU = torch.device("cpu")
 SLOW, MORE = pytest.mark.thorough, ("ddp", "tp", "pp")  # of a whole model at once: a minute
@@ -27,25 +30,53 @@ def test_a_token_costs_what_palm_s_appendix_says() -> None:
     assert speed.flops_per_token({"name": "owner/model"}, 10, 1024) == 60
 
 
+RECORDED = {
+    "NVIDIA A100-SXM4-40GB": 312,
+    "NVIDIA GB10": None,  # no data sheet tells a figure for bf16
+    "NVIDIA GB200": 2500,
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA H100 80GB HBM3": 989.4,
+    "NVIDIA L4": 121,
+    "NVIDIA L40S": 362.05,
+}
+"""What the hosts of tests/data/gpu have; another one there has to be added here."""
+
+
+def test_every_recorded_gpu_has_its_dense_peak_or_none() -> None:
+    files = (ROOT / "tests" / "data" / "gpu").glob("*.txt")
+    names = {name for file in files for name in re.findall(r"GPU-[\w-]+, (.+?),", file.read_text())}
+    teras = {
+        name: None if (peak := speed.PEAKS.get(name)) is None else peak / 1e12 for name in names
+    }
+    assert teras == RECORDED
+
+
 @pytest.mark.parametrize(
-    ("name", "peak"),
+    ("names", "peak"),
     [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA L40S", 362e12),
-        ("Some GPU", None),
+        (["NVIDIA H100 80GB HBM3"] * 2, 2 * 989.4e12),
+        (["NVIDIA H100 PCIe"] * 2, 2 * 756e12),
+        (["NVIDIA H100 NVL"] * 2, 2 * 835.5e12),
+        (["NVIDIA H200"] * 2, 2 * 989.4e12),
+        (["NVIDIA A100 80GB PCIe"] * 2, 2 * 312e12),
+        (["NVIDIA L4", "NVIDIA L40S"], (121 + 362.05) * 1e12),
+        (["NVIDIA L4", "NVIDIA L4 2"], None),
+        (["NVIDIA A100-SXM4-40GB MIG 1g.5gb"] * 2, None),  # a seventh of one
+        (["NVIDIA A100-SXM-64GB"] * 2, None),  # has more multiprocessors
+        (["NVIDIA GeForce RTX 4090 D"] * 2, None),
+        (["NVIDIA GeForce RTX 4090 Laptop GPU"] * 2, None),
+        (["NVIDIA L400"] * 2, None),
     ],
 )
-def test_mfu_is_of_the_gpu_s_dense_peak(
-    monkeypatch: pytest.MonkeyPatch, name: str, peak: float | None
+def test_mfu_is_of_the_gpus_dense_peaks_and_of_an_unknown_one_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, names: list[str], peak: float | None
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[0])
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1 << 30)
+    monkeypatch.setattr(World, "gather", lambda world, name: [name, *names[1:]])
     world = World(0, 0, 0, 2, 2, device=torch.device("cuda", 0), backend="nccl")
     told = speed.Meter({}, 100, 16, "bf16", world).measured(1e9)
-    mfu = {} if peak is None else {"mfu": pytest.approx(600 * 1e9 / (2 * peak))}
+    mfu = {} if peak is None else {"mfu": pytest.approx(600 * 1e9 / peak)}
     assert told == {"peak_memory": 1 << 30, **mfu}
     assert "mfu" not in speed.Meter({}, 100, 16, "fp32", world).measured(1e9)
 
