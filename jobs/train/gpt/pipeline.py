@@ -43,15 +43,13 @@ class Pipeline:
         part = PipelineStage(stage, self._index, mesh.pp, world.device, group=self._group)
         kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule]
         self._schedule: Any = kind(part, micro_batches, loss_fn=self._loss, scale_grads=False)
-        self._ends = self._group_of_the_ends()
 
     def backward(self, micro_batches: Sequence[Any], parameters: Mapping[str, Tensor]) -> Tensor:
         """Gradients of the mean loss of all micro batches; returns it."""
         loss = self._run(self._schedule.step, micro_batches)
-        if self._ends is not None:
-            # The gradient of a weight that both ends use is the sum over them.
+        if self._index in (0, self._mesh.pp - 1):
             for name in SHARED.values():
-                dist.all_reduce(placed_gradient(parameters[name]), group=self._ends)
+                self._add_other_end(placed_gradient(parameters[name]))
         return loss
 
     def evaluate(self, micro_batches: Sequence[Any]) -> Tensor:
@@ -78,15 +76,15 @@ class Pipeline:
         """The micro batch's part of the step's mean loss."""
         return cross_entropy(logits, targets) / self._micro_batches
 
-    def _group_of_the_ends(self) -> Any:
-        """The first and the last stage's rank of this replica and slice; None between them.
+    def _add_other_end(self, gradient: Tensor) -> None:
+        """Add the gradient of the first or the last stage for a weight that both use.
 
-        A group is made by all ranks, also by those that are not in it.
+        They send it to each other: a process group of the two, for every place in a stage, is made
+        by all ranks, one after the other.
         """
-        inner, mine = self._mesh.dp * self._mesh.tp, None
-        for place in range(inner):
-            ranks = [place, (self._mesh.pp - 1) * inner + place]
-            group = dist.new_group(ranks)
-            if self._world.rank in ranks:
-                mine = group
-        return mine
+        other, theirs = self._mesh.pp - 1 - self._index, torch.empty_like(gradient)
+        ways = ((dist.isend, gradient), (dist.irecv, theirs))
+        both = [dist.P2POp(op, part, group=self._group, group_peer=other) for op, part in ways]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+        gradient += theirs

@@ -220,6 +220,14 @@ def test_a_pipeline_tells_its_bubble_and_computes_the_same(
     assert result.losses() == pytest.approx(expected, abs=TOLERANCE)
 
 
+@pytest.mark.thorough
+def test_the_ends_of_a_long_pipeline_share_a_weight(launch) -> None:
+    how = [*SHORT, "--model", "small"]
+    one, three = launch(*how), launch(*how, "--strategy", "pp", ranks=3)
+    assert three.codes == [0, 0, 0], three.stderr
+    assert three.losses() == pytest.approx(one.losses(), abs=TOLERANCE)
+
+
 def test_recomputed_activations_change_no_number(launch) -> None:
     plain = launch(*SHORT)
     again = launch(*SHORT, "--activation-checkpointing")

@@ -3,9 +3,17 @@ from __future__ import annotations
 from itertools import product
 
 import mesh as meshes
+import parallelize
 import pytest
+import torch
+import torch.distributed as dist
 from mesh import Mesh, check_model, choose
+from model import GPT as Model
+from model import Shape
+from pipeline import Pipeline
 from ranks import BadInput
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from world import World
 
 GPT = {"name": "tiny", "layers": 2, "heads": 4, "context": 64}
 
@@ -132,3 +140,20 @@ def test_a_mesh_names_what_is_divided() -> None:
     assert str(Mesh(pp=2, shard=2, tp=2)) == "pp=2,dp=2,tp=2"
     assert str(Mesh(replicate=2, shard=4)) == "replicate=2,shard=4"
     assert str(Mesh()) == "dp=1"
+
+
+@pytest.mark.parametrize("rank", [0, 20, 63])
+def test_a_pipeline_of_64_ranks_makes_no_process_groups_beside_the_mesh_s(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """All ranks take part in making each, one after the other: tens of seconds."""
+    cpu, made, mesh = torch.device("cpu"), [], Mesh(pp=4, shard=4, tp=4)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=64)
+    try:
+        grid = parallelize.device_mesh(mesh, cpu)
+        monkeypatch.setattr(dist, "new_group", made.append)
+        stage = Model(Shape(8, 4, 16, 8)).stage(mesh.stage(rank), 4)
+        Pipeline(stage, "1f1b", 4, mesh, grid, World(rank, 0, 0, 64, 8, device=cpu, backend="fake"))
+    finally:
+        dist.destroy_process_group()
+    assert made == []
