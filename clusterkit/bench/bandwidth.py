@@ -30,9 +30,11 @@ FACTORS: dict[str, Callable[[int], float]] = {
     "broadcast": lambda ranks: 1.0,
     "sendrecv": lambda ranks: 1.0,
 }
-"""Bus bandwidth / algorithm bandwidth for n ranks, as in nccl-tests (doc/PERFORMANCE.md).
+"""Bus bandwidth / algorithm bandwidth for n ranks, as nccl-tests has it:
+https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, "Bus bandwidth".
 
-The least that a rank's link has to carry in one direction, in units of the array's size.
+With array size S and time t, algbw = S / t; of all_reduce, busbw = algbw * 2 (n - 1) / n. That is
+the least that a rank's link has to carry in one direction, in units of the array's size.
 all_reduce: every element is added n-1 times and its sum copied n-1 times, each time over a link;
 that is 2(n-1) arrays, divided between n links. reduce_scatter only adds, all_gather only copies.
 broadcast and sendrecv: the whole array leaves one rank.
@@ -47,6 +49,8 @@ ONLY_NCCL = ("float8_e4m3fn", "float8_e5m2")
 """Types that gloo does not take (torch 2.13: "Invalid scalar type")."""
 
 SIZES = "1K:64M:x4"
+MOST_ON_GPUS = 8 << 30
+"""Where they end on GPUs with the memory for it; the ranks find out."""
 PAIR_SIZES = "1K,16M"
 """Of pairs: the smallest size gives the latency, the largest the bandwidth."""
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -68,6 +72,8 @@ class Options(Struct, frozen=True, kw_only=True):
     warmup: int | None = None
     pairwise: bool = False
     sequential: bool = False
+    most: int | None = None
+    """Size to which the ranks go on if they have GPUs."""
 
 
 class Node(Struct, frozen=True):
@@ -170,7 +176,8 @@ def choose(
 
     Args:
         collectives: names, in a list or separated by commas; None: all of `FACTORS`.
-        sizes: see `parse_sizes`; None: `SIZES`, or `PAIR_SIZES` between pairs.
+        sizes: see `parse_sizes`; None: `SIZES`, on GPUs further to `MOST_ON_GPUS` as memory
+            allows, or `PAIR_SIZES` between pairs.
         pairwise: messages between all pairs of nodes instead of collectives.
         others: of `Options`, as follows.
         dtype: type of the elements, one of `ITEMSIZES`.
@@ -197,6 +204,7 @@ def choose(
     options = Options(
         collectives=("sendrecv",) if pairwise else names,
         sizes=parse_sizes(sizes or (PAIR_SIZES if pairwise else SIZES)),
+        most=None if sizes or pairwise else MOST_ON_GPUS,
         pairwise=pairwise,
         **others,
     )
@@ -255,8 +263,9 @@ def job_of(options: Options) -> JobSpec:
         args += ["--pairwise", *(["--sequential"] if options.sequential else [])]
     else:
         args += ["--collectives", ",".join(options.collectives)]
-    for flag, number in (("--iterations", options.iterations), ("--warmup", options.warmup)):
-        args += [] if number is None else [flag, str(number)]
+    numbers = {"iterations": options.iterations, "warmup": options.warmup, "most": options.most}
+    for name, number in numbers.items():
+        args += [] if number is None else [f"--{name}", str(number)]
     return JobSpec(
         name="bench",
         description="Bandwidth and latency of the collectives",

@@ -44,7 +44,8 @@ PLAIN_LINES = 20
 @click.option("--sizes", metavar="SIZES",
               help="Message sizes in bytes: a list 1K,1M or a range 1K:64M:x2, which doubles (K, "
               "M, G are powers of 1024; without :x2 a size is 4 times the one before). "
-              f"Default: {bandwidth.SIZES}; with --pairwise {bandwidth.PAIR_SIZES}.")  # fmt: skip
+              f"Default: {bandwidth.SIZES}, on GPUs to 8G as memory allows; with --pairwise "
+              f"{bandwidth.PAIR_SIZES}.")  # fmt: skip
 @click.option("--pairwise", is_flag=True,
               help="Measure every pair of nodes; find slow links and hosts.")  # fmt: skip
 @click.option("--sequential", is_flag=True,

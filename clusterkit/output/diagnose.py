@@ -49,6 +49,8 @@ _HINTS = (
     (re.compile(r"not compiled with CUDA enabled|compiled without CUDA support|_cuda_setDevice"
                 r"|doesn't have NCCL built in"),
      "no GPU on this node, or its torch is one for CPUs, but the program asks for CUDA"),
+    (re.compile(r"Duplicate GPU detected"),  # NCCL
+     "two ranks took the same GPU: each takes that of its LOCAL_RANK, or fewer ranks (--gpus)"),
     (re.compile(r"loss is (nan|-?inf)|returned nan values in its|non-?finite", re.I),
      "lower the learning rate or clip gradients, and resume from a checkpoint before that step"),
     (re.compile(r"PytorchStreamReader failed|inline_container|archive is corrupted|Ran out of input"

@@ -33,7 +33,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -53,6 +53,10 @@ FEWEST_ITERATIONS = 3
 SECONDS_PER_MEASUREMENT = 5.0
 """Limits the repetitions of a slow operation, unless their number is an option."""
 PING_PONGS = 100
+GROWTH = 4
+"""Factor between the sizes that are added on GPUs."""
+SHARE_OF_MEMORY = 0.8
+"""Of a GPU's free memory, what buffers of added sizes may take; NCCL needs some as well."""
 PASSES = 3
 """Number of times at which a pair is measured, so that a short disturbance is no slow link."""
 _TIMEOUT_SECONDS = 600.0
@@ -87,6 +91,7 @@ class Options:
     warmup: int | None
     pairwise: bool
     sequential: bool
+    most: int
 
     def counts(
         self, seconds: float, most: int = ITERATIONS, number: int = 0, passes: int = 1
@@ -315,6 +320,7 @@ def _pieces(tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def collectives(world: World, options: Options) -> None:
     """Measure every collective at every size."""
+    options = grown(world, options)
     itemsize = options.dtype.itemsize
     todo = list(
         dict.fromkeys(
@@ -327,12 +333,50 @@ def collectives(world: World, options: Options) -> None:
     for number, (name, elements) in enumerate(todo, 1):
         size = elements * itemsize
         world.report("bench_doing", collective=name, size=size, number=number, of=len(todo))
-        operation = COLLECTIVES[name](world, elements, allocator(world, options.dtype))
-        found = measure(world, operation, options)
+        # Without a name: the next one's buffers take the place of these.
+        make = COLLECTIVES[name]
+        found = measure(world, make(world, elements, allocator(world, options.dtype)), options)
         world.report("bench_row", collective=name, size=size, elements=elements, **found)
 
 
+def grown(world: World, options: Options) -> Options:
+    """Return the options with further sizes up to ``most``, on GPUs, as far as memory allows.
+
+    Several GPUs of 400 Gbit/s and more are not half as fast with 64 MiB as with gigabytes.
+    """
+    if world.device.type != "cuda" or options.sizes[-1] >= options.most:
+        return options
+    (free,) = world.reduce([torch.cuda.mem_get_info(world.device)[0]], dist.ReduceOp.MIN)
+    sizes = [*options.sizes]
+    while sizes[-1] < options.most:
+        bigger = replace(options, sizes=(min(sizes[-1] * GROWTH, options.most),))
+        if needed_bytes(bigger, world.size) > free * SHARE_OF_MEMORY:
+            break
+        sizes += bigger.sizes
+    return replace(options, sizes=tuple(sizes))
+
+
 # ---------------------------------------------------------------- pairs
+
+
+def messages(world: World) -> tuple[Callable[..., object], Callable[..., object]]:
+    """Return the functions that send a tensor to a rank and receive one from it.
+
+    Of a message by itself, NCCL would make a communicator for its two ranks, unless torch has
+    connected all at the start, and keep it: memory on every GPU for each of its pairs.
+    A batch uses the communicator of all ranks (torch, ProcessGroupNCCL::pointToPoint).
+    """
+    if world.backend != "nccl":
+        return dist.send, dist.recv
+
+    def batch(operation: Any) -> Callable[..., object]:
+        def run(tensor: Tensor, peer: int) -> None:
+            for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer)]):
+                work.wait()
+
+        return run
+
+    return batch(dist.isend), batch(dist.irecv)
 
 
 def tournament(players: int) -> list[list[tuple[int, int]]]:
@@ -413,10 +457,11 @@ def one_way(
     Args:
         part: number of this pass, number of passes.
     """
+    send, receive = messages(world)
 
     def trip(message: Tensor, answer: Tensor) -> None:
-        (dist.send if leads else dist.recv)(message, peer)
-        (dist.recv if leads else dist.send)(answer, peer)
+        (send if leads else receive)(message, peer)
+        (receive if leads else send)(answer, peer)
 
     def trips(message: Tensor, answer: Tensor, most: int) -> list[float]:
         """Return the seconds of each; the rank that leads decides on their number."""
@@ -426,7 +471,7 @@ def one_way(
 
         seconds = timed(world, run, CONNECTING)[-1]
         counts = torch.tensor(options.counts(seconds, most, *part), device=world.device)
-        (dist.send if leads else dist.recv)(counts, peer)
+        (send if leads else receive)(counts, peer)
         warmup, iterations = counts.tolist()
         timed(world, run, warmup)
         return timed(world, run, iterations)
@@ -441,9 +486,9 @@ def one_way(
     wrong = torch.zeros(1, dtype=torch.int64, device=world.device)
     if not leads:
         wrong += count_wrong(large, lambda index: value(peer, index))
-        dist.send(wrong, peer)
+        send(wrong, peer)
         return None
-    dist.recv(wrong, peer)
+    receive(wrong, peer)
     return OneWay(seconds, [each / 2 for each in latencies], int(wrong.item()))
 
 
@@ -528,6 +573,7 @@ def parse(arguments: Sequence[str]) -> Options:
     parser = argparse.ArgumentParser(prog="bandwidth.py", description=__doc__)
     parser.add_argument("--collectives", default=",".join(COLLECTIVES), type=_collectives)
     parser.add_argument("--sizes", required=True, type=_sizes, help="bytes, comma-separated")
+    parser.add_argument("--most", type=int, default=0, help="bytes, to which sizes grow on GPUs")
     parser.add_argument("--dtype", default="float32", choices=list(DTYPES))
     parser.add_argument("--iterations", type=int)
     parser.add_argument("--warmup", type=int)
@@ -565,28 +611,42 @@ def join() -> World:
         raise Refused(f"between {size} rank there is nothing to measure: start 2 or more")
     own = os.environ.get("NODE_RANK") or os.environ.get("GROUP_RANK")
     node = int(own or rank // number["LOCAL_WORLD_SIZE"])
-    device = choose_device(number["LOCAL_RANK"])
+    device = choose_device(number["LOCAL_RANK"], number["LOCAL_WORLD_SIZE"])
     backend = "nccl" if device.type == "cuda" else "gloo"
     options: dict[str, Any] = {}
     if device.type == "cuda":
         torch.cuda.set_device(device)
         options["device_id"] = device
     seconds = float(os.environ.get("CLUSTERKIT_TIMEOUT") or _TIMEOUT_SECONDS)
-    dist.init_process_group(backend, timeout=timedelta(seconds=seconds), **options)
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=seconds), **options)
+    except dist.DistError as error:
+        if "Duplicate GPU detected" in str(error):  # NCCL, of two ranks that see the same one
+            raise too_few_gpus(number["LOCAL_WORLD_SIZE"]) from error
+        raise
     return World(rank, size, node, device, backend)
 
 
-def choose_device(local_rank: int) -> torch.device:
+def choose_device(local_rank: int, local_size: int) -> torch.device:
     """Return the device by CLUSTERKIT_DEVICE (cpu or cuda), by default a GPU if there is one."""
     kind = os.environ.get("CLUSTERKIT_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind != "cuda":
         return torch.device(kind)
     count = torch.cuda.device_count()
     # CUDA_VISIBLE_DEVICES may name one GPU per rank.
-    index = 0 if count == 1 else local_rank
-    if index >= count:
-        raise Refused(f"local rank {local_rank} has no GPU: torch sees {count} (fewer --gpus)")
+    own = local_size == 1 or "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ",")
+    index = 0 if count == 1 and own else local_rank
+    if index >= count or (count == 1 and not own):
+        raise too_few_gpus(local_size)
     return torch.device("cuda", index)
+
+
+def too_few_gpus(local_size: int) -> Refused:
+    count = torch.cuda.device_count()
+    return Refused(
+        f"{local_size} rank{'s' * (local_size != 1)} on this node, but torch sees "
+        f"{count} GPU{'s' * (count != 1)}: fewer ranks per node (--gpus)"
+    )
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -165,6 +165,12 @@ def test_the_job_says_everything_in_its_arguments() -> None:
         "--sizes", "1024,2048", "--dtype", "int8", "--collectives", "broadcast",
         "--iterations", "7", "--warmup", "3",
     )  # fmt: skip
+    usual = bandwidth.job_of(choose(collectives="broadcast"))
+    sizes = ",".join(str(1024 * 4**n) for n in range(9))  # to 64 MiB; on GPUs to 8 GiB
+    assert usual.args == (
+        "--sizes", sizes, "--dtype", "float32", "--collectives", "broadcast",
+        "--most", str(8 << 30),
+    )  # fmt: skip
     pairs = bandwidth.job_of(choose(pairwise=True, sequential=True))
     assert pairs.args == (
         "--sizes", "1024,16777216", "--dtype", "float32", "--pairwise", "--sequential",

@@ -306,6 +306,13 @@ def test_a_signal_is_named(code, words):
         ("ModuleNotFoundError: No module named 'flash_attn'", "install it"),
         ("OSError: [Errno 98] Address already in use", "listens on that port"),
         ("OSError: [Errno 28] No space left on device", "make room"),
+        (
+            "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, invalid usage "
+            "(run with NCCL_DEBUG=WARN for details), NCCL version 2.29.7\nncclInvalidUsage: This "
+            "usually reflects invalid usage of NCCL library.\nLast error:\nDuplicate GPU detected "
+            ": rank 1 and rank 0 both on CUDA device 17000",
+            "fewer ranks (--gpus)",
+        ),
         ("RuntimeError: Error building extension 'cpu_adam'", "ninja"),
         ("AssertionError: Torch not compiled with CUDA enabled", "no GPU on this node"),
         (

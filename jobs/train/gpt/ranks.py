@@ -98,11 +98,17 @@ def choose_device(ranks: Ranks) -> torch.device:
         raise BadInput(f"CLUSTERKIT_DEVICE is {kind!r}; it must be cpu or cuda")
     count = torch.cuda.device_count()
     # Slurm and others may show each rank one GPU of its own.
-    index = 0 if count == 1 else ranks.local_rank
-    shared = count == 1 < ranks.local_size and "CUDA_VISIBLE_DEVICES" not in os.environ
-    if index >= count or shared:
-        raise BadInput(
-            f"{ranks.local_size} ranks on this node, but torch sees {count} GPUs",
-            "ask for fewer ranks per node (--gpus), or CLUSTERKIT_DEVICE=cpu",
-        )
+    own = ranks.local_size == 1 or "," not in os.environ.get("CUDA_VISIBLE_DEVICES", ",")
+    index = 0 if count == 1 and own else ranks.local_rank
+    if index >= count or (count == 1 and not own):
+        raise too_few_gpus(ranks)
     return torch.device("cuda", index)
+
+
+def too_few_gpus(ranks: Ranks) -> BadInput:
+    size, count = ranks.local_size, torch.cuda.device_count()
+    there = f"{size} rank{'s' * (size != 1)} on this node"
+    return BadInput(
+        f"{there}, but torch sees {count} GPU{'s' * (count != 1)}",
+        "ask for fewer ranks per node (--gpus), or CLUSTERKIT_DEVICE=cpu",
+    )

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from ranks import BadInput, Explained, Ranks, Unavailable
+from ranks import BadInput, Explained, Ranks, Unavailable, too_few_gpus
 
 EXIT_STOPPED = 128 + signal.SIGTERM
 
@@ -34,18 +34,16 @@ class World(Ranks):
 
     def mean_later(self, *values: torch.Tensor | float) -> Callable[[], list[float]]:
         """`mean`, without waiting for it: it begins here, and what is returned waits."""
-        # What is on the GPU already stays there, all else leaves in one copy of pinned memory: any
-        # other copy, and reading a value back, would wait until the GPU's queue is empty.
+        # All that is not on the GPU leaves in one copy of pinned memory: any other copy, and
+        # reading a value back, would wait until the GPU's queue is empty.
         gpu = self.device.type == "cuda"
-        there = [isinstance(v, torch.Tensor) and v.is_cuda == gpu for v in values]
-        own = [0.0 if kept else float(v) for v, kept in zip(values, there, strict=True)]
+        held = {n: v for n, v in enumerate(values) if torch.is_tensor(v) and v.is_cuda == gpu}
+        own = [0.0 if n in held else float(v) for n, v in enumerate(values)]
         sent = torch.tensor(own, dtype=torch.float64)
         if gpu:
             sent = sent.pin_memory().to(self.device, non_blocking=True)
-        total = torch.stack([
-            value.double().reshape(()) if isinstance(value, torch.Tensor) and kept else number
-            for value, number, kept in zip(values, sent.unbind(), there, strict=True)
-        ])  # fmt: skip
+        parts = [held.get(n, part) for n, part in enumerate(sent.unbind())]
+        total = torch.stack([part.double().reshape(()) for part in parts])
         work = dist.all_reduce(total, async_op=True) if self.size > 1 else None
         arrived = None
         if gpu:
@@ -112,6 +110,8 @@ def _join(ranks: Ranks, device: torch.device, backend: str) -> None:
     try:
         dist.init_process_group(backend, **options)
     except dist.DistError as error:
+        if "Duplicate GPU detected" in str(error):  # NCCL, of two ranks that see the same one
+            raise too_few_gpus(ranks) from error
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise Unavailable(
             f"rank {ranks.rank} could not meet the other {ranks.size - 1} ranks at {where}: "

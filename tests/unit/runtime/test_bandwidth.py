@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ NODES = {"LOCAL_WORLD_SIZE": "1"}
 def options(**fields: Any) -> Options:
     given: dict[str, Any] = {
         "collectives": tuple(COLLECTIVES), "sizes": (1024,), "dtype": torch.float32,
-        "iterations": None, "warmup": None, "pairwise": False, "sequential": False,
+        "iterations": None, "warmup": None, "pairwise": False, "sequential": False, "most": 0,
     }  # fmt: skip
     return Options(**given | fields)
 
@@ -137,6 +138,49 @@ def test_in_a_tournament_everybody_meets_everybody_once(players: int) -> None:
     assert sorted(met) == list(itertools.combinations(range(players), 2))
 
 
+@pytest.mark.parametrize(
+    ("free", "name", "last"),
+    [
+        (80, "all_reduce", [64, 256, 1024, 4096, 8192]),
+        (24, "all_reduce", [64, 256, 1024, 4096, 8192]),
+        (24, "sendrecv", [64, 256, 1024, 4096, 8192]),  # two buffers
+        (16, "sendrecv", [64, 256, 1024, 4096]),
+        (6, "sendrecv", [64, 256, 1024]),
+        (0.01, "all_reduce", [64]),  # refused with its figures
+    ],
+)
+def test_on_gpus_sizes_go_on_as_far_as_memory_allows(
+    monkeypatch: pytest.MonkeyPatch, free: float, name: str, last: list[int]
+) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda device: (int(free * (1 << 30)), 96 << 30)
+    )
+    asked = options(collectives=(name,), sizes=(1024, 64 << 20), most=8 << 30)
+    gpu = Alike(0, 8, 0, torch.device("cuda", 0), "nccl")
+    assert bandwidth.grown(gpu, asked).sizes == (1024, *(size << 20 for size in last))
+    given = options(sizes=(64 << 20,))
+    assert bandwidth.grown(gpu, given) == given
+    assert bandwidth.grown(world(), asked) == asked
+
+
+def test_between_gpus_two_ranks_exchange_messages_without_a_communicator_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[tuple[str, int]] = []
+
+    def batch(operations: Sequence[Any]) -> list[Any]:
+        done.extend((each.op.__name__, each.peer) for each in operations)
+        return [Mock() for _ in operations]
+
+    monkeypatch.setattr(bandwidth.dist, "P2POp", lambda op, tensor, peer: Mock(op=op, peer=peer))
+    monkeypatch.setattr(bandwidth.dist, "batch_isend_irecv", batch)
+    send, receive = bandwidth.messages(World(0, 4, 0, torch.device("cuda", 0), "nccl"))
+    send(torch.zeros(1), 3)
+    receive(torch.zeros(1), 2)
+    assert done == [("isend", 3), ("irecv", 2)]
+    assert bandwidth.messages(world()) == (bandwidth.dist.send, bandwidth.dist.recv)
+
+
 # ---------------------------------------------------------------- the check
 
 
@@ -184,7 +228,7 @@ class Alike(World):
     def reduce(
         self, values: Sequence[float], how: Any = torch.distributed.ReduceOp.SUM
     ) -> list[float]:
-        times = 1 if how == torch.distributed.ReduceOp.MAX else self.size
+        times = self.size if how == torch.distributed.ReduceOp.SUM else 1
         return [value * times for value in values]
 
 
@@ -436,13 +480,35 @@ def test_arguments_are_checked(
     assert said in capsys.readouterr().err
 
 
-def test_a_gpu_is_taken_by_local_rank_or_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("gpus", "visible", "rank", "of", "index"),
+    [
+        (2, None, 1, 2, 1),
+        (2, None, 2, 3, None),
+        (1, None, 0, 1, 0),
+        (1, "3", 3, 4, 0),  # each rank sees one of its own
+        (1, None, 0, 2, None),  # both would take it
+        (1, "0,9", 0, 2, None),
+        (0, None, 0, 1, None),
+    ],
+)
+def test_a_gpu_is_taken_by_local_rank_or_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    visible: str | None,
+    rank: int,
+    of: int,
+    index: int | None,
+) -> None:
     monkeypatch.setenv("CLUSTERKIT_DEVICE", "cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert bandwidth.choose_device(1) == torch.device("cuda", 1)
-    with pytest.raises(bandwidth.Refused, match="local rank 2 has no GPU: torch sees 2"):
-        bandwidth.choose_device(2)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert bandwidth.choose_device(3) == torch.device("cuda", 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    if index is None:
+        with pytest.raises(bandwidth.Refused, match=f"^{of} ranks? .* torch sees {gpus} GPUs?:"):
+            bandwidth.choose_device(rank, of)
+    else:
+        assert bandwidth.choose_device(rank, of) == torch.device("cuda", index)
     monkeypatch.setenv("CLUSTERKIT_DEVICE", "cpu")
-    assert bandwidth.choose_device(3) == torch.device("cpu")
+    assert bandwidth.choose_device(rank, of) == torch.device("cpu")

@@ -98,14 +98,23 @@ def test_the_device_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "visible", "local_rank", "index"),
-    [(4, None, 3, 3), (1, None, 0, 0), (1, "3", 3, 0), (2, None, 3, None), (0, None, 0, None)],
+    ("gpus", "visible", "local_rank", "local_size", "index"),
+    [
+        (4, None, 3, 4, 3),
+        (1, None, 0, 1, 0),
+        (1, "3", 3, 4, 0),  # each rank sees one of its own
+        (1, None, 0, 2, None),  # both would take it
+        (1, "0,9", 0, 2, None),
+        (2, None, 3, 4, None),
+        (0, None, 0, 1, None),
+    ],
 )
 def test_each_rank_takes_its_own_gpu(
     monkeypatch: pytest.MonkeyPatch,
     gpus: int,
     visible: str | None,
     local_rank: int,
+    local_size: int,
     index: int | None,
 ) -> None:
     monkeypatch.setenv("CLUSTERKIT_DEVICE", "cuda")
@@ -113,12 +122,35 @@ def test_each_rank_takes_its_own_gpu(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    ranks = Ranks(local_rank, local_rank, 0, size=local_rank + 1, local_size=local_rank + 1)
+    ranks = Ranks(local_rank, local_rank, 0, size=local_size, local_size=local_size)
     if index is None:
-        with pytest.raises(BadInput, match=f"torch sees {gpus} GPUs"):
+        with pytest.raises(BadInput, match=f"^{local_size} ranks? .* torch sees {gpus} GPUs?$"):
             choose_device(ranks)
     else:
         assert choose_device(ranks) == torch.device("cuda", index)
+
+
+def test_ranks_that_nccl_finds_on_one_gpu_are_told_how_many_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a rank sees does not tell whether its one GPU is also another's."""
+    said = (
+        "NCCL error in: NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN for details), "
+        "NCCL version 2.29.7\nncclInvalidUsage: This usually reflects invalid usage of NCCL "
+        "library.\nLast error:\n"
+        "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 17000"
+    )
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # distributed() writes into it
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    refuse = Mock(side_effect=torch.distributed.DistBackendError(said))
+    monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
+    two = Ranks(rank=1, local_rank=1, node_rank=0, size=2, local_size=2)
+    with (
+        pytest.raises(BadInput, match=r"2 ranks on this node, but torch sees 1 GPU$"),
+        distributed(two, torch.device("cuda", 0)),
+    ):
+        pass
 
 
 def test_the_timeout_must_be_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
