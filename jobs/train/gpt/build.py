@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from choices import Batch, Chosen
 from mesh import Mesh
+from model import GPT
 from parameters import buffers, count_parameters, named_parameters, reshard
 from torch import Tensor, nn
 from world import World
@@ -71,14 +72,17 @@ def build(
         return _with_deepspeed(make_model, args, chosen.config, mesh, world)
     import shards
 
-    model: Any = make_model()
-    total = count_parameters(model)
+    # Our GPT is cut before it has any memory: a rank never holds what it gives away. Others draw
+    # their weights in ways of their own.
+    with torch.device("meta") if getattr(make_model, "func", None) is GPT else nullcontext():
+        model: Any = make_model()
+    whole, total = model, count_parameters(model)
     if args.activation_checkpointing:
         parallelize.recompute(model)
     grid = None if args.strategy == "ddp" else parallelize.device_mesh(mesh, world.device)
     if mesh.pp > 1:
         model = model.stage(mesh.stage(world.rank), mesh.pp)
-    module = parallelize.parallelize(model, args, mesh, grid, chosen.dtype, world.device)
+    module = parallelize.parallelize(model, args, mesh, grid, chosen.dtype, world.device, whole)
     if args.compile:
         speed.compile(model, args.strategy)
     parameters, optimizer = named_parameters(model), speed.adamw(model, args)

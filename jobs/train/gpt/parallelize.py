@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from mesh import Mesh
-from parameters import count_parameters
+from parameters import count_parameters, materialize
 from ranks import BadInput
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -33,10 +33,14 @@ def parallelize(
     grid: Any,
     dtype: str,
     device: torch.device,
+    whole: nn.Module,
 ) -> nn.Module:
-    """A model, or a stage of one, on its device and cut as ``args`` say; ``grid`` is the mesh's."""
+    """A model, or a stage of the ``whole`` one, on its device and cut as ``args`` say; ``grid`` is
+    the mesh's."""
+    empty = any(parameter.is_meta for parameter in model.parameters())
+    place = partial(materialize, model, whole) if empty else model.to
     if args.strategy == "ddp":
-        model.to(device)
+        place(device)
         if mesh.size == 1:
             return model
         gpus = [device] if device.type == "cuda" else None
@@ -49,8 +53,8 @@ def parallelize(
         slice_layers(model, grid["tp"], sequence=args.sequence_parallel)
     if uses_fsdp(args, mesh):
         shard(model, args, mesh, grid, dtype)
-    else:
-        model.to(device)
+    if empty or not uses_fsdp(args, mesh):
+        place(torch.device("cpu") if args.offload else device)
     return model
 
 

@@ -31,6 +31,51 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+@torch.no_grad()
+def materialize(model: Any, whole: Any, device: torch.device) -> None:
+    """Give a model that was made and cut without memory (``meta``) the weights of one with it.
+
+    Every parameter of ``whole``, of which ``model`` may be a stage, is drawn whole on the CPU in
+    the order in which it was made, so that the numbers are the same, and a rank keeps its part.
+    """
+    model.to_empty(device=device)
+    if hasattr(model, "tie") and model.head.weight is not model.token.weight:
+        model.tie()
+    for place, module in whole.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        for name, parameter in own.items():
+            drawn = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
+            module.register_parameter(name, drawn)
+        if own:
+            module.reset_parameters()
+        for name, parameter in own.items():
+            drawn = getattr(module, name)
+            module.register_parameter(name, parameter)
+            called = f"{place}.{name}"
+            if called in SHARED:
+                continue  # it has the other's numbers
+            others = [whole.get_parameter(n) for n, first in SHARED.items() if first == called]
+            for held in (parameter, *others):
+                if held.device.type != "meta":
+                    local(held).copy_(_part(drawn, held))
+
+
+def _part(tensor: Tensor, like: Any) -> Tensor:
+    """Of a whole tensor what this rank holds of ``like``."""
+    if not hasattr(like, "placements"):
+        return tensor
+    # Where two have cut the same dimension, the inner one was first: tensor parallel, then FSDP.
+    mesh = like.device_mesh
+    cuts = [*zip(like.placements, mesh.shape, mesh.get_coordinate(), strict=True)]
+    for placement, size, number in reversed(cuts):
+        if not placement.is_replicate():
+            length = tensor.shape[placement.dim]
+            each = -(-length // size)
+            first = min(number * each, length)
+            tensor = tensor.narrow(placement.dim, first, min(each, length - first))
+    return tensor
+
+
 def send_gradients(model: Any, now: bool) -> None:
     """Whether the next backward pass averages the gradients, which once a step suffices."""
     if isinstance(model, DistributedDataParallel):

@@ -1,19 +1,60 @@
 from __future__ import annotations
 
+import weakref
+from functools import partial
 from itertools import product
+from typing import Any
 
+import build
 import mesh as meshes
 import parallelize
 import pytest
 import torch
 import torch.distributed as dist
+from choices import Chosen, solve
 from mesh import Mesh, check_model, choose
 from model import GPT as Model
 from model import Shape
+from parameters import local
 from pipeline import Pipeline
 from ranks import BadInput
+from settings import Parser
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from world import World
+
+from tests.unit.runtime.conftest import GPT as GPT_PROGRAM
+
+
+class Memory(TorchDispatchMode):
+    """Counts the bytes of the tensors in host memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **kwargs or {})
+        for tensor in pytree.tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                self._count(local(tensor).untyped_storage())
+        return made
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if (key := storage._cdata) in self._seen:
+            return
+        size = storage.nbytes()
+        self._seen.add(key)
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.now -= size
+
 
 GPT = {"name": "tiny", "layers": 2, "heads": 4, "context": 64}
 
@@ -140,6 +181,63 @@ def test_a_mesh_names_what_is_divided() -> None:
     assert str(Mesh(pp=2, shard=2, tp=2)) == "pp=2,dp=2,tp=2"
     assert str(Mesh(replicate=2, shard=4)) == "replicate=2,shard=4"
     assert str(Mesh()) == "dp=1"
+
+
+SHAPE = Shape(layers=4, heads=4, width=60, context=6)  # which 8 ranks cannot share equally
+
+
+def keeps_its_part(rank: int, strategy: str, mesh: Mesh) -> None:
+    """One of 8 ranks. In a process of its own: torch keeps meshes beyond their process groups."""
+    parser, cpu, chosen = Parser(None), torch.device("cpu"), Chosen(strategy, "fp32", 1.0)
+    parser.set_defaults(seed=0, weight_decay=0.1, learning_rate=1e-3)
+    args = parser.parse_args(["--strategy", strategy])
+    world = World(rank, rank, 0, 8, 8, device=cpu, backend="fake")
+    batch = solve(data_parallel=mesh.dp, micro=1, accumulation=4)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+    whole = build.build(lambda: Model(SHAPE), args, chosen, batch, mesh, world).parameters
+    generator = torch.get_rng_state()
+    with Memory() as memory:
+        parts = build.build(partial(Model, SHAPE), args, chosen, batch, mesh, world).parameters
+    assert parts.keys() == whole.keys()
+    for name, part in parts.items():
+        assert torch.equal(local(part), local(whole[name])), name
+    assert torch.equal(torch.get_rng_state(), generator)
+    kept = sum(local(part).nbytes for part in parts.values())
+    kept *= 2 if strategy == "ddp" else 1  # its buckets
+    assert memory.most <= kept + 2 * max(p.nbytes for p in Model(SHAPE).parameters())
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, {folder!r})
+from tests.unit.runtime.test_mesh import Mesh, keeps_its_part
+keeps_its_part({rank}, {strategy!r}, {mesh!r})
+print("the same")
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 7])
+@pytest.mark.parametrize(
+    ("strategy", "mesh"),
+    [
+        ("ddp", Mesh(shard=8)),
+        ("fsdp", Mesh(shard=8)),
+        ("fsdp", Mesh(replicate=2, shard=4)),
+        ("tp", Mesh(shard=2, tp=4)),
+        ("pp", Mesh(pp=4, shard=2)),
+        ("3d", Mesh(pp=2, shard=2, tp=2)),
+        ("3d", Mesh(pp=4, tp=2)),
+    ],
+    ids=str,
+)
+def test_a_rank_has_the_part_that_it_would_have_of_the_whole_model_and_never_held_more(
+    launch, tmp_path, strategy: str, mesh: Mesh, rank: int
+) -> None:
+    program = tmp_path / "program.py"
+    folder = str(GPT_PROGRAM.parent)
+    program.write_text(PROGRAM.format(folder=folder, rank=rank, strategy=strategy, mesh=mesh))
+    done = launch(program=program)
+    assert (done.codes, done.stdout) == ([0], ["the same\n"]), done.stderr
 
 
 @pytest.mark.parametrize("rank", [0, 20, 63])
