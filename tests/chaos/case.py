@@ -220,7 +220,7 @@ class Case:
             },
         }  # fmt: skip
         (self.folder / "job.yaml").write_text(json.dumps(job))
-        entry = self.place.entry | self.fault.entry
+        entry = self.place.entry | self.fault.entry(self.place)
         (self.folder / "clusters.yaml").write_text(json.dumps({"here": entry}))
 
     def _strike(self) -> None:

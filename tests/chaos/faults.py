@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +44,7 @@ class Fault:
         traced: whether the log tells of all steps.
         rank: the one it is done to; by default one is drawn.
         nodes: of the job, which share its four ranks.
-        entry: what the cluster's entry has for it.
+        entry: what the cluster's entry has for it, at that place.
         long: its log is: it is not read whole, and nobody follows it.
     """
 
@@ -64,7 +64,7 @@ class Fault:
     traced: bool = True
     rank: int | None = None
     nodes: int = 2
-    entry: dict[str, Any] = field(default_factory=dict)
+    entry: Callable[[Any], dict[str, Any]] = lambda there: {}
     long: bool = False
 
 
@@ -287,6 +287,17 @@ def api_away(case: Case) -> None:
         case.place.kube.kubectl(*words)
 
 
+def api_html(case: Case) -> None:
+    """A proxy answers for the API server, with 200, while the run comes to its end."""
+    with case.place.proxy.instead(b"<html>Please sign in</html>", "text/html"):
+        time.sleep(10)
+    with case.place.proxy.instead(b'{"kind": "Status"}', "application/json"):
+        case.go()
+        time.sleep(10)
+        if (status := case.run.status()).state.final:
+            raise RuntimeError(f"ended without evidence: {status}")
+
+
 def scancel(case: Case) -> None:
     case.place.slurm.run("scancel", f"--name={case.run.id}")
 
@@ -382,7 +393,7 @@ FAULTS = (
     Fault("host-offline", "ssh", host("cut", "heal", seconds=60.0), attempts=(1,), nodes=1),
     Fault("host-refuses", "ssh", sshd_refuses, attempts=(2, 3, 4), blames="node", cause=SILENT),
     Fault("host-shared", "ssh", rank(signal.SIGKILL), blames="rank", cause=KILLED,
-          entry={"workdir": "/srv/shared/ck"}),
+          entry=lambda there: {"workdir": "/srv/shared/ck"}),
     Fault("host-sshd", "ssh", host("restart-sshd"), attempts=(1,)),
     Fault("host-slow", "ssh", host("slow 1mbit"), attempts=(1,)),
     # The ranks fail as often as there are restarts, or the nodes cannot be started: seven tries.
@@ -408,6 +419,8 @@ FAULTS = (
     Fault("node-cut", "kubernetes", node_of_cluster("cut", "join"), attempts=(1,), blames="lost",
           said="node {node} (was lost|is back)"),
     Fault("api-away", "kubernetes", api_away, blames="rank", cause=KILLED),
+    Fault("api-html", "kubernetes", api_html, attempts=(1,),
+          entry=lambda there: {"kubeconfig": str(there.proxy.kubeconfig)}),
     Fault("scancel", "slurm", scancel, State.CANCELLED, (1,)),
     Fault("slurmctld", "slurm", slurmctld, blames="rank", cause=KILLED),
     # Slurm itself ends the job then, agents and all.

@@ -25,6 +25,7 @@ from tests.live.compose import engine as engines
 from tests.live.compose import image
 from tests.live.kubernetes import conftest as cluster
 from tests.live.kubernetes.conftest import KUBECTL, Kube
+from tests.live.kubernetes.counting import Counting
 from tests.live.slurm import daemons
 from tests.live.slurm.daemons import Slurm
 
@@ -129,6 +130,8 @@ class Pods(Local):
     kube: Kube = field(kw_only=True)
     volume: Path = field(kw_only=True)
     """On this machine."""
+    proxy: Counting = field(kw_only=True)
+    """Before the API server, for whom it is told to."""
 
     def shell(self, run: api.Run, node: int) -> list[str]:
         command = [*KUBECTL, "-n", self.kube.namespace, "exec", pod_name(run.id, node)]
@@ -190,7 +193,8 @@ def kubernetes() -> Iterator[Pods]:
         )  # fmt: skip
         entry = yaml.safe_load(kube.file.read_text())["k8s"]
         where = cluster.STATE / "shared-volumes" / volume.removeprefix("shared-")
-        yield Pods(entry, name="kubernetes", parallel=False, kube=kube, volume=where)
+        proxy = stack.enter_context(Counting(cluster.KUBECONFIG, folder))
+        yield Pods(entry, name="kubernetes", parallel=False, kube=kube, volume=where, proxy=proxy)
 
 
 def pod_name(run: str, node: int) -> str:

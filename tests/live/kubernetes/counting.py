@@ -1,4 +1,4 @@
-"""The API server behind a proxy that counts what is asked of it."""
+"""The API server behind a proxy that counts what is asked of it, and can answer in its stead."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import json
 import re
+import socket
 import ssl
 import threading
 from collections import Counter
@@ -28,6 +29,9 @@ class Counting:
         self.server = urlsplit(found["server"])
         self.calls: Counter[str] = Counter()
         self.bytes = 0
+        self.answer: tuple[bytes, str] | None = None
+        """What is said to all, with 200 and this content type, instead of passing it on."""
+        self.open: set[http.client.HTTPSConnection] = set()
         self._lock = threading.Lock()
         self.tls = ssl.create_default_context(
             cadata=base64.b64decode(found["certificate-authority-data"]).decode()
@@ -66,6 +70,18 @@ class Counting:
                 self.calls[call] += 1
             self.bytes += size
 
+    @contextlib.contextmanager
+    def instead(self, body: bytes, content: str) -> Iterator[None]:
+        """Answer everything with this meanwhile; watches and logs that are followed break off."""
+        self.answer = body, content
+        for upstream in self.open.copy():
+            with contextlib.suppress(OSError, AttributeError):
+                upstream.sock.shutdown(socket.SHUT_RDWR)
+        try:
+            yield
+        finally:
+            self.answer = None
+
     @property
     def total(self) -> int:
         return sum(self.calls.values())
@@ -80,6 +96,14 @@ class _Handler(BaseHTTPRequestHandler):
         counting.note(_words(self.command, self.path), 0)
         size = int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(size) if size else None
+        if counting.answer:
+            said, content = counting.answer
+            self.send_response(200)
+            self.send_header("Content-Type", content)
+            self.send_header("Content-Length", str(len(said)))
+            self.end_headers()
+            self.wfile.write(said)
+            return
         headers = {
             name: value
             for name, value in self.headers.items()
@@ -88,7 +112,10 @@ class _Handler(BaseHTTPRequestHandler):
         upstream = http.client.HTTPSConnection(
             server.hostname or "", server.port, context=counting.tls
         )
-        with contextlib.closing(upstream):
+        counting.open.add(upstream)
+        with contextlib.ExitStack() as stack:
+            stack.callback(upstream.close)
+            stack.callback(counting.open.discard, upstream)
             try:
                 upstream.request(self.command, self.path, body, headers)
                 answer = upstream.getresponse()
