@@ -185,12 +185,15 @@ def _unsupervised(base: RunStatus, handle: RunHandle, seen: Observation) -> tupl
     begun = any(node.state is not State.PENDING for node in seen.nodes)
     attach = f"`clusterkit attach {folder.run_id}`"
     finished = max((node.ended_at or 0.0 for node in seen.nodes), default=0.0) or None
-    if seen.state in _RUNNING or seen.queued:
+    # A service may list a run for a moment after all of its nodes have recorded their end.
+    ended = all(node.spare or node.state.final for node in seen.nodes)
+    if seen.state in _RUNNING or (seen.queued and not ended):
         remark = (
             f"its supervisor is gone: {_missing(handle, restarts)}; {attach} supervises it again, "
             f"`clusterkit cancel {folder.run_id}` ends it"
         )
-        return _replace(base, state=seen.state, remark=remark), False
+        state = State.RUNNING if seen.state.final else seen.state
+        return _replace(base, state=state, remark=remark), False
     job, facts = folder.maybe_json("job.json", JobSpec), folder.maybe_json("facts.json", Facts)
     if job is None or facts is None:
         return _replace(base, state=State.UNKNOWN, remark="job.json or facts.json is damaged"), True

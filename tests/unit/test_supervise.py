@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from clusterkit import agent, api, backends
 from clusterkit.agent import processes
@@ -215,6 +216,30 @@ def test_the_newest_attempt_is_the_one_that_counts(folder, hand):
     folder.write_json("state.json", said)
     status = reconcile(folder)
     assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
+
+
+@pytest.mark.parametrize(("exit_code", "state"), [(0, State.SUCCEEDED), (7, State.FAILED)])
+def test_records_of_all_nodes_tell_the_end_before_the_platform_does(
+    folder, hand, monkeypatch, exit_code, state
+):
+    hand.unwatched()
+    hand.node(started=hand.dead(), exit_code=exit_code)
+    told = LocalBackend.status
+    monkeypatch.setattr(LocalBackend, "status", lambda *a: replace(told(*a), queued=True))
+    status = reconcile(folder)
+    assert (status.state, status.exit_code) == (state, exit_code)
+    assert "supervisor is gone" not in (status.remark or "")
+
+
+def test_a_node_that_the_platform_will_still_start_is_no_end(unstarted_run, by_hand, monkeypatch):
+    run = unstarted_run(nodes=2)
+    hand, told = by_hand(run), LocalBackend.status
+    hand.unwatched()
+    hand.node(started=hand.dead(), exit_code=7)
+    monkeypatch.setattr(LocalBackend, "status", lambda *a: replace(told(*a), queued=True))
+    status = reconcile(RunFolder(run.path))
+    assert [node.state for node in status.nodes] == [State.FAILED, State.PENDING]
+    assert (status.state, status.exit_code) == (State.RUNNING, None)
 
 
 @pytest.mark.parametrize(
