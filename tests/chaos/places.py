@@ -188,7 +188,7 @@ def kubernetes() -> Iterator[Pods]:
         kube.kubectl("wait", "pvc/runs", "--for=jsonpath={.status.phase}=Bound", "--timeout=60s")
         volume = kube.kubectl("get", "pvc/runs", "-o", "jsonpath={.spec.volumeName}")
         kube.entry(
-            code="copied", memory="128Mi", lost_after=5.0, patch=cluster.apart("train"),
+            code="copied", memory="128Mi", lost_after=5.0, patch=cluster.apart("job"),
             volumes=[{"claim": "runs", "path": SHARED}], shared=SHARED,
         )  # fmt: skip
         entry = yaml.safe_load(kube.file.read_text())["k8s"]
