@@ -186,8 +186,8 @@ def _unsupervised(base: RunStatus, handle: RunHandle, seen: Observation) -> tupl
     attach = f"`clusterkit attach {folder.run_id}`"
     finished = max((node.ended_at or 0.0 for node in seen.nodes), default=0.0) or None
     # A service may list a run for a moment after all of its nodes have recorded their end.
-    ended = all(node.spare or node.state.final for node in seen.nodes)
-    if seen.state in _RUNNING or (seen.queued and not ended):
+    all_ended = all(node.spare or node.state.final for node in seen.nodes)
+    if seen.state in _RUNNING or (seen.queued and not all_ended):
         remark = (
             f"its supervisor is gone: {_missing(handle, restarts)}; {attach} supervises it again, "
             f"`clusterkit cancel {folder.run_id}` ends it"
