@@ -88,6 +88,34 @@ def test_a_run_whose_submit_was_killed_while_it_recorded_it_has_failed(folder, w
     assert reconcile(folder).state is State.UNKNOWN
 
 
+def test_a_run_that_its_submit_records_meanwhile_has_not_failed(folder, monkeypatch):
+    """Else its end was recorded, and its objects removed, while it started."""
+    told, read = [RunFolderError("run.json is missing")], RunFolder.read_json
+
+    def early(self, name, kind):
+        if name == "run.json" and told:
+            raise told.pop()
+        return read(self, name, kind)
+
+    monkeypatch.setattr(RunFolder, "read_json", early)
+    with control.Connections() as connections:  # as who polls
+        assert reconcile(folder, connections).state is State.PENDING
+    assert not told and not folder.file("state.json").exists()
+
+
+def test_a_run_that_somebody_attaches_to_meanwhile_has_not_ended(folder, hand, monkeypatch):
+    hand.unwatched()
+    hand.node(started=hand.dead(), exit_code=7)
+    told = LocalBackend.status
+
+    def late(*a):
+        HELD[folder.path] = folder.hold()
+        return told(*a)
+
+    monkeypatch.setattr(LocalBackend, "status", late)
+    assert reconcile(folder).state is State.PENDING
+
+
 @pytest.mark.parametrize("hosts", [0, 1])
 def test_a_run_whose_submit_was_killed_while_it_sent_files_has_failed(
     folder, hand, run, monkeypatch, hosts
