@@ -221,7 +221,7 @@ class Client:
     def _wait(self) -> int:
         """Wait for the main loop or the connection; return the events of the connection."""
         found = 0
-        for key, events in self._selector.select(limits.PEER_AGAIN_SECONDS):
+        for key, events in clock.ready(self._selector, limits.PEER_AGAIN_SECONDS):
             if key.data is None:
                 self._wake.recv(4096)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import selectors
 import threading
 import time
 from collections.abc import Callable
@@ -33,3 +34,14 @@ class Awake:
 
 awake = Awake()
 """The clock by which the silence of other nodes is measured."""
+
+
+def ready(
+    selector: selectors.BaseSelector, seconds: float
+) -> list[tuple[selectors.SelectorKey, int]]:
+    """Return what ``selector.select`` does, also after a pause.
+
+    If the time was up in the pause, that returns nothing at first, although messages and signals
+    are there (PEP 475): another node would seem to have been silent, a child to run on.
+    """
+    return selector.select(seconds) or selector.select(0)

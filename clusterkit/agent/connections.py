@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from clusterkit.agent import limits
+from clusterkit.agent import clock, limits
 from clusterkit.agent.files import allow_open_files
 from clusterkit.agent.protocol import Document
 
@@ -234,7 +234,7 @@ class Listener:
         Returns:
             Whether there was any event.
         """
-        ready = self.selector.select(seconds)
+        ready = clock.ready(self.selector, seconds)
         for key, events in ready:
             if key.fileobj is self._server:
                 with contextlib.suppress(OSError):

@@ -11,7 +11,7 @@ import signal
 import time
 from pathlib import Path
 
-from clusterkit.agent import messages, protocol
+from clusterkit.agent import clock, messages, protocol
 from clusterkit.agent.client import Client, take_meeting
 from clusterkit.agent.connections import is_free
 from clusterkit.agent.ending import describe
@@ -96,8 +96,9 @@ class Node:
                 self._launcher_ended()
             if self.over and not self.phase.runs:
                 break
-            self._handle_events()
-            while not self.preempted and not self.orders.empty():
+            if self.preempted or self.orders.empty():
+                self._handle_events()
+            else:
                 self._handle_order(self.orders.get())
         code = self._exit_code()
         if rejoin and (self.preempted or (self.phase is Phase.WAITING and not code)):
@@ -160,10 +161,9 @@ class Node:
 
     def _run_over(self, order: messages.Finish) -> None:
         self.over = True
-        if order.final is not None:
-            self.final = True
-            if order.final:
-                self.files.warn(order.final)
+        self.final |= order.final is not None
+        if order.final:
+            self.files.warn(order.final)
         runs_on = self.phase is Phase.RUNNING and self.reason is None
         ordered = runs_on or self.phase in (Phase.SPARE, Phase.INTERRUPTED, Phase.WAITING)
         if order.stop and ordered and self.reason != protocol.OVER_TIME_LIMIT:
@@ -232,7 +232,7 @@ class Node:
         timeout = self.launcher.tick()
         if self.deadline is not None:
             timeout = max(0.0, min(timeout, self.deadline - time.monotonic()))
-        ready = self.selector.select(timeout)
+        ready = clock.ready(self.selector, timeout)
         self.pause.woke_up(timeout)
         for key, _ in ready:
             key.data()

@@ -244,8 +244,16 @@ class Case:
             self.until(lambda: self._said(self.run), self.fault.said)
         self.go()
 
+    def _has_come_to_its_end(self) -> bool:
+        """An early fault's run: it may have had no container when it was told to go on."""
+        self.go()
+        left = all(submitter.poll() is not None for submitter in self.started)
+        return left and all(run.status().state.final for run in self.runs())
+
     def _judge(self, losses: dict[int, float]) -> None:
         fault, row = self.fault, self.row
+        if fault.early:
+            self.until(self._has_come_to_its_end, "end", pause=1)
         codes = [submitter.wait(SOON) for submitter in self.started]
         ends = [run.wait(SOON) for run in self.runs()]
         if not ends:

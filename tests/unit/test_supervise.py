@@ -100,7 +100,8 @@ def test_a_run_that_its_submit_records_meanwhile_has_not_failed(folder, monkeypa
     monkeypatch.setattr(RunFolder, "read_json", early)
     with control.Connections() as connections:  # as who polls
         assert reconcile(folder, connections).state is State.PENDING
-    assert not told and not folder.file("state.json").exists()
+    assert not told
+    assert not folder.file("state.json").exists()
 
 
 def test_a_run_that_somebody_attaches_to_meanwhile_has_not_ended(folder, hand, monkeypatch):

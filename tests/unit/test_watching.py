@@ -174,3 +174,17 @@ def test_a_port_that_is_taken_keeps_nobody_from_running(nodes):
         assert nodes.agents[0].wait(60) == 3
     words = f"the other nodes are not watched: port {nodes.port}: Address already in use"
     assert nodes.exit_of(0)["remarks"] == [words]
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_ranks_that_end_while_their_agent_is_stopped_have_ended_by_themselves(nodes, stopped):
+    """Although the other node has taken that one for lost by then: the work is done."""
+    ranks = begin(nodes, lost_after=2, restarts=1)
+    nodes.agents[stopped].send_signal(signal.SIGSTOP)
+    for node in (0, 1):
+        nodes.end(node, 0)
+    agent.wait_gone([ranks[stopped]], 60)
+    assert nodes.agents[1 - stopped].wait(60) == 0
+    nodes.agents[stopped].send_signal(signal.SIGCONT)
+    assert nodes.agents[stopped].wait(60) == 0
+    assert [nodes.exit_of(node)["reason"] for node in (0, 1)] == [None, None]
