@@ -134,13 +134,22 @@ def gpu_trace() -> str:
     """Return what tells that this host has a GPU of NVIDIA; empty: nothing does."""
     if os.path.exists(f"{ROOT}proc/driver/nvidia/version"):
         return "NVIDIA's driver is loaded (/proc/driver/nvidia)"
-    for device in glob.glob(f"{ROOT}sys/bus/pci/devices/*"):
-        with contextlib.suppress(OSError):
-            with open(f"{device}/vendor") as vendor, open(f"{device}/class") as kind:
-                is_gpu = vendor.read().startswith("0x10de") and kind.read().startswith("0x03")
-            if is_gpu:  # NVIDIA's, and a display controller
-                return f"PCI device {os.path.basename(device)} is a GPU of NVIDIA"
+    for device in gpus_on_pci():
+        return f"PCI device {os.path.basename(device)} is a GPU of NVIDIA"
     return ""
+
+
+def gpus_on_pci() -> list[str]:
+    """Return the folders of NVIDIA's GPUs, and not of its other devices, in sysfs."""
+
+    def begins(path: str, words: str) -> bool:
+        with contextlib.suppress(OSError), open(path) as file:
+            return file.read().startswith(words)
+        return False
+
+    folders = sorted(glob.glob(f"{ROOT}sys/bus/pci/devices/*"))
+    # 0x03: a display controller.
+    return [f for f in folders if begins(f"{f}/vendor", "0x10de") and begins(f"{f}/class", "0x03")]
 
 
 def document(asked: dict[str, Any]) -> dict[str, Any]:

@@ -14,10 +14,12 @@ from pathlib import Path
 from clusterkit.agent.processes import processes_of
 
 _TICKS = os.sysconf("SC_CLK_TCK")
-_GPU = ("index", "clocks.sm", "clocks.max.sm", "clocks_throttle_reasons.active")
+_GPU = ("index", "clocks.sm", "clocks.max.sm")
+_GPU_REASONS_NAMES = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+"""The second is the name before driver 535. A query with an unknown name has no rows at all."""
 _GPU_REASONS = {0x4: "its power cap", 0x8: "the hardware", 0x20: "heat", 0x40: "heat",
                 0x80: "the power supply"}  # fmt: skip
-"""Bits of clocks_throttle_reasons.active (nvml.h) for which a GPU is slower than it could be."""
+"""Bits of clocks_event_reasons.active (nvml.h) for which a GPU is slower than it could be."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def sample(ranks: Mapping[int, int], folder: str, gpus: bool) -> Sample:
         throttled=_throttled_seconds(),
         swapped=_number(_text("/proc/vmstat"), r"^pswpin (\d+)"),
         overheated=sum(_cpu_numbers("thermal_throttle/core_*count")),
-        now=(*_pressure(), *_cpu_clocks(), *(gpu_clocks(nvidia_smi(_GPU, 5.0)) if gpus else ())),
+        now=(*_pressure(), *_cpu_clocks(), *(_gpu_clocks() if gpus else ())),
     )
 
 
@@ -147,12 +149,26 @@ def _cpu_clocks() -> list[str]:
     return []
 
 
+def has_gpus() -> bool:
+    """Return whether NVIDIA's driver serves this host; WSL2 reaches it by a device of its own."""
+    return os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")
+
+
 def nvidia_smi(columns: Sequence[str], seconds: float) -> str:
     """Return a line of these columns for each GPU; empty if nvidia-smi fails or takes longer."""
     command = ["nvidia-smi", f"--query-gpu={','.join(columns)}", "--format=csv,noheader,nounits"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, timeout=seconds).stdout
     return ""
+
+
+def _gpu_clocks() -> list[str]:
+    table = ""
+    for reasons in _GPU_REASONS_NAMES:
+        table = nvidia_smi((*_GPU, reasons), 5.0)
+        if "not a valid field" not in table:
+            break
+    return gpu_clocks(table)
 
 
 def gpu_clocks(table: str) -> list[str]:

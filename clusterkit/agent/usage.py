@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 from clusterkit.agent import limits
 from clusterkit.agent.files import write_json
-from clusterkit.agent.host import nvidia_smi
+from clusterkit.agent.host import has_gpus, nvidia_smi
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.processes import load
 from clusterkit.agent.protocol import Document
+from clusterkit.agent.visible import visible_gpus
 from clusterkit.agent.worker import Worker
 
 _COLUMNS = ("index", "uuid", "utilization.gpu", "memory.used")  # percent, MiB
@@ -57,8 +58,8 @@ class Usage:
         """Return a list for each rank: CPUs in use since the last call (None: it is the first),
         bytes of memory; if the rank has a GPU, also its utilization in percent and bytes in use."""
         ranks = sorted(self._ranks(), key=lambda each: int(each["rank"]))
-        has_gpus = ranks and os.path.exists("/dev/nvidiactl")
-        gpus = own_gpus(nvidia_smi(_COLUMNS, _NVIDIA_SMI_SECONDS)) if has_gpus else []
+        look = ranks and has_gpus()
+        gpus = own_gpus(nvidia_smi(_COLUMNS, _NVIDIA_SMI_SECONDS)) if look else []
         before, self._before = self._before, {}
         found: Document = {}
         for place, each in enumerate(ranks):
@@ -75,15 +76,19 @@ class Usage:
 def own_gpus(table: str) -> list[tuple[int, ...]]:
     """Return utilization and bytes of this node's GPUs in nvidia-smi's table, in rank order."""
     every: dict[str, tuple[int, ...]] = {}
+    listed: dict[str, str] = {}
     for line in table.splitlines():
         index, *cells = (cell.strip() for cell in line.split(","))
         if len(cells) < 3:  # an error: nvidia-smi cannot reach the driver or a GPU
             continue
         uuid, *cells = cells
-        every[index] = every[uuid] = ()
+        listed[index] = listed[uuid] = index
+        every[index] = ()
         with contextlib.suppress(ValueError):  # [N/A], for example of a GPU that MIG divides
             use, memory = map(int, cells)
-            every[index] = every[uuid] = use, memory << 20
+            every[index] = use, memory << 20
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name for name in every if name.isdigit()] if visible is None else visible.split(",")
-    return [every.get(name, ()) for name in names]
+    return [
+        every.get(name, ())
+        for name in (every if visible is None else visible_gpus(listed, visible))
+    ]

@@ -23,9 +23,9 @@ from clusterkit.agent.stragglers import Stragglers
 from clusterkit.agent.usage import Usage
 from clusterkit.agent.worker import Worker
 
-_HAS_GPUS = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg")))
+_HAS_GPUS = host.has_gpus()
 """A main thread that waits for a GPU spins: its context switches do not show that it waits, but
-NCCL's counters do. ``dxg`` is WSL 2's."""
+NCCL's counters do."""
 
 
 class Watch:

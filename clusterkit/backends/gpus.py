@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from clusterkit.agent.visible import visible_gpus
 from clusterkit.cluster import Gpu
 
 GPU_QUERY = (
@@ -17,7 +19,7 @@ GPU_QUERY = (
     "--query-gpu=index,uuid,name,memory.total,mig.mode.current",
     "--format=csv,noheader,nounits",
 )
-CORRUPT_INFOROM = "nvidia-smi exited with 14"
+CORRUPT_INFOROM = 14
 """Its exit code where all GPUs work: the memory with a card's own data is damaged."""
 _HIDDEN = re.compile(r"\s*(-1|none|void|NoDevFiles)?\s*", re.IGNORECASE)
 """Values of CUDA_VISIBLE_DEVICES that say: no GPU."""
@@ -48,7 +50,7 @@ def read_gpus(csv: str, complaint: str = "", visible: str | None = None) -> Foun
         if len(fields) not in (4, 5) or not fields[0].isdigit():
             continue
         index, uuid, name, memory, *mig = fields
-        bad = next((each for each in (uuid, name, memory) if _is_error(each)), None)
+        bad = next((each for each in (uuid, name, memory) if is_error(each)), None)
         if bad is not None:
             trouble.append(f"GPU {index}: {bad}")
         elif mig == ["Enabled"]:
@@ -58,7 +60,9 @@ def read_gpus(csv: str, complaint: str = "", visible: str | None = None) -> Foun
             # GB10 and other chips share the host's memory, and report none of their own.
             listed[index] = Gpu(index, name, int(memory) if memory.isdigit() else 0)
             listed[uuid] = listed[index]
-    harmless = bool(listed) and complaint.startswith(CORRUPT_INFOROM)
+    harmless = (
+        bool(listed) and complaint.split(":")[0] == f"nvidia-smi exited with {CORRUPT_INFOROM}"
+    )
     if complaint and not harmless:
         trouble.insert(0, complaint)
     remark = complaint if harmless else ""
@@ -66,44 +70,19 @@ def read_gpus(csv: str, complaint: str = "", visible: str | None = None) -> Foun
         return Found(tuple(dict.fromkeys(listed.values())), "; ".join(trouble), remark)
     if _HIDDEN.fullmatch(visible):
         return Found(())
-    gpus = _visible(listed, visible)
+    seen = visible_gpus({name: gpu.index for name, gpu in listed.items()}, visible)
+    gpus = tuple(listed.get(name) or Gpu(name, "MIG slice", 0) for name in seen)
     if not gpus:
         trouble.append(f"CUDA_VISIBLE_DEVICES={visible} names no GPU of this host as CUDA reads it")
     return Found(gpus, "" if gpus else "; ".join(trouble), remark)
 
 
-def _is_error(field: str) -> bool:
+def is_error(field: str) -> bool:
     """Return whether nvidia-smi gives an error instead of a value, as ``[GPU is lost]``."""
     known = ("[N/A]", "[Not Supported]", "[Insufficient Permissions]")
-    return field.startswith("[") and field not in known
+    return field == "ERR!" or (field.startswith("[") and field not in known)
 
 
-def _visible(listed: dict[str, Gpu], visible: str) -> tuple[Gpu, ...]:
-    """Return the GPUs that CUDA sees: as its programming guide, CUDA Environment Variables, has it.
-
-    The first name that is none ends the list; one that stands there twice, or the beginning of two
-    UUIDs, leaves no GPU at all. Numbers are read as C reads them: ``1x`` is 1.
-    """
-    found: list[Gpu] = []
-    for name in (name.strip() for name in visible.split(",")):
-        if name.startswith("MIG-"):
-            matching = [Gpu(name, "MIG slice", 0)]
-        elif name.startswith("GPU-"):
-            matching = [gpu for key, gpu in listed.items() if key.startswith(name)]
-            if len(matching) > 1:
-                return ()
-        else:
-            number = re.match(r"\+?[0-9]+", name)
-            known = number and listed.get(str(int(number[0])))
-            matching = [known] if known else []
-        if not matching:
-            break
-        if matching[0] in found:
-            return ()
-        found += matching
-    return tuple(found)
-
-
-def names(gpus: tuple[Gpu, ...]) -> str:
-    """Return how many there are of each kind: ``8 x NVIDIA H100 80GB HBM3``."""
-    return ", ".join(f"{count} x {name}" for name, count in Counter(g.name for g in gpus).items())
+def names(gpus: Iterable[str]) -> str:
+    """Return how many GPUs there are of each name: ``8 x NVIDIA H100 80GB HBM3``."""
+    return ", ".join(f"{count} x {name}" for name, count in Counter(gpus).items())

@@ -24,7 +24,8 @@ def device_of(job: JobSpec, hosts: Sequence[HostFacts]) -> tuple[str, str]:
 
     Raises:
         BadInput: the job wants CUDA and a host has no GPU; or a host seems to have GPUs that cannot
-            be used, and the job leaves it to us on what, or on how many, it runs.
+            be used, and the job leaves it to us on what, or on how many, it runs; or the GPUs are
+            there, and torch is a build for CPUs: programs that look would train on those.
     """
     if job.device == "cpu":
         return "cpu", "job: device"
@@ -45,11 +46,20 @@ def device_of(job: JobSpec, hosts: Sequence[HostFacts]) -> tuple[str, str]:
             f"device: cuda, but {without[0].host} has no GPU{why}", hint="device: auto, or cpu",
             job="device",
         )  # fmt: skip
+    for host in hosts if not without and job.command is None else ():
+        if (torch := host.versions.get("torch", "")).endswith("+cpu"):
+            raise BadInput(
+                f"device: {job.device}: torch {torch} of {host.python} on {host.host} is built "
+                "without CUDA",
+                hint="install torch from an index that has it for CUDA (`clusterkit doctor` says "
+                "how); --set device=cpu trains on CPUs",
+                job="device",
+            )
     if job.device != "auto":
         return job.device, "job: device"
     if not without:
         remarks = dict.fromkeys(host.gpu_remark for host in hosts if host.gpu_remark)
-        return "cuda", "; ".join([names(hosts[0].gpus), *remarks])
+        return "cuda", "; ".join([names(gpu.name for gpu in hosts[0].gpus), *remarks])
     if len(without) < len(hosts):
         having = next(host.host for host in hosts if host.gpus)
         raise BadInput(

@@ -93,6 +93,16 @@ def test_whoever_names_the_device_or_the_number_has_decided(host):
     assert "GPU is lost" in error.value.message or error.value.hint
 
 
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_torch_without_cuda_does_not_train_on_cpus_where_gpus_are(device, host):
+    cpu_build = msgspec.structs.replace(host("h100x8"), versions={"torch": "2.13.0+cpu"})
+    with pytest.raises(BadInput, match=rf"device: {device}: torch 2.13.0\+cpu of .* without CUDA"):
+        device_of(job(device=device), [cpu_build])
+    assert device_of(job(device="cpu"), [cpu_build])[0] == "cpu"
+    without_torch = JobSpec(name="x", command=("nvidia-smi",), device=device)
+    assert device_of(without_torch, [cpu_build])[0] == "cuda"
+
+
 def test_a_gpu_without_memory_of_its_own_is_one(host):
     assert [gpu.memory_mib for gpu in host("gb10").gpus] == [0]
 
@@ -116,7 +126,7 @@ def test_what_is_visible_matters_and_not_the_rest(host):
 
 def test_one_rank_for_each_mig_slice(host):
     two = host("a100mig", "MIG-aa,MIG-bb").gpus
-    assert names(two) == "2 x MIG slice"
+    assert names(gpu.name for gpu in two) == "2 x MIG slice"
     assert gpu_env(two, "cuda", 1, 1)["CUDA_VISIBLE_DEVICES"] == "MIG-bb"
     with pytest.raises(BadInput, match="2 ranks cannot share MIG slices: NCCL"):
         gpu_env(two, "cuda", 0, 2)

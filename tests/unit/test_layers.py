@@ -17,7 +17,7 @@ PACKAGE = ROOT / "clusterkit"
 
 LAYERS = """
 agent.protocol agent.limits
-agent.clock agent.files agent.worker
+agent.clock agent.files agent.visible agent.worker
 agent.failure agent.messages agent.retries
 agent.member
 agent.processes
@@ -45,7 +45,7 @@ output.mirror output.tracebacks yaml_file
 spec output.diagnose
 jobfile.launcher_options
 cluster jobfile.command jobfile.sources
-addresses
+addresses backends.gpus
 batch rendezvous jobfile.loader jobfile.schema
 plan jobfile.request jobfile.catalogue jobfile.deepspeed_config
 program run.folder jobfile.examples
@@ -73,12 +73,12 @@ doctor.hosts.runner doctor.hosts.meeting doctor.base
 doctor.report doctor.hosts doctor.hosts.base doctor.hosts.helpers
 doctor.hosts.bundle
 doctor.hosts.checks.packages
+doctor.hosts.checks.gpus
 doctor.hosts.checks.*
 doctor.hosts.checks
 doctor.hosts.examine
 doctor
 backends.base
-backends.gpus
 backends backends.node_status backends.ports backends.placing backends.probing
 backends.local backends.ssh backends.compose backends.kubernetes backends.slurm
 backends.ssh.config backends.ssh.variables backends.compose.engine

@@ -27,6 +27,7 @@ from clusterkit.agent.watch import Watch
 from clusterkit.backends.node_status import judge_running
 from clusterkit.run.status import RunStatus, State
 from clusterkit.ui.formatting import remark_lines
+from tests import nvidia_smi
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data/arrivals.json").read_text())
 """Reports of real DDP runs with gloo (8 linear layers, several buckets, 0.07 to 0.2 s a step) on 2
@@ -218,6 +219,14 @@ def test_what_nvidia_smi_says_of_clocks() -> None:
     said = "GPU 2 is held at 705 of 1980 MHz by the hardware and heat"
     assert gpu_clocks(table) == [said]
     assert gpu_clocks("Failed to initialize NVML\n") == []
+
+
+@pytest.mark.parametrize("driver", ["hot", "hot525"])
+def test_clocks_are_read_from_drivers_before_and_after_the_renaming(driver, tmp_path, monkeypatch):
+    nvidia_smi.put_into(tmp_path, driver)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    said = host.sample({}, str(tmp_path), gpus=True).now
+    assert said[-8:] == tuple(f"GPU {i} is held at 1200 of 1980 MHz by heat" for i in range(8))
 
 
 def test_this_host_can_be_looked_at(tmp_path: Path) -> None:

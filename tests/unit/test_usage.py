@@ -4,8 +4,11 @@ import json
 import os
 import types
 
-from clusterkit.agent import identity, usage
+import pytest
+
+from clusterkit.agent import host, identity, usage
 from clusterkit.agent.usage import Usage, own_gpus
+from clusterkit.backends.gpus import read_gpus
 
 TABLE = """\
 0, GPU-aa, 93, 61234
@@ -40,6 +43,27 @@ def test_gpus_of_a_node_are_in_the_order_of_its_ranks(monkeypatch):
     assert own_gpus(TABLE) == [(93, 61234 << 20), (0, 4 << 20), (), (100, 81000 << 20)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-dd,1")
     assert own_gpus(TABLE) == [(100, 81000 << 20), (0, 4 << 20)]
-    assert own_gpus("") == [(), ()]
+    assert own_gpus("") == []
     ill = "Failed to initialize NVML: Driver/library version mismatch\nNVML library: 535.1\n"
-    assert own_gpus(ill) == [(), ()]
+    assert own_gpus(ill) == []
+
+
+@pytest.mark.parametrize(
+    ("visible", "used"),
+    [("", []), ("3,0,1", [100, 93, 0]), ("0,0", []), ("01", [0]), ("1x", [0]), ("0,9,1", [93]),
+     ("GPU-d", [100]), ("GPU-", []), ("GPU-aa,GPU-aa", []), ("GPU-bb, 0", [0, 93]),
+     ("MIG-1,MIG-2", [None, None])],
+)  # fmt: skip
+def test_the_gpus_of_ranks_are_those_that_cuda_sees(visible, used, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [one[0] if one else None for one in own_gpus(TABLE)] == used
+    listed = "".join(
+        f"{i}, GPU-{c}{c}, NVIDIA H100 80GB HBM3, 81559\n" for i, c in enumerate("abcd")
+    )
+    assert len(read_gpus(listed, "", visible).gpus) == len(used)
+
+
+def test_gpus_are_looked_at_under_wsl_too(monkeypatch):
+    for path, said in (("/dev/nvidiactl", True), ("/dev/dxg", True), ("/dev/kfd", False)):
+        monkeypatch.setattr(os.path, "exists", lambda asked, path=path: asked == path)
+        assert host.has_gpus() is said

@@ -49,6 +49,8 @@ class Needs(Struct, frozen=True, kw_only=True):
     """Level of the verdict on a host without torch."""
     deepspeed: bool = False
     elastic: bool = False
+    cuda_home: str | None = None
+    """CUDA_HOME in the job's ``env``."""
 
     @classmethod
     def of(cls, job: JobSpec | None) -> Needs:
@@ -63,6 +65,7 @@ class Needs(Struct, frozen=True, kw_only=True):
             without_torch="fail" if job.started_by in ("torchrun", "deepspeed") else without_torch,
             deepspeed=job.deepspeed is not None,
             elastic=job.elastic,
+            cuda_home=job.env.get("CUDA_HOME"),
         )
 
 

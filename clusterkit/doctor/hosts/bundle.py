@@ -14,7 +14,15 @@ import msgspec
 
 from clusterkit.doctor.hosts import runner
 from clusterkit.doctor.hosts.base import Answer, Output, Script
-from clusterkit.host_probe import PORTS, addresses, free_port, refusal, versions
+from clusterkit.host_probe import (
+    PORTS,
+    ROOT,
+    addresses,
+    free_port,
+    gpus_on_pci,
+    refusal,
+    versions,
+)
 
 # Tries one Python after the other: if the interpreter of the ranks does not work, another one can
 # still check the rest of the host.
@@ -71,10 +79,12 @@ def command(
 @cache
 def runner_text() -> str:
     """Return the text of the runner, with the functions of `host_probe` that scripts use."""
-    text = Path(runner.__file__).read_text(encoding="utf-8") + f"\nPORTS = {PORTS}\n"
-    functions = (versions, refusal, free_port, addresses)
+    text = (
+        Path(runner.__file__).read_text(encoding="utf-8") + f"\nPORTS, ROOT = {PORTS}, {ROOT!r}\n"
+    )
+    functions = (versions, refusal, free_port, addresses, gpus_on_pci)
     text += "\n".join(inspect.getsource(each) for each in functions)
-    names = ", ".join(f"{each.__name__}={each.__name__}" for each in functions)
+    names = ", ".join(["ROOT=ROOT", *(f"{each.__name__}={each.__name__}" for each in functions)])
     return f"{text}\nHELPERS.update({names})\n"
 
 

@@ -182,6 +182,7 @@ class Visits:
             "shared": subject.shared,
             "port": subject.port,
             "checks": self._checks,
+            "cuda_home": subject.needs.cuda_home,
             "token": self._token,
             "time_factor": self._time_factor,
         }

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from mesh import Mesh
 from ranks import BadInput
 
@@ -79,9 +82,23 @@ def with_torch_adam(config: Config, device: str) -> Config:
     section = config.get("optimizer")
     if section is None or section["type"].lower() not in ("adam", "adamw"):
         return config
-    compiles = device == "cuda" and shutil.which("nvcc") and shutil.which("ninja")
-    params = {"torch_adam": not compiles, **section["params"]}
+    params = {"torch_adam": not (device == "cuda" and _compiles()), **section["params"]}
     return {**config, "optimizer": {**section, "params": params}}
+
+
+def _compiles() -> bool:
+    """Whether the nvcc that DeepSpeed takes is of the CUDA that torch is built for."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if CUDA_HOME is None or shutil.which("ninja") is None or torch.version.cuda is None:
+        return False
+    try:
+        nvcc = [f"{CUDA_HOME}/bin/nvcc", "--version"]
+        said = subprocess.run(nvcc, capture_output=True, text=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return False
+    release = re.search(r"release ([0-9]+\.[0-9]+)", said)
+    return release is not None and release[1] == ".".join(torch.version.cuda.split(".")[:2])
 
 
 def with_plan(config: Config, own: bool) -> Config:

@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterkit import errors
+from clusterkit import errors, host_probe
 from clusterkit.doctor.base import LEVELS
 from clusterkit.doctor.hosts import bundle
 from clusterkit.doctor.hosts.base import Machine, Needs, Output
-from clusterkit.doctor.hosts.checks import CHECKS
+from clusterkit.doctor.hosts.checks import CHECKS, gpus
 from clusterkit.doctor.hosts.checks.packages import Packages, collect_packages
 from clusterkit.doctor.hosts.checks.ports import MEET
 from clusterkit.doctor.hosts.checks.system import agreed, collect_strays, offset
@@ -516,11 +516,11 @@ def test_packages_of_another_interpreter_say_nothing(judged):
 @pytest.mark.parametrize(
     ("versions", "cuda"),
     [
-        ({"torch": "2.13.0+cu130"}, 13),
-        ({"torch": "2.6.0+cu118"}, 11),
+        ({"torch": "2.13.0+cu130"}, (13, 0)),
+        ({"torch": "2.6.0+cu118"}, (11, 8)),
         ({"torch": "2.13.0+cpu"}, None),
-        ({"torch": "2.13.0", "nvidia-cuda-runtime-cu12": "12.8.90"}, 12),
-        ({"torch": "2.13.0", "nvidia-cuda-runtime": "13.0.48"}, 13),
+        ({"torch": "2.13.0", "nvidia-cuda-runtime-cu12": "12.8.90"}, (12, 8)),
+        ({"torch": "2.13.0", "nvidia-cuda-runtime": "13.0.48"}, (13, 0)),
         ({"torch": "2.9.0a0+git1234"}, None),
         ({"torch": "", "nvidia-cuda-runtime": "²"}, None),
         ({}, None),
@@ -550,7 +550,7 @@ def test_versions_are_read_from_what_pip_has_written(tmp_path, monkeypatch):
 
 def tools(**changed):
     there = {"compiler": "/usr/bin/c++", "ninja": "/usr/bin/ninja", "nvcc": None, "headers": True,
-             "locks": [], "building": False}  # fmt: skip
+             "locks": [], "building": False, "release": ""}  # fmt: skip
     return there | changed
 
 
@@ -580,10 +580,75 @@ def test_the_remedy_for_a_stale_lock_is_quoted(judged):
     assert found["h0"].remedy == "rm '/home/a b/$x/lock'"
 
 
-def test_operators_for_gpus_need_nvcc(judged):
-    subject = make_subject(1, needs=needs(deepspeed=True, device="cuda"))
-    assert "nvcc" in judged("compiler", subject, tools())["h0"].cause
-    assert judged("compiler", subject, tools(nvcc="/usr/local/cuda/bin/nvcc"))["h0"].level == "ok"
+CU13 = {"torch": "2.13.0", "nvidia-cuda-runtime": "13.0.96", "cuda-toolkit": "13.0.3.0"}
+PIP13 = "-m pip install 'cuda-toolkit[nvcc,cccl,profiler]==13.0.3.0' && cd "
+
+
+@pytest.mark.parametrize(
+    ("versions", "found", "cause", "remedy"),
+    [
+        (CU13, {}, "no nvcc: DeepSpeed cannot compile", PIP13),
+        (CU13, {"nvcc": "/usr/bin/nvcc", "release": "11.8"},
+         "/usr/bin/nvcc is of CUDA 11.8, torch of CUDA 13.0: DeepSpeed cannot compile", PIP13),
+        (CU13, {"nvcc": "/usr/local/cuda/bin/nvcc", "release": "13.1"}, "of CUDA 13.1", PIP13),
+        (CU13, {"nvcc": "/usr/local/cuda/bin/nvcc", "release": "13.0"}, "", None),
+        (CU13, {"nvcc": "/usr/local/cuda/bin/nvcc"}, "", None),
+        ({"torch": "2.13.0+cu128"}, {"nvcc": "/usr/bin/nvcc", "release": "12.4"},
+         "/usr/bin/nvcc is of CUDA 12.4, torch of CUDA 12.8: operators that", "toolkit 12.8"),
+        ({"torch": "2.9.0a0+git1"}, {}, "no nvcc", "torch.version.cuda"),
+        ({"torch": "2.9.0a0+git1"}, {"nvcc": "/usr/bin/nvcc", "release": "12.4"}, "", None),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_operators_for_gpus_need_the_nvcc_of_torch_s_cuda(
+    judged, device, versions, found, cause, remedy
+):
+    subject = make_subject(1, needs=needs(deepspeed=True, device=device))
+    outputs = {"compiler": tools(**found), "nvidia": nvidia(*EIGHT),
+               "packages": {"versions": versions}}  # fmt: skip
+    told = judged("compiler", subject, make_answer(outputs))["h0"]
+    assert told.level == ("warn" if cause else "ok")
+    assert cause in told.cause
+    assert remedy is None or remedy in told.remedy
+    assert "apt-get" not in (told.remedy or "")
+
+
+def test_without_gpus_no_nvcc_is_needed(judged):
+    outputs = {"compiler": tools(), "nvidia": NO_GPU, "packages": {"versions": {}}}
+    subject = make_subject(1, needs=needs(deepspeed=True))
+    assert judged("compiler", subject, make_answer(outputs))["h0"].level == "ok"
+
+
+def test_nvcc_is_looked_for_where_torch_does(tmp_path, monkeypatch):
+    def nvcc(folder, release):
+        (tmp_path / folder / "bin").mkdir(parents=True)
+        path = tmp_path / folder / "bin" / "nvcc"
+        path.write_text(
+            f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'"
+        )
+        path.chmod(0o755)
+        return str(path)
+
+    on_path, in_home, of_job = (
+        nvcc(folder, release) for folder, release in (("a", "11.8"), ("b", "12.4"), ("c", "13.0"))
+    )
+    collect = named("compiler").scripts[0].collect
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}/a/bin:/usr/bin:/bin")
+    seen = [collect({"cuda_home": None})]
+    monkeypatch.setenv("CUDA_HOME", f"{tmp_path}/b")
+    seen += [collect({"cuda_home": None}), collect({"cuda_home": f"{tmp_path}/c"})]
+    monkeypatch.setenv("CUDA_HOME", f"{tmp_path}/none")
+    seen += [collect({"cuda_home": None})]
+    assert [(each["nvcc"], each["release"]) for each in seen] == [
+        (on_path, "11.8"), (in_home, "12.4"), (of_job, "13.0"), (None, ""),
+    ]  # fmt: skip
+
+
+def test_the_job_s_cuda_home_is_what_counts():
+    job = JobSpec(name="x", program="x.py", env={"CUDA_HOME": "/opt/cuda"})
+    assert Needs.of(job).cuda_home == "/opt/cuda"
 
 
 def test_without_deepspeed_nothing_is_compiled(judged):
@@ -936,6 +1001,7 @@ def nvidia(
     owners=None,
     xids=(),
     devices=None,
+    pci=(),
     user="root",
     remapped=None,
     log=True,
@@ -945,12 +1011,13 @@ def nvidia(
         "devices": len(rows) if devices is None else devices,
         "query": smi(*rows, **changed),
         "apps": apps, "owners": owners or {}, "xids": list(xids), "user": user,
-        "remapped": remapped, "log": log,
+        "remapped": remapped, "log": log, "pci": list(pci),
     }  # fmt: skip
 
 
 NO_GPU = {"devices": 0, "query": None}
 EIGHT = [gpu(i) for i in range(8)]
+PCI = [f"0000:{number:02x}:00.0" for number in range(8)]
 SMI_FAILS = {
     "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. Make sure that "
     "the latest NVIDIA driver is installed and running.": "sudo modprobe nvidia",
@@ -962,6 +1029,34 @@ SMI_FAILS = {
     "nvidia-smi did not end within 20 s": "reboot",
     "Something never seen before": "nvidia-smi",
 }  # fmt: skip
+
+
+def test_torch_without_cuda_does_not_pass_where_gpus_are(judged):
+    value = gpu_answer(nvidia(*EIGHT), {"torch": "2.13.0+cpu"})
+    told = judged("gpu-driver", make_subject(1), value)["h0"]
+    assert told.cause == "torch 2.13.0+cpu is built without CUDA: no rank can use the GPUs"
+    assert told.remedy.startswith(f"{PYTHON} -m pip install --force-reinstall torch==2.13.0  # ")
+    job_on_cpus = make_subject(1, needs=needs(device="cpu"))
+    assert judged("gpu-driver", job_on_cpus, value)["h0"].level == "skip"
+
+
+def test_gpus_on_the_bus_are_counted_without_those_of_other_drivers(tmp_path, monkeypatch):
+    """Of a virtual machine, and in a container those of its host."""
+    bus, bound = tmp_path / "sys/bus/pci/devices", tmp_path / "proc/driver/nvidia/gpus"
+    drivers = {"0000:01:00.0": "nvidia", "0000:02:00.0": "nvidia", "0000:03:00.0": "vfio-pci",
+               "0000:04:00.0": ""}  # fmt: skip
+    for address, driver in drivers.items():
+        (bus / address).mkdir(parents=True)
+        (bus / address / "vendor").write_text("0x10de\n")
+        (bus / address / "class").write_text("0x030200\n")
+        if driver:
+            (tmp_path / "drivers" / driver).mkdir(parents=True, exist_ok=True)
+            (bus / address / "driver").symlink_to(tmp_path / "drivers" / driver)
+    (bound / "0000:01:00.0").mkdir(parents=True)
+    monkeypatch.setattr(host_probe, "ROOT", f"{tmp_path}/")
+    monkeypatch.setattr(gpus, "ROOT", f"{tmp_path}/")
+    monkeypatch.setenv("PATH", "")
+    assert named("gpus").scripts[0].collect({})["pci"] == ["0000:01:00.0", "0000:04:00.0"]
 
 
 @pytest.mark.parametrize("check", ["gpu-driver", "gpus", "gpu-processes"])
@@ -997,7 +1092,8 @@ def test_a_driver_that_complains_is_told_with_its_words(judged, complaint, remed
         ({"torch": "2.13.0+cu130"}, "580.82.07", "ok"),
         ({"torch": "2.13.0+cu128"}, "550.54.15", "ok"),
         ({"torch": "2.13.0+cu128"}, "470.1", "fail"),
-        ({"torch": "2.13.0+cpu"}, "470.1", "ok"),
+        ({"torch": "2.13.0+cpu"}, "580.82.07", "fail"),
+        ({"torch": "2.13.0"}, "470.1", "ok"),
         ({"torch": "2.13.0+cu130"}, "[N/A]", "ok"),
     ],
 )
@@ -1039,7 +1135,7 @@ def test_healthy_gpus(judged):
          "by hardware slowdown and heat and its power supply", "PERFORMANCE"),
         ({"total": "[GPU requires reset]"}, "fail", "GPU 0: [GPU requires reset]", "reset"),
         ({"used": "[Unknown Error]"}, "fail", "GPU 0: [Unknown Error]", "reset"),
-        ({"total": "[N/A]"}, "fail", "GPU 0: memory [N/A]", "reset"),
+        ({"total": "[GPU is lost]"}, "fail", "GPU 0: [GPU is lost]", "Xid 79"),
         ({"used": "ERR!"}, "fail", "GPU 0: ERR!", "reset"),
     ],
 )  # fmt: skip
@@ -1054,6 +1150,7 @@ def test_a_sick_gpu_is_named(judged, changed, level, words, remedy):
 @pytest.mark.parametrize(
     "changed",
     [{"reasons": "0x0000000000000004"}, {"reasons": "[N/A]"}, {"reasons": "Not Active"},
+     {"total": "[N/A]", "used": "[N/A]"},  # GB10 has the host's memory
      {"ecc": "[N/A]"}, {"ecc": "[Not Supported]"}, {"mig": "[N/A]"}, {"mode": "Exclusive_Process"},
      {"retired": "No"}],
 )  # fmt: skip
@@ -1092,6 +1189,9 @@ def test_a_job_that_wants_cuda_is_told_that_there_is_none(judged):
     [
         (8, nvidia(*EIGHT[:7], devices=8), "fail",
          "7 healthy GPUs, 8 needed; /dev has 8, nvidia-smi lists 7"),
+        (None, nvidia(*EIGHT[:7], pci=PCI), "warn", "PCI has 8, nvidia-smi lists 7"),
+        (4, nvidia(*EIGHT[:7], devices=8, pci=PCI), "warn",
+         "/dev has 8, PCI has 8, nvidia-smi lists 7"),
         (None, NO_GPU, "fail", "0 healthy GPUs, at least 1 needed"),
         (None, nvidia(*EIGHT[:4]), "warn", "4 healthy GPUs, but 8 on other hosts"),
         (8, nvidia(*(gpu(i, name="A100") for i in range(8))), "warn",

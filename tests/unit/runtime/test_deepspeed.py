@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.utils.cpp_extension
 import zero_config
 from choices import Batch, solve
 from mesh import Mesh
@@ -14,7 +15,7 @@ from ranks import BadInput, Unavailable
 from torch._subclasses.fake_tensor import FakeTensorMode
 from zero import Engine, comms_table
 from zero_config import batch_numbers, load_config
-from zero_mesh import name, on_mesh, precision
+from zero_mesh import name, on_mesh, precision, with_torch_adam
 
 SIXTY_FOUR_ON_FOUR = solve(data_parallel=4, global_size=64, micro=8)
 
@@ -25,6 +26,28 @@ def load(
     path = tmp_path / "ds.json"
     path.write_text(config if isinstance(config, str) else json.dumps(config))
     return load_config(path, batch=batch, **settings)
+
+
+@pytest.mark.parametrize(
+    ("device", "release", "ours"),
+    [("cuda", "13.0", False), ("cuda", "11.8", True), ("cuda", "13.1", True),
+     ("cuda", None, True), ("cpu", "13.0", True)],
+)  # fmt: skip
+def test_deepspeed_compiles_adam_only_with_the_nvcc_of_torch_s_cuda(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, release: str | None, ours: bool
+) -> None:
+    """Debian's is 11.8 or 12.4, which does not know what torch asks of it: torch's own then."""
+    for tool in ("nvcc", "ninja"):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / tool).write_text(f"#!/bin/sh\necho 'tools, release {release}, V1'")
+        (tmp_path / "bin" / tool).chmod(0o755)
+    home = str(tmp_path) if release else None
+    monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", home)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    params = with_torch_adam(config, device)["optimizer"]["params"]
+    assert params == {"torch_adam": ours, "lr": 1e-3}
 
 
 @pytest.mark.parametrize("given", [{}, {"train_batch_size": "auto"}, {"train_batch_size": 64}])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from clusterkit.doctor.hosts.base import HostCheck
 from clusterkit.doctor.hosts.checks import (
+    compiler,
     folders,
     gpus,
     interface,
@@ -18,7 +19,7 @@ from clusterkit.doctor.hosts.checks import (
 CHECKS: tuple[HostCheck, ...] = (
     login.reachable, login.host_key, login.login_shell, login.user, login.duplicates,
     system.system, system.clock,
-    packages.python, packages.packages, packages.compiler,
+    packages.python, packages.packages, compiler.compiler,
     interface.interface, names.names, ports.port, ports.head_port, ports.mesh,
     gpus.gpu_driver, gpus.gpus, gpus.gpu_processes, gpus.gpu_diagnosis,
     resources.memory, resources.load, resources.shm, resources.limits,

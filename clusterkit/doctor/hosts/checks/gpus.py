@@ -11,12 +11,14 @@ from typing import Any
 
 from msgspec import Struct
 
+from clusterkit.backends.gpus import CORRUPT_INFOROM, is_error, names
 from clusterkit.doctor.base import Level, Verdict, fail, ok, shortened, skip, warn
 from clusterkit.doctor.hosts.base import Answers, HostSubject, check, script
-from clusterkit.doctor.hosts.checks.packages import Packages, collect_packages
+from clusterkit.doctor.hosts.checks.packages import Packages, collect_packages, with_cuda
 from clusterkit.doctor.hosts.helpers import Process, end_processes, most_common
 from clusterkit.doctor.hosts.runner import run, text_of, user_of
 from clusterkit.errors import counted, listed
+from clusterkit.host_probe import ROOT, gpus_on_pci
 
 _GPU_COLUMNS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version")
 _PROCESS_COLUMNS = ("pid", "process_name", "gpu_uuid")
@@ -55,6 +57,8 @@ class Nvidia(Struct):
     """Lines of the kernel's log with an Xid error, the last 20."""
     log: bool = True
     """Whether this user may read the kernel's log."""
+    pci: list[str] = []
+    """Addresses of NVIDIA's GPUs on the PCI bus, without those that another driver has."""
 
     @property
     def gpus(self) -> list[dict[str, str]]:
@@ -76,6 +80,14 @@ class Nvidia(Struct):
         if complaints:
             return shortened(" ".join(complaints))
         return f"nvidia-smi exited with {self.query.exit_code}" if self.query.exit_code else None
+
+    @property
+    def missing(self) -> str:
+        """Where GPUs show that nvidia-smi does not list; empty: it lists all."""
+        shown = len(self.gpus)
+        places = (("/dev", self.devices), ("PCI", len(self.pci)))
+        seen = [f"{place} has {count}" for place, count in places if count > shown]
+        return f"{', '.join(seen)}, nvidia-smi lists {shown}" if seen else ""
 
 
 def _parsed(
@@ -117,6 +129,15 @@ def collect_nvidia(given: dict[str, Any]) -> Any:
         "compute_mode",
     ]  # fmt: skip
     reasons, older = "clocks_event_reasons.active", "clocks_throttle_reasons.active"
+    pci = []
+    bound = f"{ROOT}proc/driver/nvidia/gpus"
+    for device in gpus_on_pci():
+        driver = os.path.basename(os.path.realpath(f"{device}/driver"))
+        address = os.path.basename(device)
+        # A container sees the GPUs of its whole host there, and its own alone below /proc. vfio-pci
+        # has given one to a virtual machine.
+        if driver == "driver" or (driver == "nvidia" and os.path.exists(f"{bound}/{address}")):
+            pci.append(address)
     found = None
     # A query with one name that the driver does not know fails; before 535 names were different.
     for more in ([reasons, "fabric.state", "fabric.status"], [reasons], [older], None):
@@ -125,7 +146,7 @@ def collect_nvidia(given: dict[str, Any]) -> Any:
             break
     apps = remapped = None
     owners: dict[str, Any] = {}
-    if found is not None and found["exit_code"] == 0:
+    if found is not None and re.search(r"^[0-9]+,", found["stdout"], re.MULTILINE):
         # Ampere and newer GPUs remap rows of memory; older ones retire pages.
         remapped = query(
             "remapped-rows", "gpu_uuid", "remapped_rows.pending", "remapped_rows.failure"
@@ -145,14 +166,16 @@ def collect_nvidia(given: dict[str, Any]) -> Any:
                     owners[pid]["run"] = entry.partition("=")[2]
     # Many systems do not let users run dmesg, but let some of them read the journal.
     log = ""
-    for reader in (["dmesg"], ["journalctl", "-k", "-b", "-q", "--no-pager"]) if devices else ():
+    for reader in (["dmesg"], ["journalctl", "-k", "-b", "-q", "--no-pager"]):
+        if not (devices or found or pci):
+            break
         done = run(*reader)
         if done is not None and done["exit_code"] == 0:
             log = log or done["stdout"]
     xids = [line[-300:] for line in log.splitlines() if "NVRM: Xid" in line][-20:]
     return {
-        "devices": devices, "query": found, "apps": apps, "owners": owners, "remapped": remapped,
-        "xids": xids, "log": bool(log), "user": user_of(os.geteuid()),
+        "devices": devices, "pci": pci, "query": found, "apps": apps, "owners": owners,
+        "remapped": remapped, "xids": xids, "log": bool(log), "user": user_of(os.geteuid()),
     }  # fmt: skip
 
 
@@ -177,21 +200,24 @@ OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 """CUDA's major version to the oldest driver branch that runs it (NVIDIA, "CUDA Compatibility",
 minor version compatibility)."""
 
+_LOST = "sudo dmesg | grep 'NVRM: Xid'; sudo reboot  # Xid 79: the GPU has fallen off the bus"
 _REMEDIES = (
     ("version mismatch", "sudo reboot  # the driver was upgraded while it was loaded"),
     ("couldn't communicate", "sudo modprobe nvidia || sudo dkms autoinstall"),
     ("insufficient permissions", "ls -l /dev/nvidia*  # and who is in group video or render"),
-    ("unknown error", "restart the container: its access to the GPUs was lost"),
+    ("nvml: unknown error", "restart the container: its access to the GPUs was lost"),
     ("no devices were found", "lspci -d 10de:  # then sudo dmesg | grep NVRM"),
-    ("lost", "sudo reboot"),
-    ("device handle", "sudo reboot"),
+    ("lost", _LOST),
+    ("device handle", _LOST),
     ("did not end", "sudo dmesg | grep NVRM; sudo reboot"),
 )
+"""Words of nvidia-smi, and what mends it; the first that fits."""
 
 
 @check(collect_nvidia, collect_packages, skip_reason=_no_gpus_needed)
 def gpu_driver(answers: Answers) -> Iterator[Verdict]:
-    """The NVIDIA driver works, is the same everywhere and new enough for the CUDA of torch."""
+    """The NVIDIA driver works, is the same everywhere and new enough for the CUDA of torch, and
+    torch is a build for CUDA."""
     seen = _seen(answers)
     versions = {
         host: nvidia.gpus[0]["driver_version"] for host, nvidia in seen.items() if nvidia.gpus
@@ -200,34 +226,54 @@ def gpu_driver(answers: Answers) -> Iterator[Verdict]:
     packages = Answers(answers.subject, answers.of).read(collect_packages)
     usual = most_common(versions.values(), "")
     for host, nvidia in seen.items():
-        yield _driver(host, nvidia, versions.get(host), usual, packages.get(host))
+        python = answers.machines[host].python
+        yield _driver(host, nvidia, versions.get(host), usual, packages.get(host), python)
 
 
 def _driver(
-    host: str, nvidia: Nvidia, version: str | None, usual: str, packages: Packages | None
-) -> Verdict:
-    install = "sudo apt-get install -y nvidia-driver"
+    host: str, nvidia: Nvidia, version: str | None, usual: str, packages: Packages | None,
+    python: str,
+) -> Verdict:  # fmt: skip
     if nvidia.query is None:
         cause = "there is no nvidia-smi"
-        if nvidia.devices:
-            cause += f", though /dev has {nvidia.devices} GPUs"
-        return fail(host, cause, f"{install} nvidia-smi")
+        if nvidia.devices or nvidia.pci:
+            seen = f"/dev has {nvidia.devices}" if nvidia.devices else f"PCI has {len(nvidia.pci)}"
+            cause += f", though {seen} GPUs"
+        return fail(host, cause, "sudo apt-get install -y nvidia-driver nvidia-smi")
     complaint = nvidia.complaint
-    if complaint is not None:
+    harmless = bool(nvidia.gpus) and nvidia.query.exit_code == CORRUPT_INFOROM
+    if complaint is not None and not harmless:
         known = (remedy for words, remedy in _REMEDIES if words in complaint.lower())
         return fail(host, complaint, next(known, "nvidia-smi"))
     if version is None:
         return fail(host, "nvidia-smi lists no GPU", "lspci -d 10de:")
+    torch = packages.versions.get("torch", "") if packages is not None else ""
+    if torch.endswith("+cpu"):
+        cause = f"torch {torch} is built without CUDA: no rank can use the GPUs"
+        return fail(
+            host, cause, f"{with_cuda(python, torch)}  # from an index that has it for CUDA"
+        )
     cuda = packages.cuda() if packages is not None else None
     branch = version.partition(".")[0]
-    oldest = OLDEST_DRIVER.get(cuda or 0)
-    if oldest is not None and branch.isdecimal() and int(branch) < oldest:
-        cause = f"driver {version} is too old for torch's CUDA {cuda}: {oldest} is needed"
-        return fail(host, cause, f"{install}-{oldest}")
+    oldest = OLDEST_DRIVER.get(cuda[0] if cuda else 0)
+    if cuda and oldest is not None and branch.isdecimal() and int(branch) < oldest:
+        cause = f"driver {version} is too old for torch's CUDA {cuda[0]}: {oldest} is needed"
+        return fail(host, cause, _install(oldest))
     if version != usual:
         cause = f"driver {version}, but {usual} on the other hosts"
-        return warn(host, cause, f"{install}-{usual.partition('.')[0]}")
+        return warn(host, cause, _install(usual.partition(".")[0]))
+    if harmless and complaint is not None:
+        return warn(
+            host, f"{complaint}; the GPUs work", "nvidia-smi -q | grep -A 9 'Inforom Version'"
+        )
     return ok(host, version)
+
+
+def _install(branch: int | str) -> str:
+    return (
+        f"sudo apt-get install -y nvidia-driver-{branch}  # Ubuntu's name; Debian's own drivers are"
+        " older: NVIDIA's repository has it"
+    )
 
 
 # ---------------------------------------------------------------- health
@@ -254,7 +300,6 @@ _SLOWED = {0x08: "hardware slowdown", 0x40: "heat", 0x80: "its power supply"}
 """Bits of clocks_event_reasons.active that indicate a fault (nvml.h, nvmlClocksEventReasons)."""
 _SERIOUS = {48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140}
 """Xid numbers of faults of the hardware or the driver, not of a program (NVIDIA, "XID Errors")."""
-_BROKEN = ("[gpu requires reset]", "[unknown error]", "err!", "[gpu is lost]")
 
 
 @check(collect_nvidia, skip_reason=_no_gpus_needed)
@@ -272,38 +317,42 @@ def gpus(answers: Answers) -> Iterator[Verdict]:
         yield from _logged(host, nvidia)
     most = max(healthy.values(), default=0)
     kinds = {
-        host: ", ".join(dict.fromkeys(gpu["name"] for gpu in nvidia.gpus))
+        host: list(dict.fromkeys(gpu["name"] for gpu in nvidia.gpus))
         for host, nvidia in seen.items()
         if nvidia.gpus
     }
-    usual = most_common(kinds.values(), "")
+    usual = most_common((", ".join(names) for names in kinds.values()), "")
     for host, nvidia in seen.items():
         count = healthy[host]
         need = answers.machines[host].slots
         if count < (1 if need is None else need):
             cause = f"{counted(count, 'healthy GPU')}, {need or 'at least 1'} needed"
-            if nvidia.devices > len(nvidia.gpus):
-                cause += f"; /dev has {nvidia.devices}, nvidia-smi lists {len(nvidia.gpus)}"
-            yield fail(host, cause, "nvidia-smi")
+            yield fail(host, "; ".join(filter(None, [cause, nvidia.missing])), "nvidia-smi")
+        elif nvidia.missing:
+            yield warn(host, nvidia.missing, _LOST)
         elif need is None and count < most:
             cause = f"{counted(count, 'healthy GPU')}, but {most} on other hosts"
             yield warn(host, cause, "nvidia-smi")
-        elif kinds[host] != usual:
-            cause = f"{kinds[host]}, but {usual} on the other hosts: the slowest sets the pace"
+        elif (own := ", ".join(kinds[host])) != usual:
+            cause = f"{own}, but {usual} on the other hosts: the slowest sets the pace"
             yield warn(host, cause, "nvidia-smi -L")
+        elif len(kinds[host]) > 1:
+            cause = f"{names(gpu['name'] for gpu in nvidia.gpus)}: the slowest sets the pace"
+            yield warn(
+                host, cause, "nvidia-smi -L  # CUDA_VISIBLE_DEVICES chooses, by UUID or index"
+            )
         else:
             unread = "" if nvidia.log else "; Xid errors: not allowed to read the kernel's log"
-            yield ok(host, f"{count} x {kinds[host]}{unread}")
+            yield ok(host, f"{names(gpu['name'] for gpu in nvidia.gpus)}{unread}")
 
 
 def _faults(host: str, gpu: Mapping[str, str]) -> Iterator[Verdict]:
     """Judge one GPU."""
     number = gpu["index"]
     name, reset = f"GPU {number}", _RESET.format(number=number)
-    broken = [cell for cell in gpu.values() if cell.lower() in _BROKEN]
-    if broken or not gpu["memory.total"].isdecimal():
-        state = broken[0] if broken else f"memory {gpu['memory.total']}"
-        yield fail(host, f"{name}: {state}", f"{reset} || sudo reboot")
+    if broken := [cell for cell in gpu.values() if is_error(cell)]:
+        lost = "lost" in broken[0]  # a reset does not reach it
+        yield fail(host, f"{name}: {broken[0]}", _LOST if lost else f"{reset} || sudo reboot")
         return
     errors = gpu.get("ecc.errors.uncorrected.volatile.total", "")
     if errors.isdecimal() and int(errors):

@@ -1,22 +1,18 @@
-"""The Python of the ranks: interpreter, packages, and the tools with which DeepSpeed compiles."""
+"""The Python of the ranks: interpreter and packages."""
 
 from __future__ import annotations
 
-import glob
-import os
 import re
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import Level, Verdict, fail, ok, shortened, skip, warn
+from clusterkit.doctor.base import Level, Verdict, fail, ok, shortened, skip
 from clusterkit.doctor.hosts.base import Answers, HostSubject, check, script
 from clusterkit.doctor.hosts.helpers import most_common
-from clusterkit.doctor.hosts.runner import text_of
 from clusterkit.host_probe import versions
 
 OLDEST = (3, 11)
@@ -44,14 +40,13 @@ class Packages(Struct):
     gone: list[str] = []
     """Those that pip lists and Python does not find."""
 
-    def cuda(self) -> int | None:
-        """Return the major version of torch's CUDA; None: a CPU build, or unknown."""
-        suffix = re.search(r"\+cu(\d\d)\d", self.versions.get("torch", ""))
-        if suffix:
-            return int(suffix[1])
-        for package, version in self.versions.items():
-            if package.startswith("nvidia-cuda-runtime") and version.partition(".")[0].isdecimal():
-                return int(version.partition(".")[0])
+    def cuda(self) -> tuple[int, int] | None:
+        """Return torch's ``torch.version.cuda``; None: a CPU build, or unknown."""
+        texts = [self.versions.get("torch", "").partition("+cu")[2]]
+        texts += [v for name, v in self.versions.items() if name.startswith("nvidia-cuda-runtime")]
+        for text in texts:
+            if found := re.match(r"([0-9]{2})\.?([0-9]+)", text):
+                return int(found[1]), int(found[2])
         return None
 
 
@@ -67,11 +62,12 @@ def collect_packages(given: dict[str, Any]) -> Any:
         # A folder without the package's own files has no origin.
         return found is not None and found.origin is not None
 
-    wanted = ["torch", "deepspeed", "transformers", "numpy"]
+    modules = ["torch", "deepspeed", "transformers", "numpy"]
+    wanted = [*modules, "cuda-toolkit"]
     for cuda in ("", "-cu11", "-cu12", "-cu13"):
         wanted += [f"nvidia-nccl{cuda}", f"nvidia-cuda-runtime{cuda}"]
     found = versions(wanted)
-    gone = [name for name in found if not name.startswith("nvidia-") and not importable(name)]
+    gone = [name for name in found if name in modules and not importable(name)]
     return {"versions": found, "gone": gone}
 
 
@@ -106,6 +102,11 @@ def _pip_install(python: str, versions: Mapping[str, str], *flags: str) -> str:
         for name, version in versions.items()
     ]
     return shell.join([python, "-m", "pip", "install", *flags, *pinned])
+
+
+def with_cuda(python: str, torch: str) -> str:
+    """Return the command that puts the build for CUDA in the place of this version of torch."""
+    return _pip_install(python, {"torch": torch}, "--force-reinstall")
 
 
 # ---------------------------------------------------------------- the interpreter
@@ -220,91 +221,3 @@ def packages(answers: Answers) -> Iterator[Verdict]:
                 yield Verdict(host, level, cause, install)
         named = [f"{name} {found.versions[name]}" for name in _NAMED if name in found.versions]
         yield ok(host, ", ".join(named))
-
-
-# ---------------------------------------------------------------- compiler
-
-STALE = 600.0
-"""Seconds after which a lock is stale; a build takes a minute or two."""
-
-
-class Lock(Struct):
-    """A lock of torch's extension builder."""
-
-    path: str
-    age: float
-
-
-class Tools(Struct):
-    """What builds need: paths of tools, None where one is missing; and locks of builds."""
-
-    compiler: str | None
-    ninja: str | None
-    nvcc: str | None
-    headers: bool
-    """Whether Python.h is there."""
-    locks: list[Lock]
-    building: bool
-    """Whether a build is running."""
-
-
-@script("compiler", Tools)
-def collect_tools(given: dict[str, Any]) -> Any:
-    import shutil
-    import sysconfig
-
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
-    names = [os.environ.get("CXX", "").split(" ")[0], "c++", "g++"]
-    compiler = next((found for name in names if name and (found := shutil.which(name))), None)
-    cuda = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.expanduser("~/.cache/torch_extensions")
-    locks = []
-    for pattern in ("*/lock", "*/*/lock"):
-        for lock in glob.glob(os.path.join(glob.escape(root), pattern)):
-            try:
-                locks.append({"path": lock, "age": time.time() - os.stat(lock).st_mtime})
-            except OSError:
-                continue
-    running = {text_of(name).strip() for name in glob.glob("/proc/[0-9]*/comm")}
-    headers = os.path.join(sysconfig.get_paths()["include"], "Python.h")
-    return {
-        "compiler": compiler,
-        "ninja": shutil.which("ninja", path=path),
-        "nvcc": shutil.which("nvcc") or shutil.which("nvcc", path=os.path.join(cuda, "bin")),
-        "headers": os.path.exists(headers),
-        "locks": locks,
-        "building": not running.isdisjoint({"ninja", "cc1plus", "nvcc"}),
-    }
-
-
-def _without_deepspeed(subject: HostSubject) -> str | None:
-    uses = subject.needs.deepspeed or subject.needs.launcher == "deepspeed"
-    return None if uses else "the job does not use DeepSpeed"
-
-
-@check(collect_tools, quick=False, skip_reason=_without_deepspeed)
-def compiler(answers: Answers) -> Iterator[Verdict]:
-    """A C++ compiler, ninja and Python's headers are there for DeepSpeed, and no lock of a
-    killed build."""
-    for host, tools in answers.read(collect_tools).items():
-        stale = [lock.path for lock in tools.locks if lock.age > STALE and not tools.building]
-        if stale:
-            cause = f"a killed build has left {', '.join(stale)}: the next waits for it for ever"
-            yield fail(host, cause, shell.join(["rm", *stale]))
-        needed = (
-            (tools.compiler, "C++ compiler", "g++"),
-            (tools.ninja, "ninja", "ninja-build"),
-            (tools.headers, "Python.h", "python3-dev"),
-        )
-        missing = {tool: package for found, tool, package in needed if not found}
-        if missing:
-            cause = (
-                f"no {' and no '.join(missing)}: DeepSpeed cannot compile its "
-                "operators (the jobs here do without them, other programs may not)"
-            )
-            install = ["sudo", "apt-get", "install", "-y", *missing.values()]
-            yield warn(host, cause, shell.join(install))
-        elif answers.subject.needs.device == "cuda" and tools.nvcc is None:
-            cause = "no nvcc: DeepSpeed cannot compile operators for the GPU"
-            yield warn(host, cause, "sudo apt-get install -y nvidia-cuda-toolkit")
-        yield ok(host, tools.compiler or "")
