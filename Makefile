@@ -107,6 +107,8 @@ wheelhouse/.made: pyproject.toml constraints.txt docker/requirements.py | .venv/
 	@mkdir -p .make && rm -f wheelhouse/*.whl
 	@$(BIN)/python docker/requirements.py >.make/requirements.txt
 	@$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --wheel-dir wheelhouse --constraint constraints.txt --requirement .make/requirements.txt
+	@! ls wheelhouse/cuda_toolkit-*.whl >/dev/null 2>&1 || $(BIN)/python -m pip wheel --quiet --disable-pip-version-check \
+		--wheel-dir wheelhouse --find-links wheelhouse --constraint constraints.txt torch 'cuda-toolkit[nvcc,cccl,profiler]'
 	@touch $@
 
 .PHONY: docker-lab
@@ -224,9 +226,15 @@ live-nodes: .venv/.dev ## Run the live tests on SSH hosts, in containers, on Kub
 	@$(BIN)/python -m tests.rerun -m "not thorough" tests/live/ssh tests/live/compose tests/live/kubernetes tests/live/slurm
 
 .PHONY: thorough
-thorough: .venv/.dev ## Run the slow tests that `make test` leaves out, and unit-others; needs root
+thorough: .venv/.dev ## Run the slow tests that `make test` leaves out, of gpu-check too, and unit-others; needs root
+	@$(BIN)/python -m tests.live.gpu.environment
 	@$(BIN)/pytest -m thorough tests/unit tests/live
 	@$(MAKE) --no-print-directory unit-others
+
+.PHONY: gpu-check
+gpu-check: .venv/.dev ## Check losses and the fast start with torch's build for CUDA, without a GPU: .venv-gpu has 5.3 GB
+	@$(BIN)/python -m tests.live.gpu.environment
+	@$(BIN)/pytest tests/live/gpu
 
 .PHONY: lab-test
 lab-test: .venv/.dev ## Run the tests of `make lab` itself, after a change in tests/lab; needs root

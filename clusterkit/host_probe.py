@@ -134,6 +134,8 @@ def gpu_trace() -> str:
     """Return what tells that this host has a GPU of NVIDIA; empty: nothing does."""
     if os.path.exists(f"{ROOT}proc/driver/nvidia/version"):
         return "NVIDIA's driver is loaded (/proc/driver/nvidia)"
+    if os.path.exists(f"{ROOT}dev/nvidiactl"):
+        return "NVIDIA's driver is loaded (/dev/nvidiactl)"
     for device in gpus_on_pci():
         return f"PCI device {os.path.basename(device)} is a GPU of NVIDIA"
     return ""

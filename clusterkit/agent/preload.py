@@ -61,6 +61,8 @@ class Preload:
             variables = {key: value for key, value in os.environ.items() if key not in before}
             if new := [each for each in list(sys.modules) if each not in known]:
                 self.groups.append((name, new, variables))
+        if self.groups:
+            _close_nvml()
         if self.groups and (problem := self._not_forkable(modules, handles)):
             _note(f"nothing is imported ahead: the imports brought {problem}")
             self._restart()
@@ -131,6 +133,18 @@ class Preload:
             os.set_inheritable(handle, True)
         argv = [*config["argv"], "-c", config["text"], "1"]
         os.execvpe(argv[0], argv, config["env"])
+
+
+def _close_nvml() -> None:
+    """Take back what torch has opened of NVML, and never closes: the GPUs' devices, which DeepSpeed
+    has it look at when it is imported. NVML counts; where pynvml has opened it too, it stays."""
+    if "ctypes" not in sys.modules or getattr(sys.modules.get("pynvml"), "_nvmlLib_refcount", 0):
+        return
+    with contextlib.suppress(OSError):  # it is not loaded
+        library = sys.modules["ctypes"].CDLL("libnvidia-ml.so.1", mode=os.RTLD_NOLOAD)
+        for _ in range(64):
+            if library.nvmlShutdown() != 0:
+                break
 
 
 def _note(text: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from clusterkit.backends.gpus import names
-from clusterkit.cluster import Facts, Gpu, HostFacts, Project
+from clusterkit.cluster import Facts, HostFacts, Project
 from clusterkit.errors import BadInput, counted
 from clusterkit.plan import Tree
 from clusterkit.spec import JobSpec
@@ -70,8 +70,9 @@ def device_of(job: JobSpec, hosts: Sequence[HostFacts]) -> tuple[str, str]:
     return "cpu", "no GPU found"
 
 
-def gpu_env(gpus: Sequence[Gpu], device: str, first: int, nproc: int) -> dict[str, str]:
-    """Return the environment that restricts a node to ``nproc`` GPUs, from number ``first`` on.
+def gpu_env(host: HostFacts, device: str, first: int, nproc: int) -> dict[str, str]:
+    """Return the environment that restricts a node to ``nproc`` GPUs of its host, from number
+    ``first`` on.
 
     Raises:
         BadInput: they are MIG slices, and several ranks would share them.
@@ -79,8 +80,8 @@ def gpu_env(gpus: Sequence[Gpu], device: str, first: int, nproc: int) -> dict[st
     if device != "cuda":
         # torch's optimizers ask for the current stream of a GPU that is there, also on a CPU: this
         # takes memory of it, or fails of its driver (torch 2.13, optim/optimizer.py).
-        return {"CUDA_VISIBLE_DEVICES": ""} if gpus else {}
-    own = gpus[first : first + nproc]
+        return {"CUDA_VISIBLE_DEVICES": ""} if host.gpus or host.gpu_trouble else {}
+    own = host.gpus[first : first + nproc]
     if nproc > 1 and any(gpu.index.startswith("MIG-") for gpu in own):
         raise BadInput(
             f"gpus_per_node: {nproc} ranks cannot share MIG slices: NCCL does not connect them",

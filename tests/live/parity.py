@@ -124,6 +124,7 @@ def measure(
     cluster: str = "local",
     checkpoints: Path | None = None,
     resume: Path | None = None,
+    python: str | None = None,
 ) -> Result:
     """Run one case with the parity settings.
 
@@ -131,6 +132,7 @@ def measure(
         cluster: where to run it.
         checkpoints: save at HALF and at the end into this folder.
         resume: go on from this checkpoint.
+        python: the interpreter of the ranks.
 
     Raises:
         RuntimeError: the run did not succeed.
@@ -152,7 +154,10 @@ def measure(
     )
     run = api.submit(
         spec, cluster=cluster, nodes=case.nodes, gpus=case.ranks,
-        settings=["device=cpu", "threads_per_rank=1", f"launcher={case.launcher}"],
+        settings=[
+            "device=cpu", "threads_per_rank=1", f"launcher={case.launcher}",
+            *([f"python={python}"] if python else []),
+        ],
     )  # fmt: skip
     try:
         status = run.wait(SECONDS)

@@ -125,20 +125,21 @@ def test_what_is_visible_matters_and_not_the_rest(host):
 
 
 def test_one_rank_for_each_mig_slice(host):
-    two = host("a100mig", "MIG-aa,MIG-bb").gpus
-    assert names(gpu.name for gpu in two) == "2 x MIG slice"
+    two = host("a100mig", "MIG-aa,MIG-bb")
+    assert names(gpu.name for gpu in two.gpus) == "2 x MIG slice"
     assert gpu_env(two, "cuda", 1, 1)["CUDA_VISIBLE_DEVICES"] == "MIG-bb"
     with pytest.raises(BadInput, match="2 ranks cannot share MIG slices: NCCL"):
         gpu_env(two, "cuda", 0, 2)
 
 
 def test_gpus_are_numbered_as_nvidia_smi_does_and_hidden_from_ranks_on_cpus(host):
-    gpus = host("l4l40s").gpus
-    assert gpu_env(gpus, "cuda", 1, 1) == {
+    cards = host("l4l40s")
+    assert gpu_env(cards, "cuda", 1, 1) == {
         "CUDA_VISIBLE_DEVICES": "1", "CLUSTERKIT_GPUS": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     }  # fmt: skip
-    assert gpu_env(gpus, "cpu", 0, 1) == {"CUDA_VISIBLE_DEVICES": ""}
-    assert gpu_env((), "cpu", 0, 1) == {}
+    assert gpu_env(cards, "cpu", 0, 1) == {"CUDA_VISIBLE_DEVICES": ""}
+    assert gpu_env(host("nodriver"), "cpu", 0, 1) == {"CUDA_VISIBLE_DEVICES": ""}
+    assert gpu_env(host("h100x8", ""), "cpu", 0, 1) == {}
 
 
 @pytest.mark.parametrize(
@@ -146,6 +147,7 @@ def test_gpus_are_numbered_as_nvidia_smi_does_and_hidden_from_ranks_on_cpus(host
     [
         ((), ""),
         (("proc/driver/nvidia/version",), "there is no nvidia-smi, but NVIDIA's driver is loaded"),
+        (("dev/nvidiactl",), "there is no nvidia-smi, but NVIDIA's driver is loaded (/dev/nvid"),
         (("pci",), "there is no nvidia-smi, but PCI device 0000:01:00.0 is a GPU of NVIDIA"),
     ],
 )

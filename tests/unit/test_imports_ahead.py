@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 
+from clusterkit.agent import preload
 from tests.unit import test_forkserver
 
 packages, agent = test_forkserver.packages, test_forkserver.agent
@@ -108,6 +110,29 @@ print(torch._dynamo.config.suppress_errors, torch.fx.experimental.symbolic_shape
 def test_real_packages(program, agent):
     first, second, plain = outputs(agent, program)
     assert first == second == plain
+
+
+class Library:
+    """NVML's: it counts who has opened it."""
+
+    def __init__(self, opened: int) -> None:
+        self.opened = opened
+
+    def nvmlShutdown(self) -> int:
+        if self.opened == 0:
+            return 1  # NVML_ERROR_UNINITIALIZED
+        self.opened -= 1
+        return 0
+
+
+@pytest.mark.parametrize(("by_pynvml", "left"), [(0, 0), (1, 3)])
+def test_what_torch_leaves_open_of_nvml_is_closed(monkeypatch, by_pynvml, left):
+    """It counts, and has the GPUs' devices open until all have closed it; pynvml's users go on."""
+    library = Library(3)
+    monkeypatch.setattr("ctypes.CDLL", lambda name, mode: library)
+    monkeypatch.setitem(sys.modules, "pynvml", types.SimpleNamespace(_nvmlLib_refcount=by_pynvml))
+    preload._close_nvml()
+    assert library.opened == left
 
 
 NVML = "import os, torch\nprint('PYTORCH_NVML_BASED_CUDA_CHECK' in os.environ, torch.there)\n"

@@ -59,7 +59,7 @@ def place(job: JobSpec, cluster: LocalCluster, facts: Facts, run_id: str) -> Pla
         else (host.host,) * nodes,
         cluster=cluster,
         network_env=interface_env(facts.interface),
-        node_env=tuple(gpu_env(host.gpus, device, n * nproc, nproc) for n in range(all_nodes)),
+        node_env=tuple(gpu_env(host, device, n * nproc, nproc) for n in range(all_nodes)),
         coordinator=Coordinator(host.address, facts.watch_port) if facts.watch_port else None,
         notes=(
             Note("device", device, device_origin),

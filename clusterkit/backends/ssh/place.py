@@ -68,7 +68,7 @@ def place(job: JobSpec, cluster: SshCluster, facts: Facts, run_id: str) -> Place
             {
                 **({NODE_ADDRESS.name: host.address} if topology.elastic else {}),
                 **({} if network_env else _defaults(interface_env(host.interface), job, cluster)),
-                **gpu_env(host.gpus, device, 0, nproc),
+                **gpu_env(host, device, 0, nproc),
             }
             for host in hosts
         ),
