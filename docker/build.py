@@ -1,8 +1,8 @@
 """Build the training image: `make image`, or python docker/build.py [--base IMAGE] [--tag NAME].
 
-With GPUs here it is clusterkit:gpu, made from the Dockerfile's own base; without, clusterkit:cpu
-from a small Debian with Python, and torch without CUDA. Either is called by its version as well, as
-the manifests in k8s/ name it: clusterkit:0.1.0-gpu.
+From a small Debian with Python. With GPUs here it is clusterkit:gpu, with torch's CUDA and the
+compiler of its release; without, clusterkit:cpu, and torch without CUDA. Either is called by its
+version as well, as the manifests in k8s/ name it: clusterkit:0.1.0-gpu.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import time
 
 from common import ROOT, Problem, default_image, docker, require_engine, told
 
-CPU_BASE = "python:3.11-slim-bookworm"
 ENGINE_BASE = "clusterkit-base:bookworm"  # what `make engine` imports where no registry is
 CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 UNREACHABLE = re.compile(
@@ -33,7 +32,6 @@ def arguments(base: str | None, tag: str) -> list[str]:
         "SOURCE": _git("remote", "get-url", "origin") or "unknown",
     }
     if not tag.endswith(":gpu"):
-        base = base or CPU_BASE
         values["TORCH_INDEX"] = CPU_TORCH
     if base:
         values["BASE_IMAGE"] = base
@@ -54,7 +52,7 @@ def main() -> int:
     require_engine(builder=True)
     tag = options.tag or default_image()
     base = options.base
-    if not base and not tag.endswith(":gpu") and docker("images", "--quiet", ENGINE_BASE).strip():
+    if not base and docker("images", "--quiet", ENGINE_BASE).strip():
         base = ENGINE_BASE
     words = arguments(base or None, tag)
     if options.cache_from:

@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 
-from common import ROOT, default_image, docker, require_engine, require_image, told
+from common import ROOT, default_image, docker, has_gpus, require_engine, require_image, told
 
 STRANGER = "4242:4242"
 OF_GROUP_0 = "4242:0"
@@ -41,7 +41,9 @@ def main() -> int:
     require_engine(compose=True)
     image = options.image or default_image()
     require_image(image)
-    gpus = ("--gpus", "all") if image.endswith(":gpu") else ()
+    for_gpus = image.endswith((":gpu", "-gpu"))
+    gpus = ("--gpus", "all") if for_gpus and has_gpus() else ()
+    kind = ("--cuda",) if for_gpus else ()
     checks = (ROOT / "docker" / "image_test.py").read_text("utf-8")
     failed, shipped = 0, restrictions()
     for flags, limits, more in (
@@ -50,7 +52,8 @@ def main() -> int:
         (("--user", OF_GROUP_0), [], ("--home",)),
     ):
         print(f"{image} {' '.join(flags)}".rstrip(), flush=True)
-        words = ["docker", "run", "--rm", "-i", *gpus, *flags, *limits, image, "python", "-", *more]
+        words = ["docker", "run", "--rm", "-i", *gpus, *flags, *limits, image]
+        words += ["python", "-", *more, *kind]
         failed += subprocess.run(words, input=checks, text=True).returncode
     return min(failed, 1)
 

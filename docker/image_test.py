@@ -1,6 +1,6 @@
 """The image's own checks: `make image-test`, or
 
-    docker run --rm -i IMAGE python - [--slow | --light | --home] < docker/image_test.py
+    docker run --rm -i IMAGE python - [--slow | --light | --home] [--cuda] < docker/image_test.py
 
 They run inside the image, as whoever the container runs as. Each prints one line; the exit code is
 the number of those that failed.
@@ -59,6 +59,12 @@ for step in range(3):
         parameter.grad = torch.cos(parameter.detach() * (step + 1))
         optimizer.step()
 print("difference", (ours - theirs).abs().max().item())
+"""
+FUSED_ADAM = """
+import torch
+from deepspeed.ops.op_builder import FusedAdamBuilder
+torch.cuda.is_available = lambda: True  # else it is built without its CUDA half
+print("functions", [name for name in dir(FusedAdamBuilder().load(verbose=False)) if "adam" in name])
 """
 
 
@@ -231,6 +237,28 @@ def cpu_adam() -> str:
     return f"compiled; differs from torch's AdamW by {difference:.0e} after 3 steps"
 
 
+def cuda_toolkit() -> str:
+    """torch is a build for CUDA, and nvcc is of that release, where torch looks for it."""
+    import torch
+
+    out = run(f"{os.environ['CUDA_HOME']}/bin/nvcc", "--version")
+    release = out.partition("release ")[2].partition(",")[0]
+    assert release == torch.version.cuda, f"nvcc is of {release}, torch of {torch.version.cuda}"
+    return f"torch and nvcc are of CUDA {release}"
+
+
+def fused_adam() -> str:
+    """DeepSpeed's Adam for GPUs compiles and links, for Hopper; no GPU is needed. Minutes."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = (sys.executable, "-W", "ignore", "-c", FUSED_ADAM)
+        more = {"TORCH_CUDA_ARCH_LIST": "9.0", "DS_ACCELERATOR": "cuda"}
+        out = run(*words, timeout=1800, TORCH_EXTENSIONS_DIR=folder, **more)
+        library = next(Path(folder).rglob("fused_adam.so")).read_bytes()
+    assert "multi_tensor_adam" in out, out
+    assert b"sm_90" in library
+    return "compiled for sm_90"
+
+
 def gpus() -> str:
     import torch
 
@@ -262,7 +290,10 @@ def main() -> int:
         "--light": LIGHT,
         "--home": (home_and_user,),
     }
-    checks = lists[sys.argv[1]] if sys.argv[1:] else ALL
+    kind = next(iter({*sys.argv[1:]} & {*lists}), "")
+    checks = lists.get(kind, ALL)
+    if "--cuda" in sys.argv and kind != "--home":
+        checks += (cuda_toolkit, fused_adam) if kind == "--slow" else (cuda_toolkit,)
     for check in checks:
         began = time.monotonic()
         try:
