@@ -138,7 +138,8 @@ class Preload:
 def _close_nvml() -> None:
     """Take back what torch has opened of NVML, and never closes: the GPUs' devices, which DeepSpeed
     has it look at when it is imported. NVML counts; where pynvml has opened it too, it stays."""
-    if "ctypes" not in sys.modules or getattr(sys.modules.get("pynvml"), "_nvmlLib_refcount", 0):
+    users = getattr(sys.modules.get("pynvml"), "_nvmlLib_refcount", None)
+    if "ctypes" not in sys.modules or users:
         return
     with contextlib.suppress(OSError):  # it is not loaded
         library = sys.modules["ctypes"].CDLL("libnvidia-ml.so.1", mode=os.RTLD_NOLOAD)
