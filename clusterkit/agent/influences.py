@@ -27,7 +27,7 @@ READ_BY_DYNAMO = re.compile(
     r"(TORCH|PYTORCH_(?!CUDA_ALLOC_CONF|ALLOC_CONF|NVML)|AOT|INDUCTOR_|PT2_|PARTITIONER_|CUTEDSL_"
     r"|CUTLASS_|DUMP_|ENABLE_|FAKE_|FX_|LOG_|UNSAFE_|ATEN_|TRITON_|MPMATH_|SYMPY_|SAGE_|HOME$|TMP"
     r"|TEMP|LNAME$|LOGNAME$|USER|CI$|CXX$|CC$|PATH$|CUDA_(HOME|PATH)|ROCM_|HIP_|XDG_|_PYTHON"
-    r"|PYTHON(USERBASE|INSPECT))"
+    r"|PYTHON(USERBASE|INSPECT)|LLVM_|PTXAS_)"
 )
 _ENVIRONMENT = ("os.environ", "os.environb", "posix.environ")
 _SYSTEM = tuple(f"sys.{name}" for name in ("path", "meta_path", "path_hooks", "modules"))
