@@ -263,6 +263,7 @@ class Supervisor:
                     world.save(attempts=(*world.saved.attempts, ended))
                 world.save(state=State.RESTARTING, restarts_left=machine.restarts_left)
                 away = {world.plan[n] for n in action.without}
+                world.left_out = {host.name: action.attempt for host in away} | world.left_out
                 if away:
                     world.plan = [h for h in world.hosts if h not in away][: len(world.plan)]
                     machine.terms = world.terms()
@@ -297,6 +298,8 @@ class World:
         self.cancelled = self.error = self.leftovers = False
         self.disk_until, self.dies_in, self.comes_at = 0, None, None
         self.end = None
+        self.left_out = {}
+        """The first attempt that was decided on without a host, as that was out of sight."""
         self.supervisor = Supervisor(self, Reconciler(self.terms(), schedule.restarts))
         self.faults = sorted(schedule.faults, key=lambda fault: fault.at)
 
@@ -342,9 +345,13 @@ class World:
     def start(self, host, attempt, number):
         for other in self.hosts:
             for node in other.nodes:
-                # What is in state D runs no more once it was killed; such a host must not say so.
+                # What is in state D runs no more once it was killed; such a host must not say so,
+                # or not have said so when it was decided to start without it.
                 killed = node.ending is not None and self.now >= node.ending[1]
-                frozen = killed and not self.reachable(other)
+                frozen = killed and (
+                    not self.reachable(other)
+                    or self.left_out.get(other.name, attempt + 1) <= attempt
+                )
                 if node.ranks and node.attempt != attempt and not frozen:
                     raise Broken(f"attempt {attempt} starts beside attempt {node.attempt}")
         group = self.groups.setdefault(attempt, Group(self))

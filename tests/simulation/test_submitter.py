@@ -142,6 +142,24 @@ HARD = (
 )  # fmt: skip
 
 
+FOUND = (
+    # Nothing can be recorded: an attempt begins all the same, and its supervisor dies.
+    Schedule(1050747, 2, restarts=3, work=90, orphans=True, faults=(
+        Fault("partition", 1, 5, 148), Fault("die", 1, 18, 4), Fault("disk", 1, 4, 92))),
+    # Half of an elastic run is started. Its submitter stands still until that has succeeded ...
+    Schedule(1109272, 2, least=1, restarts=3, work=3, faults=(
+        Fault("pause", 0, 1, 112), Fault("cut", 1, 0, 6))),
+    # ... or dies, and the next one sees no host for longer than it would wait.
+    Schedule(1232101, 2, least=1, restarts=3, work=3, orphans=True, faults=(
+        Fault("die", 1, 0, 15), Fault("offline", 0, 1, 132))),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", FOUND, ids=lambda schedule: str(schedule.seed))
+def test_what_long_runs_of_the_simulation_found_holds(schedule):
+    assert fails(schedule) is None
+
+
 @pytest.mark.parametrize(
     "broken",
     [
