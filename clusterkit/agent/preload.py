@@ -12,6 +12,7 @@ import importlib
 import importlib.machinery
 import os
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -52,7 +53,7 @@ class Preload:
         """Import, or start this process anew without what does not survive a fork."""
         if sys.argv[1] != "0":
             return
-        modules, handles = set(sys.modules), _handles()
+        modules, handles, began = set(sys.modules), _handles(), time.time()
         names, why = self._chosen()
         for name in names:
             known, before = set(sys.modules), dict(os.environ)
@@ -63,6 +64,7 @@ class Preload:
                 self.groups.append((name, new, variables))
         if self.groups:
             _close_nvml()
+            _remove_empty_cache(began)
         if self.groups and (problem := self._not_forkable(modules, handles)):
             _note(f"nothing is imported ahead: the imports brought {problem}")
             self._restart()
@@ -146,6 +148,15 @@ def _close_nvml() -> None:
         for _ in range(64):
             if library.nvmlShutdown() != 0:
                 break
+
+
+def _remove_empty_cache(began: float) -> None:
+    """Remove the folder that torch._dynamo's import makes in TMPDIR, and made anew since a time; a
+    compilation makes it again."""
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    with contextlib.suppress(OSError):  # it is not there, or not empty
+        if os.stat(folder).st_ctime >= began - 1.0:
+            os.rmdir(folder)
 
 
 def _note(text: str) -> None:

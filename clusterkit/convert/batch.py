@@ -19,7 +19,7 @@ from clusterkit.convert.shell_text import Command, Unfinished, commands
 from clusterkit.errors import BadInput, counted
 from clusterkit.jobfile.command import Used, options
 from clusterkit.jobfile.command import read as read_line
-from clusterkit.jobfile.launcher_options import AGAIN, PASSED, SBATCH, SPECIAL, SRUN, Tool
+from clusterkit.jobfile.launcher_options import AGAIN, PASSED, SBATCH, SPECIAL, SRUN
 from clusterkit.jobfile.sources import imported, starts
 
 _DIRECTIVE = re.compile(r"#SBATCH\s+(.*)")
@@ -112,7 +112,7 @@ class _Batch:
 
     def _directives(self, text: str) -> None:
         """Convert the ``#SBATCH`` lines in front of the first command."""
-        draft, begun = self.draft, False
+        draft, begun, given = self.draft, False, list[tuple[str, Used]]()
         for number, line in enumerate(text.splitlines(), 1):
             if match := _DIRECTIVE.match(line):
                 draft.at = f"{draft.name}:{number}"
@@ -123,26 +123,25 @@ class _Batch:
                 if hash_ and directive and not directive[-1].isspace():
                     why = "Slurm takes the rest for a comment: quote the value"
                     draft.refuse(f"#{comment}", why)
-                for word in self._options(SBATCH, draft.words("#SBATCH", directive), self.asked):
+                found, rest = options(SBATCH, draft.words("#SBATCH", directive), "sbatch")
+                given += [(draft.at, used) for used in found]
+                for word in rest:
                     draft.refuse(word, "not an option of sbatch")
             begun = begun or not re.match(r"\s*(#|$)", line)
+        self._options(given, self.asked)
         draft.at = ""
 
-    def _options(self, tool: Tool, words: list[str], asked: Asked) -> list[str]:
-        """Convert options of sbatch or srun. Return the words after them."""
-        found, rest = options(tool, words, "srun" if tool is SRUN else "sbatch")
-        for used in found:
-            name = used.name.removeprefix("--")
-            if used.meaning != SPECIAL or name in _BY_ITSELF:
+    def _options(self, given: Sequence[tuple[str, Used]], asked: Asked) -> None:
+        """Convert options of sbatch or srun, each with its place; the last one of a name counts."""
+        last = {used.name: number for number, (_, used) in enumerate(given)}
+        for number, (at, used) in enumerate(given):
+            self.draft.at, name = at, used.name.removeprefix("--")
+            if last[used.name] != number:
+                self.draft.drop(used.written, AGAIN[1:])
+            elif used.meaning != SPECIAL or name in _BY_ITSELF:
                 _option(self.draft, name, used)
-                continue
-            previous, here = asked.get(name), self.draft.at
-            asked[name] = (used.value, used.written, here)
-            if previous is not None:
-                self.draft.at = previous[2]
-                self.draft.drop(previous[1], AGAIN[1:])
-                self.draft.at = here
-        return rest
+            else:
+                asked[name] = (used.value, used.written, at)
 
     def _defaults(self) -> None:
         """Say no where the entry's default is yes, and name the defaults that stay."""
@@ -355,8 +354,10 @@ class _Batch:
             draft.drop(rest.pop(0), "a run outlives the terminal")
         by_srun = bool(rest) and rest[0].rpartition("/")[2] == "srun"
         if by_srun:
-            step: Asked = {}
-            rest = self._options(SRUN, rest[1:], step)
+            step, at = dict[str, tuple[str, str, str]](), draft.at
+            found, rest = options(SRUN, rest[1:], "srun")
+            self._options([(at, used) for used in found], step)
+            draft.at = at
             for name in step:
                 self._same(name, step)
             # srun gives a variable that is not in the environment by `--export` alone.

@@ -120,6 +120,9 @@ def program(draft: Draft, started: Started, *, inside: bool) -> None:
     """Set the program, its arguments and its interpreter."""
     if "name" not in draft.job:
         draft.job["name"] = job_name(started.name)
+    for word in started.args:
+        if "${clusterkit." in word:
+            draft.refuse(word, "a job file has values of clusterkit's own for ${clusterkit...}")
     if started.local_rank:
         files, roots = starts(started.program, started.module)
         read = (lambda path: None) if inside else draft.read
@@ -150,11 +153,11 @@ def _without_wrappers(draft: Draft, words: list[str]) -> list[str]:
     """Convert and remove variables, `env`, `nohup` and the like in front of a command."""
     while words:
         if match := _ASSIGNMENT.match(words[0]):
-            assigned(draft, words[0], match[1], match[2])
+            if match[1].startswith("PET_"):
+                draft.refuse(words[0], "an option of torchrun: write it as an option")
+            else:
+                assigned(draft, words[0], match[1], match[2])
             words = words[1:]
-        elif words[:2] == ["env", "-u"]:
-            draft.drop(shell.join(words[:3]), "ranks get only the variables of the job")
-            words = ["env", *words[3:]]
         elif words[0] in _WRAPPERS and words[1:2] and words[1].startswith("-"):
             draft.refuse(shell.join(words[:2]), f"clusterkit knows no options of {words[0]}")
             return []

@@ -312,12 +312,38 @@ class Taken:
     """As in `Started`."""
 
 
-def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | None = None) -> Taken:
+_OF_SHAPE = {
+    "PET_NNODES": "--nnodes", "PET_NPROC_PER_NODE": "--nproc-per-node",
+    "PET_MAX_RESTARTS": "--max-restarts",
+}  # fmt: skip
+"""Variables that torchrun reads as options which a job has, too."""
+
+
+def _check_torchruns_variables(started: Started, environ: Mapping[str, str]) -> None:
+    """Refuse variables of the shell from which torchrun would take what the job must say."""
+    said = {used.name for used in started.options}
+    for name, option in _OF_SHAPE.items():
+        if name in environ and option not in said:
+            raise BadInput(
+                f"command: torchrun would take {option} {environ[name]} from {name} in your "
+                "environment",
+                hint=f"write {option} {environ[name]}, or unset {name}",
+                job="command",
+            )
+
+
+def take_over(
+    job: JobSpec,
+    given: Mapping[str, str],
+    typed: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Taken:
     """Return the job with the interpreter and the launcher that its command names.
 
     Args:
         given: keys that have been set explicitly, and how: ``--gpus 4`` or ``nodes: 2``.
         typed: clusterkit's own options in front of ``--``; None for a job file.
+        environ: the variables of the shell in which a command line was typed.
 
     Raises:
         BadInput: an option of the launcher has no equivalent, with what to type instead as the
@@ -340,6 +366,8 @@ def take_over(job: JobSpec, given: Mapping[str, str], typed: Sequence[str] | Non
     if (tool := started.tool) is None:
         return Taken(job)
     _check_peeled(peeled, job)
+    if tool in (TORCHRUN, LAUNCH):
+        _check_torchruns_variables(started, environ or {})
     started = replace(started, args=(*started.args, *job.args))
     keys = {"launcher": (tool.launcher, started.launcher), **_values(started, job, given)}
     keys |= peeled.keys

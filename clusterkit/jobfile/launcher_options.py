@@ -91,6 +91,7 @@ def _prefixed(prefix: str, names: str) -> dict[str, str]:
     return {f"--{prefix}-{name}": CONVERT for name in names.split()}
 
 
+_ROLE = "!ranks have the role `default`; --set env.ROLE=NAME passes a name of yours to them"
 TORCHRUN = Tool(
     launcher="torchrun",
     flags=each("--standalone", OURS)
@@ -101,7 +102,8 @@ TORCHRUN = Tool(
     | each("--nproc-per-node", "gpus_per_node")
     | each("--max-restarts", "restarts")
     | each("--rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --local-addr", OURS)
-    | each("--node-rank --master-addr --master-port --monitor-interval --role", OURS)
+    | each("--node-rank --master-addr --master-port --monitor-interval", OURS)
+    | each("--role", _ROLE)
     | each("--start-method", OURS)
     | each("--shutdown-timeout", "!`stop_grace` of the cluster entry is that time")
     | each("--log-dir -r --redirects -t --tee --logs-specs --local-ranks-filter", LOGS)
@@ -167,7 +169,8 @@ ACCELERATE = Tool(
     | each("--max-restarts", "restarts")
     | each("--mixed-precision", "env.ACCELERATE_MIXED_PRECISION")
     | each("--machine-rank --main-process-ip --main-process-port --monitor-interval", OURS)
-    | each("--rdzv-backend --rdzv-conf --role", OURS)
+    | each("--rdzv-backend --rdzv-conf", OURS)
+    | each("--role", _ROLE)
     | each("--log-dir -t --tee", LOGS)
     | each("--config-file --gradient-accumulation-steps", CONVERT)
     | each("--vm --env --main-training-function", _NO_TPU)

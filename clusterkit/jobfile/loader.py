@@ -338,7 +338,9 @@ def check_program(path: Path) -> None:
         head = read_file(path, 4096, whole=False)
     except IsADirectoryError:
         raise BadInput(
-            f"program: {path} is a folder", "name the file, or use `module:`", job="program"
+            f"program: {path} is a folder",
+            hint=f"name the file; or command: [python, {path}], where it has a __main__.py",
+            job="program",
         ) from None
     except OSError as error:
         raise BadInput(f"program: {path}: {reason(error)}", job="program") from None
@@ -346,7 +348,7 @@ def check_program(path: Path) -> None:
     if b"\0" in head or (path.suffix not in (".py", ".pyw") and b"python" not in shebang):
         raise BadInput(
             f"program: {path} is not a Python file",
-            hint=f"command: [{path}] runs any other kind of program",
+            hint=f"command: [python, {path}] has Python run it, command: [{path}] the system",
             job="program",
         )
 

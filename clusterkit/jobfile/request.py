@@ -97,7 +97,8 @@ def read(
             gpus_per_node=spec.gpus_per_node if gpus is None else gpus,
         )
         check_job(spec)
-        taken = command.take_over(spec, given, None if document else typed)
+        environ = None if document else os.environ
+        taken = command.take_over(spec, given, None if document else typed, environ)
         spec = taken.job
         check_job(spec)
         if spec.workdir is None or document is not None:

@@ -255,6 +255,9 @@ def _cause(suspect: _Suspect, exit_code: int | None, oom_kills: int) -> tuple[st
     cause, hint, number = f"exited with {code}", None, _signal_number(code)
     if number:
         cause, hint = _signal_cause(number, oom_kills)
+        if code > 0 and not oom_kills:  # of a signal the record has -N
+            name = signal.Signals(number).name if number in signal.valid_signals() else "a signal"
+            cause = f"exited with {code}: as a shell reports {name}, or by itself"
     if output.fatal and number:
         return cause, None  # its traceback shows where
     if printed:

@@ -436,6 +436,12 @@ class Supervisor:
         with contextlib.suppress(RunFolderError):
             self.folder.write_json("state.json", self.status)
 
+    def _ended_at(self) -> float:
+        """Return when the last node ended, Unix time: this process may have stood still since."""
+        nodes = self.status.nodes
+        ended = [node.ended_at for node in nodes if node.ended_at is not None]
+        return max(ended) if ended and len(ended) == len(nodes) else time.time()
+
     def _succeeded_unseen(self) -> bool:
         """Return whether an attempt that was not started wholly has succeeded with the nodes that
         were: where this process stood still, as with its laptop, before it could stop them."""
@@ -457,7 +463,7 @@ class Supervisor:
         codes = {State.SUCCEEDED: 0, State.CANCELLED: EXIT_INTERRUPTED}
         code = codes.get(state, (failure.exit_code if failure else None) or 1)
         ended = msgspec.structs.replace(
-            self.status, state=state, failure=failure, exit_code=code, finished_at=time.time()
+            self.status, state=state, failure=failure, exit_code=code, finished_at=self._ended_at()
         )
         if self.trouble is not None and ended.remark == self.trouble:
             ended = msgspec.structs.replace(ended, remark=None)

@@ -118,6 +118,24 @@ def test_a_python_without_a_module_says_so_itself(line):
     assert taken(line).job.command == tuple(line.split())
 
 
+@pytest.mark.parametrize(
+    ("line", "variable", "option"),
+    [
+        ("torchrun train.py", "PET_NPROC_PER_NODE", "--nproc-per-node 2"),
+        ("torchrun --nproc_per_node 4 train.py", "PET_NNODES", "--nnodes 2"),
+        ("python -m torch.distributed.run train.py", "PET_MAX_RESTARTS", "--max-restarts 2"),
+    ],
+)
+def test_what_torchrun_would_take_from_the_environment_is_refused(line, variable, option):
+    job = JobSpec(name="demo", command=tuple(shlex.split(line)))
+    with pytest.raises(BadInput, match=f"would take {option} from {variable}") as error:
+        take_over(job, {}, (), {variable: "2"})
+    assert error.value.hint == f"write {option}, or unset {variable}"
+    assert take_over(job, {}, (), {"PET_RDZV_ID": "2"}).note
+    given = JobSpec(name="demo", command=(*job.command[:-1], *shlex.split(option), "train.py"))
+    assert take_over(given, {}, (), {variable: "8"}).note
+
+
 def test_what_is_taken_over_is_said():
     assert taken("torchrun --standalone --nproc_per_node=2 train.py").note == (
         "torchrun in the command is taken over: launcher torchrun, "

@@ -290,7 +290,8 @@ def test_a_kill_for_want_of_memory_is_told_from_somebody_s_kill():
         (-signal.SIGABRT, "SIGABRT"),
         (-signal.SIGBUS, "ended by SIGBUS"),
         (-100, "signal 100"),
-        (139, "SIGSEGV"),
+        (139, "exited with 139: as a shell reports SIGSEGV, or by itself"),
+        (137, "exited with 137: as a shell reports SIGKILL, or by itself"),
     ],
 )
 def test_a_signal_is_named(code, words):

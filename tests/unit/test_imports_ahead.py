@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 import types
 
 import pytest
@@ -110,6 +111,21 @@ print(torch._dynamo.config.suppress_errors, torch.fx.experimental.symbolic_shape
 def test_real_packages(program, agent):
     first, second, plain = outputs(agent, program)
     assert first == second == plain
+
+
+def test_an_import_leaves_no_folder_of_its_own(tmp_path, monkeypatch):
+    made, kept = tmp_path / "made", tmp_path / "kept"
+    began = time.time()
+    made.mkdir()
+    kept.mkdir()
+    for folder, since in ((made, began), (kept, began + 60), (tmp_path / "none", began)):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        preload._remove_empty_cache(since)
+    assert list(tmp_path.iterdir()) == [kept]
+    (kept / "code.py").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(kept))
+    preload._remove_empty_cache(began)
+    assert kept.exists()
 
 
 class Library:

@@ -618,6 +618,17 @@ def test_which_attempts_are_started_and_how_the_run_ends(
     assert status.finished_at is not None
 
 
+def test_a_run_has_ended_when_its_last_node_has(supervise_with):
+    """Its supervisor may have stood still since then."""
+    seen = observed(OK, OK)
+    nodes = (
+        msgspec.structs.replace(seen.nodes[0], ended_at=1000.5),
+        msgspec.structs.replace(seen.nodes[1], ended_at=999.0),
+    )
+    _, status, _ = supervise_with([msgspec.structs.replace(seen, nodes=nodes)])
+    assert (status.state, status.finished_at) == (State.SUCCEEDED, 1000.5)
+
+
 def test_events_name_each_failure_and_the_restarts_that_are_left(supervise_with):
     attempts = [observed(BAD), observed(BAD), observed(OK)]
     _, _, events = supervise_with(attempts, "launcher: forkserver\nrestarts: 2\n")
