@@ -471,7 +471,11 @@ def test_gpus_without_nvidia_s_runtime(tools: Path) -> None:
     assert "--gpus" in docker.commands[-1]
     # Docker 28.2 and later, after `nvidia-ctk cdi generate`, without the runtime.
     devices = [{"Source": "cdi", "ID": f"nvidia.com/gpu={name}"} for name in ("0", "all")]
-    docker = Docker(info=(0, json.dumps(INFO | {"DiscoveredDevices": devices}), ""))
+    for_cuda = REPORT | {"versions": {"torch": "2.13.0+cu130"}}
+    docker = Docker(
+        info=(0, json.dumps(INFO | {"DiscoveredDevices": devices}), ""),
+        run=(0, json.dumps(for_cuda), ""),
+    )
     facts = BACKEND.probe(ComposeCluster(), docker, job())
     assert "nvidia.com/gpu=all" in docker.commands[-1]
     plan = BACKEND.plan(job(), ComposeCluster(), facts, "any-1")
