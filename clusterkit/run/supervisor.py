@@ -201,9 +201,7 @@ class Supervisor:
 
     def _start_attempt(self) -> None:
         self.tried_at = time.time()
-        # On record before anything runs: without it the next supervisor starts it once more.
-        self._update(state=State.PENDING, failure=None)
-        self.folder.write_json("state.json", self.status)
+        self._save(State.PENDING)
         try:
             self._check_again()
             self.backend.submit(

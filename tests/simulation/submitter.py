@@ -234,8 +234,6 @@ class Supervisor:
         world.log(f"{action}")
         match action:
             case Start():
-                if world.now < world.disk_until:
-                    return None  # an attempt that cannot be recorded does not start
                 world.save(state=State.PENDING)
                 self.heard, self.views = {}, {}
                 for number, host in enumerate(world.hosts_of(machine.attempt)):

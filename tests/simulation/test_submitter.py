@@ -143,9 +143,6 @@ HARD = (
 
 
 FOUND = (
-    # Nothing can be recorded: an attempt begins all the same, and its supervisor dies.
-    Schedule(1050747, 2, restarts=3, work=90, orphans=True, faults=(
-        Fault("partition", 1, 5, 148), Fault("die", 1, 18, 4), Fault("disk", 1, 4, 92))),
     # Half of an elastic run is started. Its submitter stands still until that has succeeded ...
     Schedule(1109272, 2, least=1, restarts=3, work=3, faults=(
         Fault("pause", 0, 1, 112), Fault("cut", 1, 0, 6))),

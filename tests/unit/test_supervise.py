@@ -1436,29 +1436,6 @@ def test_an_end_that_cannot_be_recorded_is_recorded_later(supervise_with, monkey
     assert status.exit_code == (0 if state is OK else 1)
 
 
-def test_an_attempt_that_cannot_be_recorded_does_not_start(supervise_with, monkeypatch):
-    """Its supervisor could be killed, and the next one would start it beside itself."""
-    full, real, started = [1, 2, 3], RunFolder.write_json, []
-
-    def write_json(self, name, document):
-        if name == "state.json" and document.attempt == 2 and full:
-            full.pop()
-            raise RunFolderError("No space left on device")
-        real(self, name, document)
-
-    class Looking(Scripted):
-        def submit(self, plan, transport, *, attempt=1, secrets=None, record=None):
-            started.append((attempt, len(full)))
-            super().submit(plan, transport, attempt=attempt)
-
-    monkeypatch.setattr(RunFolder, "write_json", write_json)
-    monkeypatch.setattr("clusterkit.run.supervisor.LONGEST_PAUSE", 0.01)
-    job = "launcher: forkserver\nrestarts: 1\n"
-    _, status, _ = supervise_with([observed(BAD), observed(OK)], job, kind=Looking)
-    assert started == [(1, 3), (2, 0)]
-    assert (status.state, status.attempt, status.remark) == (State.SUCCEEDED, 2, None)
-
-
 def test_a_restart_that_was_not_started_wholly_and_has_succeeded_is_not_run_again(
     supervise_with, monkeypatch
 ):
