@@ -194,10 +194,13 @@ class Watch:
         return [] if self._tagged else list(newest.values())
 
     def _records(self, *, place: bool = True) -> list[Document]:
-        ranks, now, records = self._ranks(), clock.awake(), []
-        self._read_progress(ranks, now)
+        ranks, now = self._ranks(), clock.awake()
+        if _HAS_GPUS:
+            self._read_progress(ranks, now)
+        nothing: tuple[Document, float] = {}, now
+        records = []
         for rank in ranks:
-            progress, since = self._progress[rank["pid"]]
+            progress, since = self._progress.get(rank["pid"], nothing)
             moves = rank_state.has_pending(progress) and now - since < limits.STILL_LOOK_SECONDS / 2
             records.append(rank_state.record(rank, self._folder, place=place, moves=moves))
         return records

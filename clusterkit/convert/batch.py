@@ -47,7 +47,7 @@ _SAME = frozenset(
      "SLURM_JOB_USER"}
 )  # fmt: skip
 """Variables of Slurm with the same value in the job of a run."""
-_OURS = re.compile(r"(CLUSTERKIT|SLURM|SRUN|SBATCH|SALLOC)_|IFS\Z|BASH")
+_OURS = re.compile(r"(CLUSTERKIT|SLURM|SRUN|SBATCH|SALLOC|PET)_|IFS\Z|BASH")
 _SETS_UP = re.compile(
     r"(module|ml|source|\.|(conda|mamba|micromamba)\s+activate)(\s|\Z)"
     r"|set(\s+[-+](o\s+(pipefail|errexit|nounset|xtrace)|[eux]+(o\s+pipefail)?))+\s*\Z"
@@ -316,7 +316,7 @@ class _Batch:
             return
         for word in command.words:
             if (match := _ASSIGNMENT.match(word)) and _OURS.match(match[1]):
-                draft.refuse(shown(raw), f"{match[1]} belongs to Slurm, or to clusterkit's script")
+                draft.refuse(shown(raw), f"{match[1]} belongs to Slurm, torchrun or clusterkit")
                 return
         self._set_up(raw, raw)
         activates = re.match(r"(?:source|\.)\s+(/[\w./-]+)/bin/activate\s*\Z", raw)
@@ -350,7 +350,7 @@ class _Batch:
             draft.refuse(word, "a shell may expand it: quote it, or write the value")
         while rest and (match := _ASSIGNMENT.match(rest[0])):
             assigned(draft, shown(rest.pop(0)), match[1], match[2])
-        while rest[:1] in (["time"], ["exec"], ["nohup"]):
+        while rest and rest[0] in lines.PLAIN_WRAPPERS:
             draft.drop(rest.pop(0), "a run outlives the terminal")
         by_srun = bool(rest) and rest[0].rpartition("/")[2] == "srun"
         if by_srun:

@@ -28,13 +28,13 @@ from clusterkit.jobfile.launcher_options import (
 from clusterkit.jobfile.sources import imported, local_rank_argument, starts
 
 _ASSIGNMENT = re.compile(rf"({shell.NAME})=(.*)\Z", re.DOTALL)
-_PLAIN_WRAPPERS = frozenset({"exec", "nohup", "time"})
-_WRAPPERS = _PLAIN_WRAPPERS | {"env", "timeout"}
+PLAIN_WRAPPERS = frozenset({"exec", "nohup", "time"})
+_WRAPPERS = PLAIN_WRAPPERS | {"env", "timeout"}
 _STARTERS = frozenset(
     {"sudo", "numactl", "taskset", "conda", "mamba", "docker", "podman", "apptainer", "singularity",
      "ssh", "srun", "sbatch", "torchx", "uv", "poetry", "pipenv", "pixi", "nsys", "ncu"}
 )  # fmt: skip
-LAUNCHERS = frozenset(name[0] for name in SCRIPTS) | {"srun"}
+_LAUNCHERS = frozenset(name[0] for name in SCRIPTS) | {"srun"}
 _PRINTS = frozenset({"echo", "printf", "date", "hostname", "pwd", "nvidia-smi"})
 _SHELLS = frozenset({"bash", "sh", "/bin/bash", "/bin/sh"})
 
@@ -153,17 +153,14 @@ def _without_wrappers(draft: Draft, words: list[str]) -> list[str]:
     """Convert and remove variables, `env`, `nohup` and the like in front of a command."""
     while words:
         if match := _ASSIGNMENT.match(words[0]):
-            if match[1].startswith("PET_"):
-                draft.refuse(words[0], "an option of torchrun: write it as an option")
-            else:
-                assigned(draft, words[0], match[1], match[2])
+            assigned(draft, words[0], match[1], match[2])
             words = words[1:]
         elif words[0] in _WRAPPERS and words[1:2] and words[1].startswith("-"):
             draft.refuse(shell.join(words[:2]), f"clusterkit knows no options of {words[0]}")
             return []
         elif words[0] == "env":
             words = words[1:]
-        elif words[0] in _PLAIN_WRAPPERS:
+        elif words[0] in PLAIN_WRAPPERS:
             draft.drop(words[0], "a run outlives the terminal")
             words = words[1:]
         elif words[0] == "timeout" and len(words) > 2:
@@ -187,18 +184,18 @@ def script_of(words: Sequence[str]) -> str | None:
 def starts_ranks(words: Sequence[str]) -> bool:
     """Whether a command line begins with a launcher, srun, or a Python."""
     words = [word for word in words if not _ASSIGNMENT.match(word)]
-    while words and words[0] in (*_PLAIN_WRAPPERS, "env"):
+    while words and words[0] in (*PLAIN_WRAPPERS, "env"):
         words = words[1:]
     name = words[0].rpartition("/")[2] if words else ""
-    return name in LAUNCHERS or re.fullmatch(r"python[\d.]*", name) is not None
+    return name in _LAUNCHERS or re.fullmatch(r"python[\d.]*", name) is not None
 
 
 def only_prints(command: Command) -> bool:
     """Whether a command of a script is an `echo` or the like that runs nothing else."""
-    return command.name in _PRINTS and not command.redirects and not any(map(calls, command.words))
+    return command.name in _PRINTS and not command.redirects and not any(map(_calls, command.words))
 
 
-def calls(word: str) -> bool:
+def _calls(word: str) -> bool:
     """Whether a word has more to be expanded than variables."""
     plain = rf"{shell.NAME}|[@*#?$!0-9]"
     return any(re.fullmatch(plain, each) is None for each in all_unknown(word))

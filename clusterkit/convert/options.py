@@ -41,10 +41,6 @@ def apply_meaning(draft: Draft, origin: str, meaning: str, value: Any) -> None:
         draft.refuse(origin, meaning[1:] or "clusterkit has no equivalent")
     elif meaning.startswith("-"):
         draft.drop(origin, meaning[1:])
-    elif meaning.startswith("?"):
-        draft.todo(origin, meaning[1:])
-    elif key.startswith("entry.") and key.endswith("+"):
-        draft.append(origin, key[6:-1], value)
     elif key.startswith("entry."):
         draft.entry(origin, key[6:], {"true": True, "false": False}.get(constant, value))
     elif key in ("nodes", "gpus_per_node", "threads_per_rank"):
@@ -64,7 +60,9 @@ def job_name(text: str) -> str:
 
 def assigned(draft: Draft, origin: str, name: str, value: str | None) -> None:
     """Convert a variable of the ranks. None: taken from the submitter's environment."""
-    if value is None:
+    if name.startswith("PET_"):
+        draft.refuse(origin, "an option of torchrun: write it as an option")
+    elif value is None:
         draft.secret(origin, name)
     elif name in RENDEZVOUS:
         draft.drop(origin)
@@ -74,11 +72,3 @@ def assigned(draft: Draft, origin: str, name: str, value: str | None) -> None:
         draft.todo(origin, f"set {name} where you submit: this machine's visible GPUs are used")
     else:
         draft.env(origin, name, value)
-
-
-def variables(value: Any) -> list[tuple[str, str | None]]:
-    """Read variables from a mapping or a list of ``NAME=VALUE``; None: the name has no value."""
-    if isinstance(value, dict):
-        return [(name, None if text is None else str(text)) for name, text in value.items()]
-    parts = [str(each).partition("=") for each in value or ()]
-    return [(name, text if equals else None) for name, equals, text in parts]

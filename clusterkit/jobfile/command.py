@@ -313,17 +313,20 @@ class Taken:
 
 
 _OF_SHAPE = {
-    "PET_NNODES": "--nnodes", "PET_NPROC_PER_NODE": "--nproc-per-node",
-    "PET_MAX_RESTARTS": "--max-restarts",
-}  # fmt: skip
-"""Variables that torchrun reads as options which a job has, too."""
+    "PET_NNODES": ("--nnodes", "nodes"),
+    "PET_NPROC_PER_NODE": ("--nproc-per-node", "gpus_per_node"),
+    "PET_MAX_RESTARTS": ("--max-restarts", "restarts"),
+}
+"""Variables that torchrun reads as options: the option, and the job's key for it."""
 
 
-def _check_torchruns_variables(started: Started, environ: Mapping[str, str]) -> None:
+def _check_torchruns_variables(
+    started: Started, given: Mapping[str, str], environ: Mapping[str, str]
+) -> None:
     """Refuse variables of the shell from which torchrun would take what the job must say."""
     said = {used.name for used in started.options}
-    for name, option in _OF_SHAPE.items():
-        if name in environ and option not in said:
+    for name, (option, key) in _OF_SHAPE.items():
+        if name in environ and option not in said and key not in given:
             raise BadInput(
                 f"command: torchrun would take {option} {environ[name]} from {name} in your "
                 "environment",
@@ -367,7 +370,7 @@ def take_over(
         return Taken(job)
     _check_peeled(peeled, job)
     if tool in (TORCHRUN, LAUNCH):
-        _check_torchruns_variables(started, environ or {})
+        _check_torchruns_variables(started, given, environ or {})
     started = replace(started, args=(*started.args, *job.args))
     keys = {"launcher": (tool.launcher, started.launcher), **_values(started, job, given)}
     keys |= peeled.keys

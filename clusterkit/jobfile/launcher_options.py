@@ -36,8 +36,8 @@ class Tool:
 
     A meaning is one of the constants above, or the key of the job that the option sets
     (``key=value``: a flag that sets this value), or ``ranks`` (of all nodes together), or a key of
-    the cluster's entry (``entry.KEY``; ``entry.KEY+`` appends an item), or a mark and a text: ``!``
-    why the option has no equivalent, ``-`` why it is not needed, ``?`` what the user has to do.
+    the cluster's entry (``entry.KEY``), or a mark and a text: ``!`` why the option has no
+    equivalent, ``-`` why it is not needed.
     """
 
     launcher: Launcher | None

@@ -65,6 +65,11 @@ class Stop(Struct, frozen=True):
     why: str
 
 
+class Look(Struct, frozen=True):
+    """Ask the hosts how an attempt has ended that was not started wholly; answer with
+    `Reconciler.looked_at`."""
+
+
 class Ended(Struct, frozen=True):
     """The attempt has ended. Find out why, and answer with `Reconciler.judged`."""
 
@@ -85,7 +90,7 @@ class Finish(Struct, frozen=True):
     state: State
 
 
-Action = Start | Join | Stop | Ended | Next | Finish
+Action = Start | Join | Stop | Look | Ended | Next | Finish
 CANCELLED, OTHER_ENDED, LIMIT = "cancelled", "another node has ended", "the run's time_limit"
 
 
@@ -143,7 +148,7 @@ class Reconciler:
     """Whether ranks of the attempt may live."""
     acknowledged: bool = False
     looked: bool = False
-    """Whether the attempt was looked at again after all hosts had acknowledged the stop."""
+    """Whether the attempt was looked at after all hosts had acknowledged the stop."""
     ending_since: float | None = None
     settled_at: float | None = None
     problem: str = ""
@@ -192,22 +197,12 @@ class Reconciler:
                 if cancelled:
                     return self._settle(now, cancelled)
                 return [Start()] if now >= self.start_at else []
-            case Stage.WATCH if self.looked and self.seen is None:
-                return self._after_look(seen, now, cancelled)
             case Stage.WATCH:
                 return [] if seen is None and not cancelled else self._watch(seen, now, cancelled)
             case Stage.JUDGE:
                 return [Ended()]
             case Stage.SETTLE:
                 return self._settle(now, cancelled)
-
-    def _after_look(self, seen: Observation | None, now: float, cancelled: bool) -> list[Action]:
-        """Decide about an attempt that was not started wholly, and has ended everywhere: the nodes
-        that were started may have succeeded."""
-        if seen is not None and seen.state is State.SUCCEEDED:
-            self.seen, self.stage = seen, Stage.JUDGE
-            return [Ended()]
-        return self._settle(now, cancelled)
 
     def _watch(self, seen: Observation | None, now: float, cancelled: bool) -> list[Action]:
         tried = cancelled and self.stops > 1
@@ -373,6 +368,10 @@ class Reconciler:
         if self.verdict is None or (cancelled and self.verdict is not Verdict.SUCCEEDED):
             self.verdict = Verdict.CANCELLED
         end = _ENDS.get(self.verdict)
+        failed = self.verdict is Verdict.FAILED and self.stops > 0
+        stopped = failed if end is not None else self.acknowledged
+        if self.seen is None and stopped and not self.looked:
+            return [Look()]
         if end is not None:
             # What could not be stopped is on record, and the end is known.
             done = self.stops > 0 or not self.living
@@ -432,11 +431,20 @@ class Reconciler:
         self.stops += 1
         self.acknowledged = acknowledged and self.stage is Stage.SETTLE
         self.stop_at = now + AGAIN_SECONDS
-        nodes = self.seen.nodes if self.seen is not None else ()
-        unknown = self.seen is None or any(node.state is State.UNKNOWN for node in nodes)
+        unknown = self.seen and any(n.state is State.UNKNOWN for n in self.seen.nodes)
         if self.acknowledged and unknown and self.starts_again and not self.looked:
             # All hosts answer: how the nodes ended can be known now.
             self.stage, self.looked = Stage.WATCH, True
+
+    def looked_at(self, seen: Observation | None) -> None:
+        """The hosts were asked. Nodes that were started may have succeeded without the others.
+
+        Args:
+            seen: as of `decide`.
+        """
+        self.looked = True
+        if seen is not None and seen.state is State.SUCCEEDED:
+            self.seen, self.stage = seen, Stage.JUDGE
 
     @property
     def starts_again(self) -> bool:

@@ -37,6 +37,7 @@ from clusterkit.run.reconcile import (
     Ended,
     Finish,
     Join,
+    Look,
     Next,
     Reconciler,
     Stage,
@@ -191,6 +192,8 @@ class Supervisor:
                 self._join(node)
             case Stop(why):
                 self._stop(why)
+            case Look():
+                self.machine.looked_at(self._look())
             case Ended():
                 for following in self._judge():
                     self._perform(following)
@@ -222,6 +225,22 @@ class Supervisor:
         self.machine.stopped(mirror.awake(), acknowledged=error is None)
         if error is not None and self.machine.starts_again:
             self._show_waiting(error)
+
+    def _look(self) -> Observation | None:
+        """Return the newest attempt as its hosts have it now; a monitor hears of them later.
+
+        None of a first attempt that could not be started just now: its submitter waits.
+        """
+        again = self.machine.starts_again
+        if not again and time.time() - self.tried_at < PROBED_SECONDS:
+            return None
+        try:
+            found = self.backend.status(self._handle(), self.transport)
+        except ClusterkitError:
+            if again:
+                raise  # it is tried again: nothing is started before this is known
+            return None
+        return None if found is None else without_spares(self.plan, found)
 
     def _show_waiting(self, error: ClusterkitError) -> None:
         """Show what the next attempt waits for: that nothing of this one can live."""
@@ -440,21 +459,8 @@ class Supervisor:
         ended = [node.ended_at for node in nodes if node.ended_at is not None]
         return max(ended) if ended and len(ended) == len(nodes) else time.time()
 
-    def _succeeded_unseen(self) -> bool:
-        """Return whether an attempt that was not started wholly has succeeded with the nodes that
-        were: where this process stood still, as with its laptop, before it could stop them."""
-        if self.machine.seen is not None or time.time() - self.tried_at < PROBED_SECONDS:
-            return False
-        with contextlib.suppress(Exception):
-            found = self.backend.status(self._handle(), self.transport)
-            seen = None if found is None else without_spares(self.plan, found)
-            return seen is not None and seen.state is State.SUCCEEDED
-        return False
-
     def _finish(self, state: State) -> None:
         """Record the end. Where that fails, the next step does it again."""
-        if state is State.FAILED and self._succeeded_unseen():
-            state = State.SUCCEEDED
         failure = self.failure if state is State.FAILED else None
         if state is State.FAILED and failure is None:
             failure = Failure(exit_code=1, cause=self.machine.problem or "its nodes are lost")

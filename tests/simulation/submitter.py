@@ -18,6 +18,7 @@ from clusterkit.run.outcome import without_spares
 from clusterkit.run.reconcile import (
     Ended,
     Finish,
+    Look,
     Next,
     Reconciler,
     Stage,
@@ -251,6 +252,10 @@ class Supervisor:
                         for node in host.nodes:
                             node.end(143, kill=True)
                 self.pending, self.busy_until = hosts, world.now + GRACE + 1
+            case Look():
+                seen = world.asked(machine.attempt)
+                if seen is not None or not machine.starts_again:
+                    machine.looked_at(seen)
             case Ended():
                 for following in machine.judged(self.clock, cancelled=world.cancelled):
                     self.perform(following)
@@ -269,14 +274,6 @@ class Supervisor:
             case Finish(state):
                 if world.now < world.disk_until:
                     return None
-                # An attempt that was not started wholly is looked at after all.
-                if (
-                    state is State.FAILED
-                    and machine.seen is None
-                    and machine.attempt in world.groups
-                ):
-                    seen = self.observe()
-                    state = State.SUCCEEDED if seen.state is State.SUCCEEDED else state
                 world.finish(state)
         return None
 
@@ -447,15 +444,22 @@ class World:
             case "cancel":
                 self.cancelled = True
 
+    def asked(self, attempt):
+        """What the hosts of an attempt say; None: not all are reached."""
+        hosts = self.hosts_of(attempt)
+        if not all(map(self.reachable, hosts)):
+            return None
+        nodes = tuple(self.truth(attempt, n, host) for n, host in enumerate(hosts))
+        found = Observation(state=overall({n.state for n in nodes}), nodes=nodes)
+        return without_spares(SimpleNamespace(places=len(nodes), least=self.schedule.least), found)
+
     def look(self):
         """What `status` on another machine says, which reaches the same hosts."""
         attempt = self.saved.attempt
-        hosts = self.hosts_of(attempt)
-        if attempt not in self.groups or not all(map(self.reachable, hosts)):
+        found = self.asked(attempt)
+        if attempt not in self.groups or found is None:
             return
-        nodes = tuple(self.truth(attempt, n, host) for n, host in enumerate(hosts))
-        found = Observation(state=overall({n.state for n in nodes}), nodes=nodes)
-        found = without_spares(SimpleNamespace(places=len(nodes), least=self.schedule.least), found)
+        nodes = found.nodes
         if found.state in (State.RUNNING, State.PENDING):
             return
         said = evidence.verdict(self.terms(), found, restarts_left=0, cancelled=self.cancelled)

@@ -132,6 +132,8 @@ def test_what_torchrun_would_take_from_the_environment_is_refused(line, variable
         take_over(job, {}, (), {variable: "2"})
     assert error.value.hint == f"write {option}, or unset {variable}"
     assert take_over(job, {}, (), {"PET_RDZV_ID": "2"}).note
+    key = {"PET_NNODES": "nodes", "PET_NPROC_PER_NODE": "gpus_per_node"}.get(variable, "restarts")
+    assert take_over(job, {key: f"{key}: 4"}, (), {variable: "2"}).note
     given = JobSpec(name="demo", command=(*job.command[:-1], *shlex.split(option), "train.py"))
     assert take_over(given, {}, (), {variable: "8"}).note
 

@@ -17,6 +17,7 @@ from clusterkit.run.reconcile import (
     START_TRIES,
     Ended,
     Finish,
+    Look,
     Next,
     Reconciler,
     Stage,
@@ -228,6 +229,8 @@ def test_an_attempt_that_cannot_be_started_is_tried_again_and_costs_no_restart()
         made.not_started(now, "refused")
         assert made.decide(None, now, False) == [Stop(reconcile.OTHER_ENDED)]
         made.stopped(now, acknowledged=True)
+        assert made.decide(None, now, False) == [Look()]
+        made.looked_at(seen(STOPPED, WAITS))
         actions = made.decide(None, now, False)
         if actions == [Finish(BAD)]:
             break
@@ -242,6 +245,8 @@ def test_a_submit_that_cannot_start_says_so_at_once():
     made.not_started(1.0, "refused")
     assert made.decide(None, 1.0, False) == [Stop(reconcile.OTHER_ENDED)]
     made.stopped(2.0, acknowledged=False)
+    assert made.decide(None, 2.0, False) == [Look()]
+    made.looked_at(None)
     assert made.decide(None, 2.0, False) == [Finish(BAD)]
 
 

@@ -24,7 +24,6 @@ from clusterkit.plan import Plan
 from clusterkit.run.folder import RunHandle
 from clusterkit.transport import Transport
 
-COMPOSE_FILE = "compose.yaml"
 _VOLUME_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
 
 

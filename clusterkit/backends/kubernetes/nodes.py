@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clusterkit.backends.kubernetes.lost_pods import conditions_of
+from clusterkit.backends.kubernetes.objects import parse_amount
 from clusterkit.cluster import Gpu, KubernetesCluster
 from clusterkit.spec import JobSpec
 
@@ -59,20 +60,13 @@ def cores_of(cluster: KubernetesCluster, nodes: Sequence[Mapping[str, Any]], gpu
     Returns:
         0: not known.
     """
-    shares = [
-        _cores(node) * min(gpus, count) / count
-        for node in nodes
-        if selected(node, cluster) and usable(node, cluster) and (count := gpu_count(node, cluster))
-    ]
+    shares = []
+    for node in nodes:
+        count = gpu_count(node, cluster)
+        if count and selected(node, cluster) and usable(node, cluster):
+            cores = parse_amount((node["status"].get("allocatable") or {}).get("cpu", 0))
+            shares.append(cores * min(gpus, count) / count)
     return math.floor(min(shares, default=0))
-
-
-def _cores(node: Mapping[str, Any]) -> float:
-    text = str((node["status"].get("allocatable") or {}).get("cpu", "0"))
-    try:  # as kubelet writes it: 95 or 95500m
-        return float(text[:-1]) / 1000 if text.endswith("m") else float(text)
-    except ValueError:
-        return 0.0
 
 
 def selected(node: Mapping[str, Any], cluster: KubernetesCluster) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from decimal import Decimal
 from typing import Any
 
 from clusterkit.errors import BadInput
@@ -69,6 +70,16 @@ def quantity(key: str, value: str | float) -> str:
     if not _QUANTITY.match(str(value)):
         raise BadInput(f"{key}: {value!r} is not an amount", hint="such as 4, 500m, 16Gi")
     return str(value)
+
+
+def parse_amount(text: object) -> Decimal:
+    """Return what an amount of Kubernetes is; 0 if it is none."""
+    from kubernetes.utils.quantity import parse_quantity
+
+    try:
+        return Decimal(parse_quantity(str(text)))  # type: ignore[no-untyped-call]
+    except ValueError:
+        return Decimal(0)
 
 
 def as_yaml(body: object) -> str:

@@ -28,6 +28,7 @@ from clusterkit.backends.kubernetes.objects import (
     Object,
     kubectl_flags,
     new_object,
+    parse_amount,
 )
 from clusterkit.backends.kubernetes.probe import facts_of, survey
 from clusterkit.cluster import Facts, KubernetesCluster
@@ -335,18 +336,8 @@ def _sum(containers: Iterable[Mapping[str, Any]], *keys: str) -> dict[str, Decim
         resources = each.get("resources") or {}
         amounts = {name: text for key in keys for name, text in (resources.get(key) or {}).items()}
         for name, text in amounts.items():
-            total[name] = total.get(name, Decimal(0)) + quantity(text)
+            total[name] = total.get(name, Decimal(0)) + parse_amount(text)
     return total
-
-
-def quantity(amount: object) -> Decimal:
-    """Parse a quantity of Kubernetes; 0 if it is none."""
-    from kubernetes.utils.quantity import parse_quantity
-
-    try:
-        return Decimal(parse_quantity(str(amount)))  # type: ignore[no-untyped-call]
-    except ValueError:
-        return Decimal(0)
 
 
 _SCALES = (("Ti", 2**40), ("Gi", 2**30), ("Mi", 2**20), ("Ki", 2**10))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Any
 
-from clusterkit.backends.kubernetes.objects import new_object
+from clusterkit.backends.kubernetes.objects import new_object, parse_amount
 from clusterkit.cluster import Claim
 from clusterkit.doctor.base import Verdict, shortened
 from clusterkit.doctor.kubernetes.base import (
@@ -18,7 +18,6 @@ from clusterkit.doctor.kubernetes.base import (
     limits,
     ok,
     outcome_of,
-    quantity,
     requests,
     skip,
     templates,
@@ -103,8 +102,8 @@ def _exceeded(seen: Seen) -> list[Verdict]:
         hard = (status or {}).get("hard") or spec.get("hard") or {}
         used = (status or {}).get("used") or {}
         for resource, limit in hard.items():
-            need, most = wanted.get(resource), quantity(limit)
-            taken = quantity(used.get(resource, 0))
+            need, most = wanted.get(resource), parse_amount(limit)
+            taken = parse_amount(used.get(resource, 0))
             if need is None or taken + need <= most:
                 continue
             cause = f"quota {name} has {amount(resource, most)} of {resource}, "
@@ -187,7 +186,7 @@ def _violations(name: str, rule: Any, spec: Any) -> list[str]:
     ):
         for resource, bound in (bounds or {}).items():
             value = has.get(resource)
-            if value is not None and sign * value > sign * quantity(bound):
+            if value is not None and sign * value > sign * parse_amount(bound):
                 found.append(
                     f"limit range {name}: {resource} {bound} at {end}, "
                     f"a pod of the job {verb} {amount(resource, value)}"

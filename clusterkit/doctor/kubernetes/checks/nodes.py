@@ -8,7 +8,7 @@ from typing import Any
 
 from clusterkit.backends.kubernetes.lost_pods import conditions_of
 from clusterkit.backends.kubernetes.nodes import gpu_count, is_ready, repelling, usable
-from clusterkit.backends.kubernetes.objects import Object
+from clusterkit.backends.kubernetes.objects import Object, parse_amount
 from clusterkit.doctor.base import Verdict
 from clusterkit.doctor.kubernetes.base import (
     NODES,
@@ -20,7 +20,6 @@ from clusterkit.doctor.kubernetes.base import (
     limits,
     nodes_of,
     ok,
-    quantity,
     requests,
     skip,
     templates,
@@ -95,7 +94,7 @@ def gpus(seen: Seen) -> Verdict | list[Verdict]:
     findings = []
     for node in found:
         name, offered = node["metadata"]["name"], gpu_count(node, seen.entry)
-        capacity = int(quantity((node["status"].get("capacity") or {}).get(resource, 0)))
+        capacity = int(parse_amount((node["status"].get("capacity") or {}).get(resource, 0)))
         if offered < capacity:
             cause = f"{capacity - offered} of {counted(capacity, 'GPU')} are not well, "
             findings.append(warn(f"{cause}says the device plugin", host=name))
@@ -130,7 +129,7 @@ def room(seen: Seen) -> Verdict | list[Verdict]:
     ]
     whole = {
         node["metadata"]["name"]: {
-            name: quantity(value)
+            name: parse_amount(value)
             for name, value in (node["status"].get("allocatable") or {}).items()
         }
         for node in _taking(seen)
