@@ -240,7 +240,8 @@ while attempting to start process rank 0."""
     [
         (f"step 5\n{TERMINATE}", -6, f"aborted (SIGABRT) in native code: {TERMINATE}"),
         ("python: x.c:12: main: Assertion `n > 0' failed.", 134,
-         "aborted (SIGABRT) in native code: python: x.c:12: main: Assertion `n > 0' failed."),
+         "exited with 134: as a shell reports SIGABRT, or by itself: "
+         "python: x.c:12: main: Assertion `n > 0' failed."),
         ("ValueError: of long ago", -9, KILLED),
         (f"starting\n{BANNER}\n", 14, f"exited with 14: {MPIRUN}"),
         (f"{'-' * 74}\n{NOT_FOUND}\n{'-' * 74}\n", 1, f"exited with 1: {NOT_FOUND}"),

@@ -13,6 +13,7 @@ from clusterkit import backends
 from clusterkit.backends.kubernetes import api_server
 from clusterkit.backends.kubernetes.api_server import KubeTransport, Refusal
 from clusterkit.backends.kubernetes.flavors import FLAVORS
+from clusterkit.backends.kubernetes.objects import parse_amount
 from clusterkit.backends.kubernetes.rbac import run_rights, watcher_rights
 from clusterkit.cluster import Claim, KubernetesCluster
 from clusterkit.doctor.kubernetes import CHECKS, look
@@ -22,7 +23,6 @@ from clusterkit.doctor.kubernetes.base import (
     Seen,
     amount,
     limits,
-    quantity,
     requests,
     templates,
 )
@@ -678,11 +678,11 @@ def test_name_servers():
 
 
 def test_amounts():
-    assert quantity("500m") * 2 == 1
-    assert quantity("nonsense") == 0
-    assert amount("memory", quantity("1536Mi")) == "1.5Gi"
-    assert amount("cpu", quantity("1500m")) == "1500m"
-    assert amount(GPU, quantity("8")) == "8"
+    assert parse_amount("500m") * 2 == 1
+    assert parse_amount("nonsense") == 0
+    assert amount("memory", parse_amount("1536Mi")) == "1.5Gi"
+    assert amount("cpu", parse_amount("1500m")) == "1500m"
+    assert amount(GPU, parse_amount("8")) == "8"
     pod = {
         "containers": [{"resources": {"limits": {"cpu": "2"}}}, {}],
         "initContainers": [{"resources": {"requests": {"cpu": "3", "memory": "1Gi"}}}],
