@@ -13,8 +13,8 @@ from clusterkit.agent.protocol import Document
 _USUAL_FILES = 256
 
 
-def write_json(path: Path, document: Document) -> None:
-    """Write a JSON file atomically.
+def write_json(path: Path, document: Document, *, durable: bool = True) -> None:
+    """Write a JSON file atomically; ``durable``: what it says survives a crash of the machine.
 
     Raises:
         OSError: there is no space, or no such folder; an older file is unchanged.
@@ -24,8 +24,9 @@ def write_json(path: Path, document: Document) -> None:
     try:
         with temporary.open("x") as file:
             json.dump(document, file)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
         with contextlib.suppress(OSError):

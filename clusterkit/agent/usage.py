@@ -51,7 +51,8 @@ class Usage:
             found = self.measure()
             with contextlib.suppress(OSError):  # a full disk
                 if found:
-                    write_json(self._log.folder / "usage.json", found)
+                    # The agent may end at any time: what waits for a disk leaves its draft behind.
+                    write_json(self._log.folder / "usage.json", found, durable=False)
             time.sleep(self._pause if found else 1.0)
 
     def measure(self) -> Document:
