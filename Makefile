@@ -191,7 +191,7 @@ unit-others: ## Run them on all other Pythons from 3.11 to 3.14 that are there, 
 
 .venv-$(VERSION)/.madetorch: .venv-$(VERSION)/.made
 	@.venv-$(VERSION)/bin/$(PIP_INSTALL) torch
-	@.venv-$(VERSION)/bin/$(PIP_INSTALL) --editable '.[train,test]'
+	@.venv-$(VERSION)/bin/$(PIP_INSTALL) --editable '.[dev,train]'
 	@touch $@
 
 .PHONY: unit-on
