@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from clusterkit.agent import STOPPED, STOPPED_BY_PEERS, archive, next_attempt
 from clusterkit.agent.report import node_state, read_from
@@ -118,32 +119,78 @@ class NodeFiles(Struct, frozen=True, kw_only=True):
         return cls(begun=state["begun"], alive=state["alive"], started=started, exit=ended, log=log)
 
 
-def judge_node(node: int, host: str, files: NodeFiles) -> NodeStatus:
-    """Return a node's status from its agent's files."""
-    if files.alive and next_attempt(files.exit) is None:
-        return judge_running(node, host, files.started)
+class NativeState(Struct, frozen=True, kw_only=True):
+    """What the platform says of a node: of its host's process, its container, pod or job.
+
+    A backend delivers this and the agent's files; `judge_node` makes the node's status of them.
+    """
+
+    state: State
+    """PENDING: it has not begun, or another one takes its place. RUNNING: something of it runs. The
+    final ones: it has ended; by itself it is FAILED. UNKNOWN: the platform does not answer, or what
+    it answers is not understood."""
+    reason: str | None = None
+    """Why, as the platform says it; None: there is no more to say than the state."""
+    exit_code: int | None = None
+    ended_at: float | None = None
+    ended_by: str | None = None
+    """By what a node was ended from outside that its agent's ``exit.json`` cannot know of."""
+
+    @classmethod
+    def of_process(cls, files: NodeFiles) -> NativeState:
+        """Return the state of a node that is a process of its host."""
+        if files.alive:
+            return cls(state=State.RUNNING)
+        return cls(state=State.FAILED if files.begun else State.PENDING)
+
+
+def judge_node(node: int, host: str, files: NodeFiles, native: NativeState) -> NodeStatus:
+    """Return a node's status from its agent's files and what the platform says.
+
+    How a node ended is what its agent recorded, unless the platform still runs it, has put another
+    one in its place, or has ended it itself.
+    """
+    state = native.state
     if files.exit is not None:
-        return judge_exit(node, host, files.exit)
-    if not files.begun:
-        return NodeStatus(node=node, host=host, state=State.PENDING)
-    last = files.log.decode(errors="replace").strip().rpartition("\n")[2]
-    reason = f"its agent ended without reporting an exit code{f': {last}' if last else ''}"
-    record, code = _read(files.started, _Started) or _Started(), None
-    if record.killed is not None and not last:  # a traceback there would be its own failure
-        code = 128 + signal.SIGKILL
-        reason = "its agent was killed by " + (
-            "the kernel or from outside (SIGKILL): the kernel counted an out-of-memory kill"
-            if record.killed
-            else "SIGKILL from outside (kill -9): the kernel counted no out-of-memory kill"
-        )
+        began_next = next_attempt(files.exit) is not None  # and runs on, with another attempt
+        if began_next or state not in (State.PENDING, State.RUNNING):
+            ended = judge_exit(node, host, files.exit)
+            if native.ended_by is None or began_next:
+                return ended
+            return replace(ended, state=state, reason=native.ended_by)
+    if state is State.RUNNING and files.begun:
+        found = judge_running(node, host, files.started)
+        return found if native.reason is None else replace(
+            found, state=state, reason=native.reason, until=None
+        )  # fmt: skip
+    reason, code = native.reason, native.exit_code
+    if state is State.RUNNING:
+        state = State.PENDING
+    elif state.final and files.begun and reason is None and code is None:
+        reason, code = _agent_died(files)
     return NodeStatus(
         node=node,
         host=host,
-        state=State.FAILED,
-        exit_code=code,
+        state=state,
         reason=reason,
-        remarks=record.remarks,
+        exit_code=code,
+        ended_at=native.ended_at,
+        remarks=remarks(files.started),
     )
+
+
+def _agent_died(files: NodeFiles) -> tuple[str, int | None]:
+    """Return the reason and the exit code of a node whose agent recorded no end."""
+    last = files.log.decode(errors="replace").strip().rpartition("\n")[2]
+    record = _read(files.started, _Started)
+    if record is None or record.killed is None or last:  # a traceback would be its own failure
+        return f"its agent ended without reporting an exit code{f': {last}' if last else ''}", None
+    by = (
+        "the kernel or from outside (SIGKILL): the kernel counted an out-of-memory kill"
+        if record.killed
+        else "SIGKILL from outside (kill -9): the kernel counted no out-of-memory kill"
+    )
+    return f"its agent was killed by {by}", 128 + signal.SIGKILL
 
 
 def judge_running(node: int, host: str, started: bytes | None) -> NodeStatus:

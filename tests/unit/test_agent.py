@@ -16,9 +16,10 @@ from clusterkit.agent import ending, limits, processes
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.protocol import LAUNCHER_WAITED
 from clusterkit.agent.streams import Lines, Stream
-from clusterkit.backends.node_status import NodeFiles, judge_node
+from clusterkit.backends.node_status import NativeState, NodeFiles, judge_node
 from clusterkit.output.logs import parse_lines
 from clusterkit.run import folder as run_folder
+from clusterkit.run.status import State
 
 RUN = (
     "import sys; from clusterkit.agent import __main__, limits; limits.RANKS_GRACE = 0.0; "
@@ -199,7 +200,9 @@ def test_a_watch_port_that_is_taken_is_in_the_status_while_the_node_runs(start, 
         waiting(start, run_dir, options=options, **names)
         wait_until(lambda: b"not watched" in (node_dir / "started.json").read_bytes())
     started = (node_dir / "started.json").read_bytes()
-    found = judge_node(0, "h0", NodeFiles(begun=True, alive=True, started=started))
+    found = judge_node(
+        0, "h0", NodeFiles(begun=True, started=started), NativeState(state=State.RUNNING)
+    )
     words = f"the other nodes are not watched: port {port}: Address already in use"
     assert found.remarks == (words,)
     assert lines_of(node_dir)[-1].text == words

@@ -20,8 +20,8 @@ from clusterkit.backends.compose import observe, probe
 from clusterkit.backends.compose.backend import ComposeBackend
 from clusterkit.backends.compose.compose_file import size_bytes
 from clusterkit.backends.compose.containers import Container, inspect
-from clusterkit.backends.compose.observe import STATES, ContainerMonitor, judge
-from clusterkit.backends.node_status import NodeFiles
+from clusterkit.backends.compose.observe import STATES, ContainerMonitor, native_state
+from clusterkit.backends.node_status import NodeFiles, judge_node
 from clusterkit.cluster import ComposeCluster, Engine, Gpu
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.output.diagnose import diagnose
@@ -509,6 +509,10 @@ def exited(code: int, reason: str | None = None) -> bytes:
 
 UP, GONE = Container(state="running"), None
 STOPPED = "stopped on request"
+
+
+def judge(node: int, files: NodeFiles, **native: Any) -> NodeStatus:
+    return judge_node(node, f"node-{node}", files, native_state(files, **native))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 from clusterkit import agent
 from clusterkit.agent import ending, limits
 from clusterkit.agent.report import node_state
-from clusterkit.backends.node_status import NodeFiles, judge_node
+from clusterkit.backends.node_status import NativeState, NodeFiles, judge_node
 from clusterkit.output.diagnose import diagnose
 from clusterkit.run import folder as run_folder
 from clusterkit.run.status import State
@@ -223,7 +223,9 @@ def test_an_agent_that_was_killed_is_known_as_such(host, oom_kills):
     process.wait()
     assert gone(rank)
     assert gone(record["guard"]["pid"])
-    found = judge_node(0, "h", NodeFiles.read(host.node()))
+    found = judge_node(
+        0, "h", (files := NodeFiles.read(host.node())), NativeState.of_process(files)
+    )
     assert (found.state, found.exit_code) == (State.FAILED, 137)
     assert (found.reason or "").startswith("its agent was killed by ")
     assert ("counted an out-of-memory kill" in found.reason) == (oom_kills > 0)
@@ -241,7 +243,9 @@ def test_an_agent_that_failed_by_itself_was_not_killed(host):
     process.wait()
     assert gone(rank)
     assert gone(guard)
-    found = judge_node(0, "h", NodeFiles.read(host.node()))
+    found = judge_node(
+        0, "h", (files := NodeFiles.read(host.node())), NativeState.of_process(files)
+    )
     assert found.reason == "its agent ended without reporting an exit code: KeyError: 3"
 
 

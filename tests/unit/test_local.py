@@ -16,7 +16,7 @@ from clusterkit.backends import probing
 from clusterkit.backends.base import Backend, check_capabilities
 from clusterkit.backends.gpus import read_gpus
 from clusterkit.backends.local.backend import LocalBackend
-from clusterkit.backends.node_status import NodeFiles, judge_exit, judge_node
+from clusterkit.backends.node_status import NativeState, NodeFiles, judge_exit, judge_node
 from clusterkit.cluster import Gpu, LocalCluster
 from clusterkit.errors import BadInput, CapabilityError, PortTaken, Unavailable
 from clusterkit.run.folder import RunFolder, RunHandle
@@ -489,7 +489,7 @@ def test_a_record_of_a_running_node_that_makes_no_sense_is_unknown_and_no_except
     """`"waits": 5` in started.json was an AttributeError, which cancelled the run."""
     document = json.dumps({field: 5}).encode()
     files = NodeFiles(begun=True, alive=True, started=document)
-    found = judge_node(0, "h", files)
+    found = judge_node(0, "h", files, NativeState.of_process(files))
     assert (found.state, found.reason) == (
         State.UNKNOWN, "started.json is damaged: it cannot be read"
     )  # fmt: skip

@@ -7,18 +7,18 @@ from collections.abc import Collection, Iterator, Mapping
 
 import msgspec
 
-from clusterkit.agent import STOPPED, next_attempt
+from clusterkit.agent import STOPPED
 from clusterkit.backends.base import Observation
 from clusterkit.backends.compose.compose_file import LABEL
 from clusterkit.backends.compose.containers import Container, docker_of, inspect, saved_containers
 from clusterkit.backends.compose.engine import HOST
 from clusterkit.backends.node_status import (
+    NativeState,
     NodeFiles,
     folder_exists,
     judge_exit,
-    judge_running,
+    judge_node,
     observed,
-    remarks,
 )
 from clusterkit.errors import ClusterkitError, SubmitFailed
 from clusterkit.plan import Plan
@@ -55,16 +55,15 @@ def status(handle: RunHandle, transport: Transport) -> Observation | None:
         return observation(handle, {}, unreachable=error.message)
 
 
-def judge(
-    node: int,
+def native_state(
     files: NodeFiles,
     *,
     live: Container | None,
     saved: Container | None,
     unreachable: str | None = None,
     lost: bool = False,
-) -> NodeStatus:
-    """Return a node's status.
+) -> NativeState:
+    """Return what the engine says of a node.
 
     Args:
         live: its container now, or when the engine answered last; None: it has none.
@@ -72,69 +71,62 @@ def judge(
         unreachable: why the engine does not answer; None: it does.
         lost: whether its container has been paused or disconnected for `lost_after` seconds.
     """
-    if unreachable is not None and files.exit is not None:
-        live = None  # the exit record is enough
-    found = _judge(node, files, live=live, saved=saved, lost=lost)
-    if unreachable is None or files.exit is not None or (live is not None and live.ended):
+    if files.exit is not None:
+        # Without the engine the exit record is enough.
+        container = saved or (live if unreachable is None else None)
+        if container is not None and saved is None and container.state == "running":
+            return NativeState(
+                state=State.RUNNING
+            )  # its agent has ended, its container is about to
+        return NativeState(state=State.FAILED, ended_by=_ended_by(files.exit, container))
+    found = _container_state(files, live=live, saved=saved, lost=lost)
+    if unreachable is None or (live is not None and live.ended):
         return found
     # Containers run on without their engine.
     state = found.state if live is not None and not found.state.final else State.UNKNOWN
-    return msgspec.structs.replace(found, state=state, reason=unreachable, exit_code=None)
+    return NativeState(state=state, reason=unreachable)
 
 
-def _judge(
-    node: int, files: NodeFiles, *, live: Container | None, saved: Container | None, lost: bool
-) -> NodeStatus:
-    """Return a node's status from what is known of it; for the arguments see `judge`."""
-    host = f"node-{node}"
-
-    def status(state: State, reason: str | None = None, code: int | None = None) -> NodeStatus:
-        return NodeStatus(
-            node=node, host=host, state=state, reason=reason, exit_code=code,
-            remarks=remarks(files.exit or files.started),
-        )  # fmt: skip
-
-    if files.exit is not None:
-        continues = next_attempt(files.exit) is not None  # with the next attempt, in this container
-        if live is not None and live.state == "running" and saved is None and not continues:
-            return status(State.RUNNING)  # its agent has ended, its container is about to
-        return _judge_exit(node, files.exit, saved or live)
+def _container_state(
+    files: NodeFiles, *, live: Container | None, saved: Container | None, lost: bool
+) -> NativeState:
+    """Return the state of a node whose agent has recorded no end."""
     if saved is not None and (live is None or live.ended):
         if saved.ended:
-            return status(State.FAILED, saved.failure(), saved.exit_code)
+            return _failed(saved)
         if (reason := saved.interruption()) is not None:
-            return status(State.FAILED, reason)
-        return status(State.CANCELLED, "killed: it did not stop when asked to")
+            return NativeState(state=State.FAILED, reason=reason)
+        return NativeState(state=State.CANCELLED, reason="killed: it did not stop when asked to")
     if live is None:
         if files.begun:
-            return status(State.FAILED, "its container is gone: it was removed from outside")
-        return status(State.PENDING)
+            reason = "its container is gone: it was removed from outside"
+            return NativeState(state=State.FAILED, reason=reason)
+        return NativeState(state=State.PENDING)
     state = STATES.get(live.state, State.UNKNOWN)
     if state is State.UNKNOWN:
-        return status(state, f"docker reports its container as {live.state!r}")
+        return NativeState(state=state, reason=f"docker reports its container as {live.state!r}")
     if state is State.FAILED:
-        return status(state, live.failure(), live.exit_code)
+        return _failed(live)
     interruption = live.interruption()
     if interruption is not None and lost:
-        return status(State.FAILED, interruption)
-    if state is State.RUNNING and files.begun and interruption is None:
-        return judge_running(node, host, files.started)
-    return status(state if files.begun else State.PENDING, interruption)
+        state = State.FAILED
+    return NativeState(state=state, reason=interruption)
 
 
-def _judge_exit(node: int, exit_json: bytes, container: Container | None) -> NodeStatus:
-    """Return the status of a node whose agent has ended."""
-    ended = judge_exit(node, f"node-{node}", exit_json)
+def _failed(container: Container) -> NativeState:
+    return NativeState(
+        state=State.FAILED, reason=container.failure(), exit_code=container.exit_code
+    )
+
+
+def _ended_by(exit_json: bytes, container: Container | None) -> str | None:
+    """Return what from outside was why a node's agent was asked to end, if it was."""
+    ended = judge_exit(0, "", exit_json)
     if ended.state is not State.CANCELLED or container is None:
-        return ended
-    # The agent was asked to end. If its container was interrupted or stopped from outside, that
-    # is the cause, and a failure.
-    reason = container.interruption()
-    if reason is None and container.ended and ended.reason == STOPPED:
+        return None
+    if (reason := container.interruption()) is None and container.ended and ended.reason == STOPPED:
         reason = "its container was stopped from outside (docker stop)"
-    if reason is None:
-        return ended
-    return msgspec.structs.replace(ended, state=State.FAILED, reason=reason)
+    return reason
 
 
 def observation(
@@ -155,10 +147,11 @@ def observation(
     nodes, exits, causes = [], {}, []
     for node in range(handle.plan.nodes):
         files = NodeFiles.read(handle.folder.node_dir(handle.attempt, node))
-        status = judge(
-            node, files, live=live.get(node), saved=saved.get(node), unreachable=unreachable,
+        native = native_state(
+            files, live=live.get(node), saved=saved.get(node), unreachable=unreachable,
             lost=node in lost,
         )  # fmt: skip
+        status = judge_node(node, f"node-{node}", files, native)
         nodes.append(status)
         reported = None if files.exit is None else judge_exit(node, status.host, files.exit)
         if status.state in _UNREPORTED and status.reason and status != reported:

@@ -27,7 +27,7 @@ from clusterkit.backends.kubernetes.pod_status import (
     without,
 )
 from clusterkit.backends.kubernetes.remote_runs import state_of
-from clusterkit.backends.node_status import judge_exit, judge_running, observed
+from clusterkit.backends.node_status import judge_exit, observed
 from clusterkit.errors import ClusterkitError
 from clusterkit.plan import Plan
 from clusterkit.run.folder import RunHandle
@@ -123,13 +123,12 @@ def observation(
         found = node_status(
             node,
             pod,
+            _agent_file(handle, node, "started.json"),
             replaceable=replaces(plan),
             rejoin=rejoin,
             waits_for=waits_for,
             ours=removed.complete if pod is None else pod.name in removed.ended,
         )
-        if found.state is State.RUNNING and found.reason is None:
-            found = judge_running(node, found.host, _agent_file(handle, node, "started.json"))
         if pod is not None and pod.name in incomplete_logs and found.state.final:
             found = replace(found, state=State.RUNNING, reason=None)
         over = pod is None or (pod.removed and (pod.gone or pod.exit_code is not None))

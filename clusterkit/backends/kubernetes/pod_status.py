@@ -9,9 +9,9 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from clusterkit.agent import OVER_TIME_LIMIT, STOPPED
+from clusterkit.agent import OVER_TIME_LIMIT
 from clusterkit.backends.kubernetes.pod import KILLED, PREEMPTED, Pod
-from clusterkit.backends.node_status import judge_exit
+from clusterkit.backends.node_status import NativeState, NodeFiles, judge_node
 from clusterkit.run.status import NodeCause, NodeStatus, State
 
 PHASES: Mapping[str, State] = {
@@ -139,15 +139,24 @@ class Rejoin(Struct, frozen=True):
 
 
 def node_status(
-    node: int,
+    node: int, pod: Pod | None, started: bytes | None = None, **native: Any
+) -> NodeStatus:
+    """Return a node's status by its pod and its agent's ``started.json``; ``native``: as of
+    `native_state`."""
+    report = (pod.termination_message or "").encode() if pod and pod.exit_report else None
+    files = NodeFiles(begun=pod is not None, started=started, exit=report)
+    return judge_node(node, pod.host if pod else "", files, native_state(pod, **native))
+
+
+def native_state(
     pod: Pod | None,
     *,
     replaceable: bool = False,
     rejoin: Rejoin | None = None,
     waits_for: str | None = None,
     ours: bool = False,
-) -> NodeStatus:
-    """Return a node's state by its pod.
+) -> NativeState:
+    """Return what Kubernetes says of a node by its pod.
 
     Args:
         pod: None: none was ever seen.
@@ -156,59 +165,49 @@ def node_status(
         waits_for: why there is no pod yet, if known.
         ours: whether clusterkit itself has removed the pod.
     """
-    host, ended_at = (pod.host, pod.finished_at) if pod else ("", None)
 
-    def status(state: State, reason: str | None = None) -> NodeStatus:
-        return NodeStatus(node=node, host=host, state=state, reason=reason, ended_at=ended_at)
+    def state(of: State, reason: str | None = None) -> NativeState:
+        return NativeState(state=of, reason=reason, ended_at=pod.finished_at if pod else None)
 
     if pod is None:
-        if ours:
-            return status(State.CANCELLED, NOT_BEGUN)
-        return status(State.PENDING, waits_for)
+        return state(State.CANCELLED, NOT_BEGUN) if ours else state(State.PENDING, waits_for)
     if rejoin is not None and not ours:
         if (reason := rejoin.waits(pod)) is not None:
-            return status(State.PENDING, reason)
+            return state(State.PENDING, reason)
         if pod.gone:
-            return _ended(node, pod, ours=ours)
+            return _ended(pod, ours=ours)
     if pod.exit_code is not None:
         if pod.restartable and pod.phase == "Running" and not pod.gone:
-            return status(State.RUNNING)
-        return _ended(node, pod, ours=ours)
+            return state(State.RUNNING)
+        return _ended(pod, ours=ours)
     if pod.gone == "replaced":
-        return status(State.FAILED, f"its pod was replaced: {pod.removed_by or 'it was deleted'}")
+        return state(State.FAILED, f"its pod was replaced: {pod.removed_by or 'it was deleted'}")
     if pod.lost:
-        state = State.FAILED if pod.gone else State.UNKNOWN
-        return status(state, f"node {pod.host} of the cluster does not answer")
+        reason = f"node {pod.host} of the cluster does not answer"
+        return state(State.FAILED if pod.gone else State.UNKNOWN, reason)
     if pod.gone:
         if pod.stuck:
-            return status(State.FAILED, pod.waits_for)
+            return state(State.FAILED, pod.waits_for)
         if ours:
             late = "killed: it did not stop when asked to"
-            return status(State.CANCELLED, late if pod.started else NOT_BEGUN)
+            return state(State.CANCELLED, late if pod.started else NOT_BEGUN)
         if replaceable:
-            return status(State.PENDING, f"its pod was removed; {REPLACEMENT}")
+            return state(State.PENDING, f"its pod was removed; {REPLACEMENT}")
         cause = pod.removed_by or "somebody deleted it, or the namespace"
-        return status(State.FAILED, f"its pod is gone: {cause}")
+        return state(State.FAILED, f"its pod is gone: {cause}")
     # While a sidecar waits, say for its image, the pod of a node that runs is Pending.
     phase = "Running" if pod.started and pod.phase == "Pending" else pod.phase
-    state = PHASES.get(phase, State.UNKNOWN)
-    if state is State.FAILED or state is State.SUCCEEDED:
+    found = PHASES.get(phase, State.UNKNOWN)
+    if found is State.FAILED or found is State.SUCCEEDED:
         # No container has ended: none was ever started.
-        reason = pod.removed_by or pod.waits_for or f"its pod is {pod.phase}"
-        return status(State.FAILED, reason)
-    if state is State.UNKNOWN:
-        return status(state, f"Kubernetes reports its pod as {pod.phase!r}")
-    return status(State.FAILED if pod.stuck else state, pod.waits_for)
+        return state(State.FAILED, pod.removed_by or pod.waits_for or f"its pod is {pod.phase}")
+    if found is State.UNKNOWN:
+        return state(found, f"Kubernetes reports its pod as {pod.phase!r}")
+    return state(State.FAILED if pod.stuck else found, pod.waits_for)
 
 
-def _ended(node: int, pod: Pod, *, ours: bool) -> NodeStatus:
-    message = (pod.termination_message or "").strip()
-    if pod.exit_report:
-        found = judge_exit(node, pod.host, message.encode())
-        if found.reason == STOPPED and not ours:
-            return replace(found, state=State.FAILED, reason=pod.removed_by or DELETED)
-        return found
-    reason = pod.removed_by
+def _ended(pod: Pod, *, ours: bool) -> NativeState:
+    message, reason = (pod.termination_message or "").strip(), pod.removed_by
     if reason is None and pod.reason == "OOMKilled":
         reason = _out_of_memory(pod)
     elif reason is None and pod.reason in ("StartError", "ContainerCannotRun"):
@@ -217,13 +216,12 @@ def _ended(node: int, pod: Pod, *, ours: bool) -> NodeStatus:
         reason = "its container was killed (exit code 137) and reported nothing"
     elif reason is None and message:
         reason = f"exited with {pod.exit_code}: {message.rpartition(chr(10))[2]}"
-    return NodeStatus(
-        node=node,
-        host=pod.host,
+    return NativeState(
         state=State.SUCCEEDED if pod.exit_code == 0 else State.FAILED,
         reason=reason,
         exit_code=pod.exit_code,
         ended_at=pod.finished_at,
+        ended_by=(pod.removed_by or DELETED) if pod.stopped and not ours else None,
     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from clusterkit.backends.base import Backend, Observation, SupportsDoctor
 from clusterkit.backends.local.probe import ADDRESS, HOST
 from clusterkit.backends.node_status import (
+    NativeState,
     NodeFiles,
     folder_exists,
     judge_node,
@@ -61,7 +62,7 @@ class LocalBackend(Backend, SupportsDoctor):
         nodes, ended = [], {}
         for node in range(handle.plan.nodes):
             files = NodeFiles.read(handle.folder.node_dir(handle.attempt, node))
-            found = judge_node(node, HOST, files)
+            found = judge_node(node, HOST, files, NativeState.of_process(files))
             nodes.append(found)
             if found.state in (State.FAILED, State.CANCELLED):
                 ended[node] = files.exit or b""

@@ -18,7 +18,14 @@ from msgspec import Struct
 from clusterkit.agent import STOPPED
 from clusterkit.agent.report import read_from
 from clusterkit.backends.base import Observation
-from clusterkit.backends.node_status import NodeFiles, folder_exists, judge_node, observed
+from clusterkit.backends.node_status import (
+    NativeState,
+    NodeFiles,
+    folder_exists,
+    judge_exit,
+    judge_node,
+    observed,
+)
 from clusterkit.backends.slurm import login
 from clusterkit.backends.slurm.queue import NODE_0_LOST, WARNED, Job, ended_job, jobs_of
 from clusterkit.errors import Unavailable
@@ -166,47 +173,52 @@ class _Look:
         return self.requeued or (gone and self.silent is None and not self.files_delayed)
 
     def node(self, number: int) -> NodeStatus:
-        files, job = self.files.nodes[number], self.job
-        alive = not self.over and files.exit is None
-        node = judge_node(number, files.host, msgspec.structs.replace(files, alive=alive))
+        files = self.files.nodes[number]
+        return judge_node(number, files.host, files, self._native(files))
 
-        def changed(state: State, reason: str | None) -> NodeStatus:
-            return msgspec.structs.replace(node, state=state, reason=reason)
-
+    def _native(self, files: NodeFiles) -> NativeState:
+        """Return what Slurm's job says of a node."""
+        job, begun = self.job, files.begun
         cancelled = job is not None and job.means is State.CANCELLED and not self.ours
         ended = State.CANCELLED if cancelled else State.FAILED
         if files.exit is not None:
-            if node.reason == STOPPED and WARNED.encode() in files.exit:
-                why = json.loads(files.exit)["stopped_by"]
-                node = changed(node.state, str(why))
-            # Slurm signals ranks and agents alike: what they record is a consequence.
-            killed = node.state in (State.CANCELLED, State.FAILED) and node.exit_code in _SIGNALLED
-            by_slurm = job is not None and job.ended_by_slurm and not (self.ours or self.requeued)
-            if job is not None and killed and by_slurm:
-                return changed(ended, job.ending)
-            ending = not (self.over or self.ours) and self.files.ended_by_slurm
-            if ending and node.state is not State.SUCCEEDED:
-                return changed(State.RUNNING, "Slurm is ending its job")
-            return node
+            return self._with_exit(files.exit, ended)
         if self.silent is not None:
-            return changed(State.RUNNING if files.started else State.PENDING, self.silent or None)
-        if files.started is None and node.state is State.RUNNING:
-            node = changed(State.PENDING, None)
+            return NativeState(state=State.RUNNING, reason=self.silent or None)
         if job is None:
-            if files.started is None and self.files.submitted and not self.files_delayed:
+            if not begun and self.files.submitted and not self.files_delayed:
                 id_ = self.files.submitted.decode(errors="replace").strip()
-                return changed(State.FAILED, f"job {id_} left Slurm's queue before it started")
-            return node
-        if job.means is State.UNKNOWN:
-            return changed(State.UNKNOWN, f"Slurm reports job {job.id} as {job.state}")
-        if self.requeued:
-            return changed(State.FAILED, REQUEUED)
-        if job.means is State.PENDING:
-            return changed(State.PENDING, job.waiting)
+                reason = f"job {id_} left Slurm's queue before it started"
+                return NativeState(state=State.FAILED, reason=reason)
+        elif job.means is State.UNKNOWN:
+            reason = f"Slurm reports job {job.id} as {job.state}"
+            return NativeState(state=State.UNKNOWN, reason=reason)
+        elif self.requeued:
+            return NativeState(state=State.FAILED, reason=REQUEUED)
+        elif job.means is State.PENDING:
+            return NativeState(state=State.PENDING, reason=job.waiting)
         # If the job ended by itself, the loss of an agent is the better reason.
-        if self.over and (job.ended_by_slurm or files.started is None):
-            return changed(ended, job.ending)
-        return node
+        elif self.over and (job.ended_by_slurm or not begun):
+            return NativeState(state=ended, reason=job.ending)
+        if not self.over:
+            return NativeState(state=State.RUNNING)
+        return NativeState(state=State.FAILED if begun else State.PENDING)
+
+    def _with_exit(self, exit_json: bytes, ended: State) -> NativeState:
+        """Return what Slurm's job says of a node whose agent has ended."""
+        job, node = self.job, judge_exit(0, "", exit_json)
+        by = None
+        if node.reason == STOPPED and WARNED.encode() in exit_json:
+            by = str(json.loads(exit_json)["stopped_by"])
+        # Slurm signals ranks and agents alike: what they record is a consequence.
+        killed = node.state in (State.CANCELLED, State.FAILED) and node.exit_code in _SIGNALLED
+        by_slurm = job is not None and job.ended_by_slurm and not (self.ours or self.requeued)
+        if job is not None and killed and by_slurm:
+            return NativeState(state=ended, ended_by=job.ending)
+        ending = not (self.over or self.ours) and self.files.ended_by_slurm
+        if ending and node.state is not State.SUCCEEDED:
+            return NativeState(state=State.RUNNING, reason="Slurm is ending its job")
+        return NativeState(state=node.state, ended_by=by)
 
 
 def newest(handle: RunHandle, transport: Transport) -> Job | None:

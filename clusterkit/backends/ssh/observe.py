@@ -8,7 +8,7 @@ import msgspec
 
 from clusterkit.agent import archive
 from clusterkit.backends.base import Observation
-from clusterkit.backends.node_status import NodeFiles, judge_node, observed
+from clusterkit.backends.node_status import NativeState, NodeFiles, judge_node, observed
 from clusterkit.output.mirror import NodeView, Watch
 from clusterkit.run.folder import RunHandle, node_dir
 from clusterkit.run.status import NodeStatus, State
@@ -63,22 +63,8 @@ def _count_from_our_return(views: list[NodeView]) -> None:
 
 
 def _judge(view: NodeView, lost_after: float) -> NodeStatus:
-    def status(state: State, reason: str) -> NodeStatus:
-        return NodeStatus(node=view.node, host=view.host, state=state, reason=reason)
-
     silence = view.silent_for()
     finished = _finished(view)
-    if silence is not None and (error := view.error) is not None and not finished:
-        answer = "it answers, but there is no report" if error.answered else "no answer"
-        reason = f"{error.message} ({answer} for {silence:.0f} s)"
-        if error.answered and error.hint:
-            reason += f"; {error.hint}"
-        # Silence is no evidence of an end; see `run.reconcile`.
-        if silence >= lost_after:
-            return status(State.UNKNOWN, reason)
-        return status(State.RUNNING if view.begun else State.PENDING, reason)
-    if not view.known:
-        return status(State.UNKNOWN, f"nothing is left of the run on host {view.host}")
     files = NodeFiles(
         begun=view.begun,
         alive=view.alive and not (finished and silence is not None),
@@ -86,7 +72,20 @@ def _judge(view: NodeView, lost_after: float) -> NodeStatus:
         exit=view.files.get("exit.json"),
         log=view.files.get("agent.log", b""),
     )
-    node = judge_node(view.node, view.host, files)
+    if silence is not None and (error := view.error) is not None and not finished:
+        answer = "it answers, but there is no report" if error.answered else "no answer"
+        reason = f"{error.message} ({answer} for {silence:.0f} s)"
+        if error.answered and error.hint:
+            reason += f"; {error.hint}"
+        # Silence is no evidence of an end; see `run.reconcile`.
+        state = State.UNKNOWN if silence >= lost_after else State.RUNNING
+        native = NativeState(state=state, reason=reason)
+    elif not view.known:
+        reason = f"nothing is left of the run on host {view.host}"
+        native = NativeState(state=State.UNKNOWN, reason=reason)
+    else:
+        native = NativeState.of_process(files)
+    node = judge_node(view.node, view.host, files, native)
     if view.write_error is not None:
         remark = f"its log here is incomplete: {view.write_error}"
         node = msgspec.structs.replace(node, remarks=(*node.remarks, remark))
