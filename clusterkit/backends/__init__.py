@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from clusterkit.errors import BadInput
 
@@ -32,7 +32,7 @@ FORMS: dict[str, tuple[str, dict[str, str]]] = {
 """The formats of `clusterkit plan --as`: for each the backend, and keys of its cluster entry."""
 
 
-def backend_type(name: str) -> type[Backend]:
+def backend_type(name: str) -> type[Backend[Any]]:
     """Return the class of a backend.
 
     Raises:
@@ -41,7 +41,7 @@ def backend_type(name: str) -> type[Backend]:
     if name not in _MODULES:
         raise BadInput(f"backend {name!r} is unknown", hint=f"one of {', '.join(NAMES)}")
     module, _, attribute = _MODULES[name].partition(":")
-    kind: type[Backend] = getattr(import_module(module), attribute)
+    kind: type[Backend[Any]] = getattr(import_module(module), attribute)
     return kind
 
 
@@ -50,6 +50,6 @@ def transport_for(cluster: ClusterSpec) -> Transport:
     return backend_type(cluster.backend).transport(cluster)
 
 
-def backend(name: str) -> Backend:
+def backend(name: str) -> Backend[Any]:
     """Return a new instance of `backend_type`."""
     return backend_type(name)()

@@ -10,9 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -107,6 +106,10 @@ class Recovered(Struct, frozen=True, kw_only=True):
     """The project's files as a tar.gz; None: the run copies none."""
 
 
+EntryT = TypeVar("EntryT", bound=ClusterSpec)
+"""The kind of cluster entry of a backend."""
+
+
 class Monitor(Protocol):
     """Follows one attempt; made by `Backend.watch`."""
 
@@ -117,7 +120,7 @@ class Monitor(Protocol):
         """Stop following. The nodes keep running."""
 
 
-class Backend(ABC):
+class Backend(ABC, Generic[EntryT]):
     """Starts, watches and ends the nodes of a run; does all its I/O through a `Transport`."""
 
     name: ClassVar[str]
@@ -139,7 +142,9 @@ class Backend(ABC):
     # -- before a run ---------------------------------------------------------
 
     @classmethod
-    def resolved(cls, cluster: Any, folder: Path, include: str | None, exclude: str | None) -> Any:
+    def resolved(
+        cls, cluster: EntryT, folder: Path, include: str | None, exclude: str | None
+    ) -> EntryT:
         """Return the cluster entry with the files that it names read, and its values checked.
 
         Args:
@@ -155,17 +160,16 @@ class Backend(ABC):
         return cluster
 
     @classmethod
-    def transport(cls, cluster: Any) -> Transport:
+    def transport(cls, cluster: EntryT) -> Transport:
         """Return the transport to the cluster's hosts."""
         from clusterkit.transport import LocalTransport
 
         return LocalTransport()
 
-    # ``cluster`` is Any because each backend narrows it to its own kind of entry.
-    # `probe` and `place` are functions in modules of those names, imported when called: they import
-    # much that a supervisor, or a command that reads a run, does not need.
+    # What these need is imported when they are called: not every command that reads a run needs it.
 
-    def probe(self, cluster: Any, transport: Transport, job: JobSpec | None = None) -> Facts:
+    @abstractmethod
+    def probe(self, cluster: EntryT, transport: Transport, job: JobSpec | None = None) -> Facts:
         """Look at the cluster. Nothing else reads the outside world before a submit.
 
         Args:
@@ -175,10 +179,8 @@ class Backend(ABC):
             BadInput: the job asks for more hosts than there are.
             Unavailable: a tool or service that the backend needs is missing.
         """
-        found: Facts = self._module("probe").probe(cluster, transport, job)
-        return found
 
-    def capacity(self, cluster: Any, transport: Transport) -> int:
+    def capacity(self, cluster: EntryT, transport: Transport) -> int:
         """Return how many nodes the cluster has room for with one host each.
 
         Raises:
@@ -186,19 +188,15 @@ class Backend(ABC):
         """
         return len(self.probe(cluster, transport).hosts)
 
-    def place(self, job: JobSpec, cluster: Any, facts: Facts, run_id: str) -> Placement:
+    @abstractmethod
+    def place(self, job: JobSpec, cluster: EntryT, facts: Facts, run_id: str) -> Placement:
         """Decide where the job's nodes run and how their ranks find each other. Pure.
 
         Raises:
             BadInput: the job does not fit the cluster.
         """
-        found: Placement = self._module("place").place(job, cluster, facts, run_id)
-        return found
 
-    def _module(self, name: str) -> Any:
-        return import_module(f"clusterkit.backends.{self.name}.{name}")
-
-    def plan(self, job: JobSpec, cluster: Any, facts: Facts, run_id: str) -> Plan:
+    def plan(self, job: JobSpec, cluster: EntryT, facts: Facts, run_id: str) -> Plan:
         """Return what `submit` carries out. Pure: the same arguments always give the same plan.
 
         Raises:
@@ -210,9 +208,7 @@ class Backend(ABC):
         """Return the folder on this machine whose ``runs`` holds the run folders."""
         return Path(facts.home)
 
-    def claim(  # noqa: B027 (most backends have nothing to do)
-        self, plan: Plan, transport: Transport, owner: str
-    ) -> None:
+    def claim(self, plan: Plan, transport: Transport, owner: str) -> None:
         """Make sure that the run's folder on other machines is no other run's; see
         `execute.claim`.
 
@@ -223,7 +219,7 @@ class Backend(ABC):
     # -- an attempt -----------------------------------------------------------
 
     def before_attempt(
-        self, cluster: Any, facts: Facts, transport: Transport, *, fresh: bool
+        self, cluster: EntryT, facts: Facts, transport: Transport, *, fresh: bool
     ) -> tuple[Facts, str] | None:
         """Check again what may have changed since the probe, such as a port that was free.
 
@@ -297,11 +293,11 @@ class _Polling:
 # ---------------------------------------------------------------- what only some backends can do
 
 
-class SupportsDoctor(ABC):
+class SupportsDoctor(ABC, Generic[EntryT]):
     """A backend whose clusters `clusterkit.doctor` can examine."""
 
     @abstractmethod
-    def subject(self, name: str, cluster: Any, job: JobSpec | None = None) -> Subject:
+    def subject(self, name: str, cluster: EntryT, job: JobSpec | None = None) -> Subject:
         """Return the hosts and requirements that the doctor checks. Pure.
 
         Args:
@@ -313,7 +309,7 @@ class SupportsDoctor(ABC):
         """
 
 
-class SupportsPreflight(SupportsDoctor):
+class SupportsPreflight(SupportsDoctor[EntryT]):
     """A backend whose clusters are also examined by every submit, while it probes."""
 
 
@@ -353,11 +349,11 @@ class SupportsForget(ABC):
         """
 
 
-class SupportsFile(ABC):
+class SupportsFile(ABC, Generic[EntryT]):
     """A backend whose plans can be written as one file that other tools can submit."""
 
     @abstractmethod
-    def one_file(self, plan: Plan, cluster: Any, head: list[str]) -> str:
+    def one_file(self, plan: Plan, cluster: EntryT, head: list[str]) -> str:
         """Return the plan's files and steps as the text of one file.
 
         Args:
@@ -368,7 +364,7 @@ class SupportsFile(ABC):
         """
 
     @abstractmethod
-    def assumed_facts(self, cluster: Any, job: JobSpec) -> Facts:
+    def assumed_facts(self, cluster: EntryT, job: JobSpec) -> Facts:
         """Return facts for a cluster that cannot be probed, from its entry and the job alone.
 
         Raises:
@@ -376,11 +372,11 @@ class SupportsFile(ABC):
         """
 
 
-class SupportsRemoteRuns(ABC):
+class SupportsRemoteRuns(ABC, Generic[EntryT]):
     """A backend whose clusters list the runs that other machines submitted."""
 
     @abstractmethod
-    def listing(self, cluster: Any, transport: Transport) -> list[RemoteRun]:
+    def listing(self, cluster: EntryT, transport: Transport) -> list[RemoteRun]:
         """Return the runs that the cluster lists, newest first.
 
         Raises:
@@ -388,7 +384,7 @@ class SupportsRemoteRuns(ABC):
         """
 
     @abstractmethod
-    def recover(self, run: str, cluster: Any, transport: Transport) -> Recovered:
+    def recover(self, run: str, cluster: EntryT, transport: Transport) -> Recovered:
         """Return a run as the cluster stores it.
 
         Args:
@@ -401,7 +397,7 @@ class SupportsRemoteRuns(ABC):
 
 
 def check_capabilities(
-    backend: type[Backend], job: JobSpec, others: Iterable[type[Backend]]
+    backend: type[Backend[Any]], job: JobSpec, others: Iterable[type[Backend[Any]]]
 ) -> None:
     """Refuse a job that uses a field which the backend cannot honour.
 

@@ -10,7 +10,7 @@ import contextlib
 import os
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -157,14 +157,14 @@ def _unrecorded(folder: RunFolder) -> bool:
     return not any(folder.file(name).exists() for name in ("run.json", "state.json", "attempts"))
 
 
-def _sync(backend: Backend, handle: RunHandle, transport: Transport) -> None:
+def _sync(backend: Backend[Any], handle: RunHandle, transport: Transport) -> None:
     if isinstance(backend, SupportsSync):
         with contextlib.suppress(ClusterkitError):
             backend.sync(handle, transport)
 
 
 def _record_end(
-    found: RunStatus, backend: Backend, handle: RunHandle, transport: Transport
+    found: RunStatus, backend: Backend[Any], handle: RunHandle, transport: Transport
 ) -> None:
     """Clean up and record the end of a run that has no supervisor to do it."""
     with contextlib.suppress(ClusterkitError):
@@ -301,7 +301,7 @@ def _await_end(folder: RunFolder, seconds: float) -> None:
 
 def _access(
     folder: RunFolder, attempt: int, connections: Connections
-) -> tuple[Backend, RunHandle, Transport]:
+) -> tuple[Backend[Any], RunHandle, Transport]:
     """Return what reaches a run's nodes. A damaged folder's name is enough to find its
     processes."""
     cluster: ClusterSpec = LocalCluster()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -58,7 +58,7 @@ class Prepared(contextlib.AbstractContextManager["Prepared"]):
     cluster_name: str
     cluster: ClusterSpec
     facts: Facts
-    backend: Backend
+    backend: Backend[Any]
     plan: Plan
     transport: Transport
 

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -69,7 +70,7 @@ class Supervisor:
         self.facts = folder.read_json("facts.json", Facts)
         self.plan = folder.plan()
         submission = folder.read_json("run.json", Submission)
-        self.backend: Backend = backends.backend(submission.backend)
+        self.backend: Backend[Any] = backends.backend(submission.backend)
         self.transport = transport or backends.transport_for(self.cluster)
         self.secrets = {name: Secret(name, os.environ[name]) for name in self.job.secrets}
         self.status = submission.pending(restarts_left=self.job.restarts)

@@ -11,6 +11,7 @@ import ipaddress
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,22 +19,38 @@ from clusterkit.backends.base import IMAGE_NOTE, Backend, Observation, SupportsC
 from clusterkit.backends.compose.compose_file import parse_volume, size_bytes
 from clusterkit.backends.compose.containers import remove
 from clusterkit.backends.compose.observe import ContainerMonitor, status
-from clusterkit.cluster import ComposeCluster
+from clusterkit.cluster import ComposeCluster, Facts
 from clusterkit.errors import BadInput
 from clusterkit.plan import Plan
 from clusterkit.run.folder import RunHandle
+from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
+
+if TYPE_CHECKING:
+    from clusterkit.assemble import Placement
 
 _VOLUME_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*\Z")
 
 
-class ComposeBackend(Backend, SupportsCleanup):
+class ComposeBackend(Backend[ComposeCluster], SupportsCleanup):
     """Nodes are containers; see `clusterkit.agent` for what runs in each of them."""
 
     name = "compose"
     summary = "containers of a docker engine on this machine, one node each"
     command = "docker"
     init_note = IMAGE_NOTE.format("nodes'")
+
+    def probe(
+        self, cluster: ComposeCluster, transport: Transport, job: JobSpec | None = None
+    ) -> Facts:
+        from clusterkit.backends.compose.probe import probe
+
+        return probe(cluster, transport, job)
+
+    def place(self, job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> Placement:
+        from clusterkit.backends.compose.place import place
+
+        return place(job, cluster, facts, run_id)
 
     @classmethod
     def resolved(

@@ -45,11 +45,17 @@ from clusterkit.transport import Transport
 from clusterkit.yaml_text import documents
 
 if TYPE_CHECKING:
+    from clusterkit.assemble import Placement
     from clusterkit.doctor.base import Subject
 
 
 class KubernetesBackend(
-    Backend, SupportsCleanup, SupportsDoctor, SupportsFile, SupportsRemoteRuns, SupportsSync
+    Backend[KubernetesCluster],
+    SupportsCleanup,
+    SupportsDoctor[KubernetesCluster],
+    SupportsFile[KubernetesCluster],
+    SupportsRemoteRuns[KubernetesCluster],
+    SupportsSync,
 ):
     """Nodes are pods; see `clusterkit.agent` for what runs in each of them."""
 
@@ -63,6 +69,20 @@ class KubernetesBackend(
         "spares": "a pod that is lost is replaced by another one",
     }
     start_seconds: ClassVar[float] = math.inf
+
+    def probe(
+        self, cluster: KubernetesCluster, transport: Transport, job: JobSpec | None = None
+    ) -> Facts:
+        from clusterkit.backends.kubernetes.probe import probe
+
+        return probe(cluster, transport, job)
+
+    def place(
+        self, job: JobSpec, cluster: KubernetesCluster, facts: Facts, run_id: str
+    ) -> Placement:
+        from clusterkit.backends.kubernetes.place import place
+
+        return place(job, cluster, facts, run_id)
 
     @classmethod
     def resolved(

@@ -25,15 +25,28 @@ from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
 
 if TYPE_CHECKING:
+    from clusterkit.assemble import Placement
     from clusterkit.doctor.hosts.base import HostSubject
 
 
-class LocalBackend(Backend, SupportsDoctor):
+class LocalBackend(Backend[LocalCluster], SupportsDoctor[LocalCluster]):
     """Nodes are processes on this machine; see `clusterkit.agent` for what each one is."""
 
     name = "local"
     runs_here = True
     summary = "this machine; several nodes are simulated on it"
+
+    def probe(
+        self, cluster: LocalCluster, transport: Transport, job: JobSpec | None = None
+    ) -> Facts:
+        from clusterkit.backends.local.probe import probe
+
+        return probe(cluster, transport, job)
+
+    def place(self, job: JobSpec, cluster: LocalCluster, facts: Facts, run_id: str) -> Placement:
+        from clusterkit.backends.local.place import place
+
+        return place(job, cluster, facts, run_id)
 
     def subject(self, name: str, cluster: LocalCluster, job: JobSpec | None = None) -> HostSubject:
         from clusterkit.doctor.hosts.base import HostSubject, Machine, Needs

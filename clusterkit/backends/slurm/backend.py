@@ -38,6 +38,7 @@ from clusterkit.transport import LocalTransport, Transport
 from clusterkit.yaml_text import comment
 
 if TYPE_CHECKING:
+    from clusterkit.assemble import Placement
     from clusterkit.backends.slurm.doctor import SlurmSubject
 
 GRACE_SECONDS = 10.0
@@ -45,7 +46,13 @@ GRACE_SECONDS = 10.0
 POLL_SECONDS = 1.0
 
 
-class SlurmBackend(Backend, SupportsDoctor, SupportsFile, SupportsForget, SupportsRemoteRuns):
+class SlurmBackend(
+    Backend[SlurmCluster],
+    SupportsDoctor[SlurmCluster],
+    SupportsFile[SlurmCluster],
+    SupportsForget,
+    SupportsRemoteRuns[SlurmCluster],
+):
     """Nodes are tasks of one job step; see `clusterkit.agent` for what runs in each of them."""
 
     name = "slurm"
@@ -55,6 +62,18 @@ class SlurmBackend(Backend, SupportsDoctor, SupportsFile, SupportsForget, Suppor
         "launcher=mpirun": "Open MPI would start job steps that no agent can watch or end",
     }
     start_seconds: ClassVar[float] = math.inf
+
+    def probe(
+        self, cluster: SlurmCluster, transport: Transport, job: JobSpec | None = None
+    ) -> Facts:
+        from clusterkit.backends.slurm.probe import probe
+
+        return probe(cluster, transport, job)
+
+    def place(self, job: JobSpec, cluster: SlurmCluster, facts: Facts, run_id: str) -> Placement:
+        from clusterkit.backends.slurm.place import place
+
+        return place(job, cluster, facts, run_id)
 
     @classmethod
     def transport(cls, cluster: SlurmCluster) -> Transport:

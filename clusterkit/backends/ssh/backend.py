@@ -27,6 +27,7 @@ from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed, Transport, fan_out
 
 if TYPE_CHECKING:
+    from clusterkit.assemble import Placement
     from clusterkit.doctor.hosts.base import HostSubject
 
 _REMOVE = """\
@@ -42,11 +43,21 @@ _REPORT_GONE = 2
 
 
 # The transport, whose imports are slow, is imported where it is used: not every command needs it.
-class SshBackend(Backend, SupportsPreflight, SupportsForget):
+class SshBackend(Backend[SshCluster], SupportsPreflight[SshCluster], SupportsForget):
     """Nodes are machines; see `clusterkit.agent` for what runs on each of them."""
 
     name = "ssh"
     summary = "machines reached over SSH, one node each"
+
+    def probe(self, cluster: SshCluster, transport: Transport, job: JobSpec | None = None) -> Facts:
+        from clusterkit.backends.ssh.probe import probe
+
+        return probe(cluster, transport, job)
+
+    def place(self, job: JobSpec, cluster: SshCluster, facts: Facts, run_id: str) -> Placement:
+        from clusterkit.backends.ssh.place import place
+
+        return place(job, cluster, facts, run_id)
 
     @classmethod
     def resolved(
