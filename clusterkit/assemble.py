@@ -393,6 +393,8 @@ def _agent_argv(placement: Placement) -> list[Word]:
         argv += ["--fork", str(placement.forked)]
         if job.preload is not None:
             argv += ["--preload", ",".join(job.preload)]
+        if job.bind == "none":
+            argv += ["--bind", "none"]
     elif placement.starter == "forkserver":
         argv += ["--spawn"]
     elif placement.starter == "mpirun":

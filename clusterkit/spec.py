@@ -135,6 +135,10 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     threads_per_rank: Count | Auto = "auto"
     """OMP_NUM_THREADS of a rank. `auto`: as in the node's environment (on this machine yours), or
     else the node's cores divided by its ranks."""
+    bind: Literal["auto", "none"] = "auto"
+    """`auto`: with launcher forkserver, ranks of a Python program run on the CPUs of their GPU's
+    NUMA node, if it is known and has as many CPUs as a rank has threads; the log says which.
+    `none`: on any CPU."""
     batch: BatchSpec | None = None
     """Batch sizes, in samples."""
     deepspeed: dict[str, Any] | None = None

@@ -71,7 +71,7 @@ class Forked:
             argv = [self.python, *case.python, "program.py"]
             options = Namespace(
                 nproc=len(self.pipes), nodes=1, preload=[], fork=len(argv) - 1, argv=argv,
-                tagged=False,
+                tagged=False, bind="auto",
             )  # fmt: skip
             log = SimpleNamespace(ranks=[])
             self.servers[key] = Launcher(options, self.folder, log, self.selector)

@@ -30,6 +30,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help="fork the ranks: N words of the command are Python and its options")  # fmt: skip
     add("--preload", type=lambda text: text.split(",") if text else [], metavar="NAMES",
         help="with --fork: what to import ahead")  # fmt: skip
+    add("--bind", choices=("auto", "none"), default="auto",
+        help="with --fork: whether ranks are bound to the NUMA nodes of their GPUs")  # fmt: skip
     add("--tagged", action="store_true", help="the launcher tags lines with ranks")
     add("--nodes", type=int, default=1, help="how many nodes the run has")
     add("--lost-after", type=float, default=30.0, help="seconds of silence of a lost node")

@@ -11,7 +11,7 @@ import socket
 import subprocess
 from typing import Any
 
-from clusterkit.agent import forkserver_process, limits, recorder
+from clusterkit.agent import forkserver_process, limits, numa, recorder
 from clusterkit.agent.forkserver_process import Target
 from clusterkit.agent.launcher import Launcher
 from clusterkit.agent.processes import send
@@ -55,6 +55,7 @@ class ForkLauncher(Launcher):
         self._server: _Server | None = None
         self._starts = 0
         self._orders: list[int] = []  # handles of the files that hold this start's
+        self._binding = numa.Binding()
 
     def prepare(self) -> None:
         super().prepare()
@@ -65,8 +66,18 @@ class ForkLauncher(Launcher):
         if self._server is None:
             self._start_server(level=0)
         self._starts += 1
+        self._bind()
         self.running = dict.fromkeys(range(self._options.nproc), 0)
         self._order_ranks()
+
+    def _bind(self) -> None:
+        """Choose the CPUs of this start's ranks, and tell it once."""
+        if self._options.bind == "none":
+            return
+        binding = numa.near_gpus(self._options.nproc, os.environ, os.sched_getaffinity(0))
+        if binding.remark and binding != self._binding:
+            self._log.line(binding.remark)
+        self._binding = binding
 
     def _cancel_pending(self) -> None:
         """A rank that is just being forked is killed once its process id is known."""
@@ -198,7 +209,10 @@ class ForkLauncher(Launcher):
 
     def _rank(self, number: int) -> Document:
         words = [word.replace(LOCAL_RANK_WORD, str(number)) for word in self._program]
-        return {"number": number, "env": self._rank_environment(number), "argv": words}
+        cpus = self._binding.cpus[number] if self._binding.cpus else []
+        return {
+            "number": number, "env": self._rank_environment(number), "argv": words, "cpus": cpus,
+        }  # fmt: skip
 
     def _close_orders(self) -> None:
         for handle in self._orders:

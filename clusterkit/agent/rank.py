@@ -29,11 +29,14 @@ def become(order: Document, config: Document, environment: Mapping[str, str]) ->
     """Make a rank of this process.
 
     Args:
-        order: the rank's environment, folder, output and program.
+        order: the rank's environment, folder, output, CPUs and program.
         config: the server's: ``argv``, the interpreter and its options; ``modules``.
         environment: of the server before it imported anything.
     """
     os.setpgid(0, 0)
+    if order["cpus"]:  # before there are threads, which inherit it
+        with contextlib.suppress(OSError):  # taken away since the order was written
+            os.sched_setaffinity(0, order["cpus"])
     # As a launcher's rank: SIGTERM if the agent, and with it the server, is killed with -9.
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != order["server"]:

@@ -36,7 +36,7 @@ def apply_meaning(draft: Draft, origin: str, meaning: str, value: Any) -> None:
     elif meaning == OF_LOGS:
         draft.drop(origin, LOGS)
     elif meaning == BINDING:
-        draft.refuse(origin, "ranks are not bound to cores")
+        draft.refuse(origin, BINDING[1:])
     elif meaning.startswith("!"):
         draft.refuse(origin, meaning[1:] or "clusterkit has no equivalent")
     elif meaning.startswith("-"):

@@ -25,7 +25,7 @@ HOSTS = "!the cluster entry names the hosts; --include and --exclude choose amon
 LOGS = "!every rank's lines are kept: `clusterkit logs`"
 AGAIN = "-given again, and the last one counts"
 MISUSED = (AGAIN, NO_VALUE := "!it takes no value", MISSING := "!its value is missing")
-BINDING = "!ranks are placed by slot and not bound to cores"
+BINDING = "!ranks are bound to the NUMA nodes of their GPUs (key `bind`), to nothing else"
 CONVERT = "!`clusterkit convert` makes a job file of it, and says what each option becomes"
 _NO_TPU = "!clusterkit runs on CPUs and GPUs"
 

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "clusterkit"
 LAYERS = """
 agent.protocol agent.limits
 agent.clock agent.files agent.visible agent.worker
-agent.failure agent.messages agent.retries
+agent.numa agent.failure agent.messages agent.retries
 agent.member
 agent.processes
 agent.signals agent.archive agent.connections agent.membership

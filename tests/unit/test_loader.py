@@ -681,9 +681,9 @@ CHANGES = st.lists(st.sampled_from(KEYS), max_size=3, unique=True).flatmap(
 UNSAYABLE = (
     r"the smaller number comes first|is set in env as well|above 0, and finite"
     r"|\.0 is a number, not a whole number|is neither in|is not in /|is not a folder"
-    r"|not a Python file|is a folder|deepspeed"
+    r"|not a Python file|is a folder|deepspeed|has nothing imported ahead"
 )
-"""What the loader alone can know: sums, files, two keys that hold the same, 1.0 beside 1."""
+"""What the loader alone can know: sums, files, keys that do not go together, 1.0 beside 1."""
 
 
 @cache
