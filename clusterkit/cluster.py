@@ -142,6 +142,8 @@ class ComposeCluster(Entry, frozen=True, kw_only=True):
     """Memory limit of a node, such as `64g`; swap is not added."""
     cpus: Annotated[float, Meta(gt=0)] | None = None
     """Cores of a node, such as `1.5`."""
+    infiniband: bool = False
+    """Give the nodes `/dev/infiniband`, IPC_LOCK and unlimited locked memory."""
     ulimits: dict[str, int] = {}
     """Limits such as `{memlock: -1}`, which InfiniBand needs; -1: no limit."""
     volumes: tuple[str, ...] = ()

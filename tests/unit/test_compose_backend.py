@@ -144,6 +144,15 @@ def test_limits_and_network_of_the_entry(planned: Callable[..., Any]) -> None:
     assert file["networks"]["default"]["ipam"] == {"config": [{"subnet": "10.99.0.0/29"}]}
 
 
+def test_infiniband_brings_its_devices_and_locked_memory(planned: Callable[..., Any]) -> None:
+    for more, memlock in (({}, -1), ({"ulimits": {"memlock": 1 << 30}}, 1 << 30)):
+        _, file = planned({"infiniband": True, **more})
+        node = file["services"]["node-0"]
+        assert node["devices"] == ["/dev/infiniband:/dev/infiniband"]
+        assert node["cap_add"] == ["IPC_LOCK"]
+        assert node["ulimits"] == {"memlock": memlock}
+
+
 def test_a_subnet_has_to_have_room(planned: Callable[..., Any]) -> None:
     planned({"subnet": "10.99.0.0/29"}, nodes=5)
     with pytest.raises(BadInput, match="has room for 5 nodes, not 6"):
@@ -314,7 +323,10 @@ def test_facts_of_an_engine_and_an_image(tools: Path, clusterkit_home: Path) -> 
     assert [words for words in docker.commands if "run" in words] == asked
     # Another limit may be refused: it is probed again.
     BACKEND.probe(ComposeCluster(ulimits={"core": 0}), docker, job())
-    assert len([words for words in docker.commands if "run" in words]) == 2
+    BACKEND.probe(ComposeCluster(infiniband=True), docker, job())
+    *_, last = asked = [words for words in docker.commands if "run" in words]
+    assert len(asked) == 3
+    assert "--device /dev/infiniband --cap-add IPC_LOCK --ulimit memlock=-1" in " ".join(last)
 
 
 def test_the_job_s_own_python_is_asked_in_the_image(tools: Path) -> None:
@@ -386,6 +398,11 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, Any], type[ClusterkitError], str]
                            "error setting rlimits for ready process: error setting rlimit type 8: "
                            "operation not permitted: unknown.\n")}, Unavailable,
      "ulimits: the docker engine may not set"),
+    ({"infiniband": True},
+     {"run": (125, "", "docker: Error response from daemon: error gathering device information "
+                       'while adding custom device "/dev/infiniband": no such file or '
+                       "directory.\n")}, Unavailable,
+     "infiniband: this machine has no /dev/infiniband"),
     ({}, {"run": (127, "", "docker: Error response from daemon: failed to create shim task: OCI "
                            'runtime create failed: exec: "python3": executable file not found in '
                            "$PATH: unknown.\n\nRun 'docker run --help' for more information\n")},

@@ -26,6 +26,7 @@ CONTAINER_DIR = "/run/clusterkit"
 """Folder in the containers for clusterkit's own files; no image and no project has it."""
 STOP_EXTRA = 5
 """Seconds that a container has to stop, beyond `stop_grace` of its ranks."""
+INFINIBAND = "/dev/infiniband"
 _SIZE = re.compile(r"([1-9]\d*)([bkmg])?b?\Z", re.IGNORECASE)
 
 
@@ -155,11 +156,18 @@ def _service(placement: ComposePlacement, assembly: Assembly) -> dict[str, Any]:
         service |= {"mem_limit": size, "memswap_limit": size}
     if cluster.cpus is not None:
         service["cpus"] = cluster.cpus
-    if cluster.ulimits:
-        service["ulimits"] = dict(cluster.ulimits)
+    if cluster.infiniband:
+        service |= {"devices": [f"{INFINIBAND}:{INFINIBAND}"], "cap_add": ["IPC_LOCK"]}
+    if ulimits := ulimits_of(cluster):
+        service["ulimits"] = ulimits
     service["tmpfs"] = [f"{CONTAINER_DIR}/home:exec,mode=0700,uid={uid},gid={gid}"]
     service["volumes"] = placement.mounts
     return service
+
+
+def ulimits_of(cluster: ComposeCluster) -> dict[str, int]:
+    """Return the limits of a node; it locks the memory that InfiniBand reads and writes."""
+    return {**({"memlock": -1} if cluster.infiniband else {}), **cluster.ulimits}
 
 
 def _gpu_reservation(gpus: Sequence[Gpu], *, cdi: bool) -> dict[str, Any]:

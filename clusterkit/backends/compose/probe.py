@@ -18,7 +18,7 @@ import msgspec
 import clusterkit
 from clusterkit import host_probe
 from clusterkit.backends.base import OWN_IMAGE
-from clusterkit.backends.compose.compose_file import parse_volume
+from clusterkit.backends.compose.compose_file import INFINIBAND, parse_volume, ulimits_of
 from clusterkit.backends.compose.engine import CDI_KIND, ENGINE_SECONDS, HOST, Docker, error_line
 from clusterkit.backends.gpus import GPU_QUERY, read_gpus
 from clusterkit.backends.placing import CPU_IMAGE, GPU_IMAGE
@@ -227,7 +227,8 @@ def _probe_image(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInput(f"CLUSTERKIT_HOME: {folder}: {error.strerror}") from None
-    for name, value in cluster.ulimits.items():
+    options += ["--device", INFINIBAND, "--cap-add", "IPC_LOCK"] if cluster.infiniband else []
+    for name, value in ulimits_of(cluster).items():
         options += ["--ulimit", f"{name}={value}"]
     quoted = str(folder).replace('"', '""')
     options += ["--mount", f'type=bind,"source={quoted}","target={quoted}"']
@@ -270,8 +271,13 @@ def _refusal(
     last = error_line(done)
     errors = (
         (
+            f'custom device "{INFINIBAND}"',
+            f"infiniband: this machine has no {INFINIBAND}",
+            "modprobe ib_uverbs (package rdma-core does so), or leave out `infiniband`",
+        ),
+        (
             "rlimit",
-            f"ulimits: the docker engine may not set {cluster.ulimits}: {last}",
+            f"ulimits: the docker engine may not set {ulimits_of(cluster)}: {last}",
             "give the engine that limit itself (LimitMEMLOCK=infinity in docker.service), or "
             "leave it out of `ulimits`",
         ),
