@@ -5,6 +5,7 @@ from __future__ import annotations
 from clusterkit.doctor.hosts.base import HostCheck
 from clusterkit.doctor.hosts.checks import (
     compiler,
+    fabric,
     folders,
     gpus,
     interface,
@@ -17,11 +18,12 @@ from clusterkit.doctor.hosts.checks import (
 )
 
 CHECKS: tuple[HostCheck, ...] = (
-    login.reachable, login.host_key, login.login_shell, login.user, login.duplicates,
+    login.reachable, login.host_key, login.login_shell, login.user, login.logout, login.duplicates,
     system.system, system.clock,
     packages.python, packages.packages, compiler.compiler,
     interface.interface, names.names, ports.port, ports.head_port, ports.mesh,
     gpus.gpu_driver, gpus.gpus, gpus.gpu_processes, gpus.gpu_diagnosis,
+    fabric.fabric_manager, fabric.infiniband,
     resources.memory, resources.load, resources.shm, resources.limits,
     folders.disk, folders.workdir, folders.shared, system.strays,
 )  # fmt: skip

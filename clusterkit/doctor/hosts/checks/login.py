@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from clusterkit import shell
 from clusterkit.doctor.base import Verdict, fail, ok, shortened, skip, warn
 from clusterkit.doctor.hosts.base import Answers, check, not_over_ssh, one_host, script
 from clusterkit.doctor.hosts.helpers import most_common
-from clusterkit.doctor.hosts.runner import text_of, user_of
+from clusterkit.doctor.hosts.runner import run, text_of, user_of
 
 SLOW = 8.0
 """Seconds until a host begins to answer; a failed look-up by sshd takes 10."""
@@ -158,6 +159,46 @@ def user(answers: Answers) -> Iterator[Verdict]:
             remedy = shell.join(["sudo", "usermod", "-u", str(usual), name])
             yield fail(host, f"{cause}: they share a folder", remedy)
         yield ok(host, f"{name}, no sudo")
+
+
+# ---------------------------------------------------------------- the end of a session
+
+_KEEP = (
+    "printf '[Login]\\nKillUserProcesses=no\\n' | sudo install -D -m 644 /dev/stdin "
+    "/etc/systemd/logind.conf.d/clusterkit.conf && sudo systemctl restart systemd-logind"
+)
+
+
+class Logout(Struct):
+    """What logind does with the processes of a session that has ended."""
+
+    user: str
+    answer: str
+    """Its properties KillUserProcesses, KillOnlyUsers and KillExcludeUsers, as busctl prints them;
+    empty: there is no logind."""
+
+
+@script("logout", Logout)
+def collect_logout(given: dict[str, Any]) -> Any:
+    done = run(
+        "busctl", "get-property", "org.freedesktop.login1", "/org/freedesktop/login1",
+        "org.freedesktop.login1.Manager", "KillUserProcesses", "KillOnlyUsers", "KillExcludeUsers",
+        seconds=8,
+    )  # fmt: skip
+    return {"user": user_of(os.geteuid()), "answer": done["stdout"][:4096] if done else ""}
+
+
+@check(collect_logout, skip_reason=not_over_ssh)
+def logout(answers: Answers) -> Iterator[Verdict]:
+    """Processes go on when the session that started them ends (logind's KillUserProcesses)."""
+    for host, found in answers.read(collect_logout).items():
+        kills, *lists = found.answer.splitlines()[:3] or [""]
+        only, excluded = (re.findall(r'"([^"]*)"', text) for text in [*lists, "", ""][:2])
+        concerned = (not only or found.user in only) and found.user not in excluded
+        if kills == "b true" and concerned:
+            cause = f"KillUserProcesses=yes: logind ends the runs of {found.user} at its logout"
+            yield fail(host, cause, _KEEP)
+        yield ok(host, "they go on" if kills else "there is no logind")
 
 
 # ---------------------------------------------------------------- duplicates
