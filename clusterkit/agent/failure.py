@@ -45,6 +45,7 @@ class RankOutput:
         """When the newest lines of metrics came, by `clock.awake`, and their ``step_seconds``;
         empty once the program has reported that it is about to end."""
         self.codes: dict[int, int] = {}  # exit codes by process id, as torchrun logs them
+        self.over_sockets = False  # whether NCCL has said that it sends over TCP
         self._errors: dict[str, str] = {}  # by rank
         self._last: dict[str, deque[bytes]] = {}  # by rank, its last lines
         self._frames: dict[str, str] = {}  # by rank, the newest frame of an unfinished traceback
@@ -64,6 +65,8 @@ class RankOutput:
             elif text and not text[:1].isspace():
                 error = text.decode(errors="replace")[:_LONGEST]
                 self._errors[rank] = f"{error} ({self._frames.pop(rank)[:_LONGEST]})"
+        elif b"via NET/Socket" in text:  # with NCCL_DEBUG=INFO; NCCL 2.29, transport/net.cc
+            self.over_sockets = True
         elif rank == "-" and (found := _TORCHRUN.search(text)):
             self.codes[int(found[2])] = int(found[1])
 

@@ -21,6 +21,8 @@ _GPU_REASONS = {0x4: "its power cap", 0x8: "the hardware", 0x20: "heat", 0x40: "
                 0x80: "the power supply"}  # fmt: skip
 """Bits of clocks_event_reasons.active (nvml.h) for which a GPU is slower than it could be."""
 
+_NCCL_NETWORK = ("NCCL_IB_DISABLE", "NCCL_NET", "NCCL_IB_HCA", "NCCL_NET_PLUGIN")
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -147,6 +149,27 @@ def _cpu_clocks() -> list[str]:
     if 0 < now < 0.6 * most:
         return [f"its CPUs run at {now / 1e6:.1f} of {most / 1e6:.1f} GHz"]
     return []
+
+
+def unused_infiniband(root: str = "/") -> str:
+    """Return the remark on a run whose NCCL sends over TCP; empty: this host has nothing faster."""
+    folders = Path(root, "sys/class/infiniband").glob("*/ports/*")
+    active = sorted(
+        folder.parents[1].name
+        for folder in folders
+        if "ACTIVE" in _text(folder / "state") and "InfiniBand" in _text(folder / "link_layer")
+    )
+    if not active:
+        return ""
+    asked = [f"{name}={os.environ[name]}" for name in _NCCL_NETWORK if name in os.environ]
+    if not any(Path(root, "dev/infiniband").glob("uverbs*")):
+        remedy = "there is no /dev/infiniband/uverbs*: a container has to be given it"
+    elif asked:
+        remedy = f"{' '.join(asked)} is set"
+    else:
+        remedy = "apt-get install ibverbs-providers where the ranks run; NCCL's lines with NET/IB"
+    ports = f"InfiniBand is active on {', '.join(active)}"
+    return f"NET/Socket: NCCL sends over TCP, although {ports}: {remedy}"
 
 
 def has_gpus() -> bool:

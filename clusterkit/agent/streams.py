@@ -10,7 +10,7 @@ import selectors
 import time
 from collections.abc import Iterator, Sequence
 
-from clusterkit.agent import limits
+from clusterkit.agent import host, limits
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.protocol import RANK_ENDED, RANK_HEADER, REMARK
 
@@ -105,8 +105,12 @@ class Stream:
         for rank, group in itertools.groupby(self._with_ranks(lines), key=lambda pair: pair[0]):
             texts = [text for _, text in group]
             self._log.lines(rank, texts)
+            output = self._log.output
+            told = output.over_sockets
             for text in texts:
-                self._log.output.read(rank, text)
+                output.read(rank, text)
+            if output.over_sockets and not told and (remark := host.unused_infiniband()):
+                self._log.warn(remark)
 
     def _with_ranks(self, lines: list[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
         """Yield lines with their ranks, without those by which ranks report start and end."""
