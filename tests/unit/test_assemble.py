@@ -464,3 +464,9 @@ def test_the_first_host_may_be_known_on_the_nodes_alone(launcher, topology, tmp_
     watched = launcher != "mpirun" and not topology.elastic
     coordinator = 'CLUSTERKIT_COORDINATOR="$FIRST_HOST":29502\n'
     assert any(coordinator in (file.text or "") for file in plan.files) is watched
+
+
+@pytest.mark.parametrize(("bind", "told"), [("auto", False), ("none", True)])
+def test_the_agent_is_told_to_bind_no_rank(bind, told):
+    text = file_of(assembled(job(bind=bind)), "node.sh").text
+    assert ("--bind none" in text) is told

@@ -279,7 +279,7 @@ def _refusal(
             "rlimit",
             f"ulimits: the docker engine may not set {ulimits_of(cluster)}: {last}",
             "give the engine that limit itself (LimitMEMLOCK=infinity in docker.service), or "
-            "leave it out of `ulimits`",
+            "set another in `ulimits`",
         ),
         (
             "could not select device driver|nvidia-container",
