@@ -398,7 +398,7 @@ def test_a_second_start_forks_from_the_same_server(packages, tmp_path, monkeypat
     with selectors.DefaultSelector() as selector:
         options = Namespace(
             nproc=2, nodes=1, preload=None, fork=1, spawn=False, tagged=False, grace=5.0,
-            argv=[sys.executable, str(program)],
+            bind="auto", argv=[sys.executable, str(program)],
         )  # fmt: skip
         launcher = ForkLauncher(options, tmp_path, log, selector)
         launcher.prepare()
