@@ -10,6 +10,7 @@ $CLUSTERKIT_HOME/runs/RUN/
     supervisor.json process that supervises the run
     supervisor.lock locked as long as that process lives
     state.json      state, attempt, failure; final once the run has ended
+    attempt-K.starting, .started   the newest attempt that a supervisor has begun, or has started
     cancelled       exists once someone has asked to cancel
     leftovers       exists while a host that did not answer may still run some of it
     attempts/K/node-N/   log, exit code and process ids of one node in attempt K
@@ -25,7 +26,6 @@ import posixpath
 import re
 import stat
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -40,6 +40,7 @@ from clusterkit.errors import BadInput, ClusterkitError, RunFolderError
 from clusterkit.files import locked, writable_by_others, write_atomic
 from clusterkit.output.logs import GrowingFile, LogLine, NodeLog, marked, merged
 from clusterkit.plan import Plan, Step
+from clusterkit.run.begun import Begun
 from clusterkit.run.status import RunStatus, State
 from clusterkit.shell import check_text
 
@@ -275,8 +276,12 @@ class RunFolder:
             return None
 
     def saved_status(self) -> RunStatus | None:
-        """Return ``state.json``, or None when it is missing or damaged."""
-        return self.maybe_json("state.json", RunStatus)
+        """Return ``state.json``, or None when it is missing or damaged and nothing has begun."""
+        saved, begun = self.maybe_json("state.json", RunStatus), Begun.read(self.path)
+        if saved is None and begun is not None:
+            submission = self.maybe_json("run.json", Submission)
+            saved = submission.pending() if submission is not None else None
+        return saved.since(begun) if saved is not None else None
 
     def append(self, name: str, record: object) -> None:
         """Append a line to a ``.jsonl`` file. On a full disk it is lost, without an error."""
@@ -295,11 +300,6 @@ class RunFolder:
             outcome=outcome,
         )
         self.append("steps.jsonl", done)
-
-    def steps_by_attempt(self) -> Counter[int]:
-        """Return how many steps were carried out in each attempt; none in those that agents
-        started."""
-        return Counter(step.attempt for step in self.records("steps.jsonl", StepRecord))
 
     def records(self, name: str, kind: type[Document]) -> list[Document]:
         """Return the lines of a ``.jsonl`` file, without torn ones."""
@@ -414,7 +414,15 @@ class RunFolder:
 
     def mark_cancelled(self) -> None:
         """Record that this run is to end, for all processes that supervise it."""
-        self.write("cancelled", f"{time.time()}\n")
+        path = self.file("cancelled")
+        try:
+            try:
+                path.touch(0o644)
+            except OSError:
+                self.file(RESERVE).unlink()  # the disk is full: room for a file, and the run's end
+                path.touch(0o644)
+        except OSError as error:
+            raise RunFolderError(f"cannot write {self.path}/cancelled: {error.strerror}") from error
 
     def is_cancelled(self) -> bool:
         return (self.path / "cancelled").exists()

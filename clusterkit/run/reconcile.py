@@ -13,7 +13,6 @@ supervisor, and `attach`, come to the same `evidence.verdict`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -21,6 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from clusterkit.backends.base import Observation
+from clusterkit.run.begun import Begun
 from clusterkit.run.evidence import Phase, Terms, Verdict, lost, may_live, phase, verdict
 from clusterkit.run.status import RunStatus, State
 
@@ -158,28 +158,24 @@ class Reconciler:
 
     @classmethod
     def adopt(
-        cls,
-        terms: Terms,
-        saved: RunStatus,
-        steps: Mapping[int, int],
-        planned_steps: int,
-        restarts: int,
+        cls, terms: Terms, saved: RunStatus, begun: Begun | None, restarts: int
     ) -> Reconciler:
         """Return the state of a run whose previous supervisor is gone.
 
         Args:
-            steps: how many steps were carried out, by attempt; none of those that agents started.
+            saved: as of `RunStatus.since`.
+            begun: None: a supervisor on another machine has begun it.
         """
         left = restarts if saved.restarts_left is None else saved.restarts_left
         made = cls(terms, left, saved.attempt, ran_seconds=saved.ran_seconds, fresh=False)
         # An attempt that has ended on record means that the next one was not started.
         ended = any(each.attempt == saved.attempt for each in saved.attempts)
-        done = steps.get(saved.attempt, 0)
-        if ended or (saved.state is State.PENDING and done < planned_steps):
+        newest = begun if begun is not None and begun.attempt == saved.attempt else None
+        if ended or (newest is not None and not newest.whole):
             # Its supervisor was killed while it started the nodes: which ones run is not known.
             made.stage, made.seen, made.verdict = Stage.SETTLE, None, Verdict.REPLACE
         else:
-            made.stage, made.followed = Stage.WATCH, done == 0
+            made.stage, made.followed = Stage.WATCH, newest is None
         return made
 
     # -- the next actions -------------------------------------------------

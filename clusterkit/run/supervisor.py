@@ -28,6 +28,7 @@ from clusterkit.errors import EXIT_INTERRUPTED, ClusterkitError, RunFolderError,
 from clusterkit.files import write_atomic
 from clusterkit.output import mirror
 from clusterkit.output.track import tracking
+from clusterkit.run.begun import Begun
 from clusterkit.run.evidence import Terms, Verdict, facts_without, lost
 from clusterkit.run.folder import POLL_SECONDS, TOKEN, Event, RunFolder, RunHandle, Submission
 from clusterkit.run.notify import notify
@@ -137,9 +138,9 @@ class Supervisor:
                     errors, self.trouble = 0, None
                     self._update(remark=None)
                     self._save(self.status.state)
-                if not self.folder.path.is_dir():
-                    break  # somebody removed it: there is nothing to record an end in
                 time.sleep(POLL_SECONDS)
+            if not self.folder.path.is_dir():
+                break  # somebody removed it: there is nothing to record an end in
         self._stop_watching()
 
     def _sleep(self, seconds: float) -> None:
@@ -204,21 +205,25 @@ class Supervisor:
                 self._finish(state)
 
     def _start_attempt(self) -> None:
-        self.tried_at = time.time()
+        self.tried_at, attempt = time.time(), self.status.attempt
+        # Without it, the next supervisor would start the attempt once more.
+        Begun(attempt, whole=False).record(self.folder.path)
         self._save(State.PENDING)
         try:
             self._check_again()
             self.backend.submit(
                 self.plan,
                 self.transport,
-                attempt=self.status.attempt,
+                attempt=attempt,
                 secrets={**self.secrets, **self._new_token()},
-                record=partial(self.folder.record, self.status.attempt),
+                record=partial(self.folder.record, attempt),
             )
         except ClusterkitError as error:
             self.failure = Failure(exit_code=error.exit_code, cause=error.message, hint=error.hint)
             self.machine.not_started(mirror.awake(), error.message)
         else:
+            with contextlib.suppress(RunFolderError):  # then the next supervisor looks for itself
+                Begun(attempt, whole=True).record(self.folder.path)
             self.machine.started(mirror.awake())
 
     def _stop(self, why: str) -> None:
@@ -342,10 +347,8 @@ class Supervisor:
         if saved is None:
             self.machine.started(mirror.awake())
             return
-        steps, planned = self.folder.steps_by_attempt(), len(self.plan.steps)
-        self.machine = machine = Reconciler.adopt(
-            self._terms(), saved, steps, planned, self.job.restarts
-        )
+        begun = Begun.read(self.folder.path)
+        self.machine = machine = Reconciler.adopt(self._terms(), saved, begun, self.job.restarts)
         self._update(
             attempt=saved.attempt,
             attempts=saved.attempts,
@@ -376,7 +379,8 @@ class Supervisor:
         if not plan.steps or self.folder.is_cancelled():
             return
         # Its agent starts in the attempt in which the others started, and follows them from there.
-        attempt = max(self.folder.steps_by_attempt(), default=1)
+        begun = Begun.read(self.folder.path)
+        attempt = begun.attempt if begun else 1
         text = f"node {node} was started again, to join the others"
         try:
             token = Secret(PEER_TOKEN, self.folder.read(TOKEN).decode())

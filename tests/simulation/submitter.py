@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 from clusterkit.backends.base import Observation
 from clusterkit.run import evidence, reconcile
+from clusterkit.run.begun import Begun
 from clusterkit.run.evidence import Terms, Verdict
 from clusterkit.run.outcome import without_spares
 from clusterkit.run.reconcile import (
@@ -44,7 +45,8 @@ class Fault:
 
     ``cut``: the submitter does not reach the host for ``seconds``. ``offline``: it reaches none.
     ``die``: the supervisor is killed, after ``node`` more steps if it starts nodes; the next one
-    comes ``seconds`` later. ``pause``: it stands still. ``disk``: nothing can be recorded.
+    comes ``seconds`` later. ``pause``: it stands still. ``disk``: nothing can be recorded but which
+    attempt has begun, by a rename; with ``node`` it is read-only and takes no rename either.
     ``error``: whatever it does next raises. ``rank``: one fails. ``agent``: it is killed, and its
     ranks live on. ``crash``: the host is off for ``seconds``. ``partition``: it reaches no other
     host. ``island``: nor the submitter. ``stuck``: its ranks cannot be killed.
@@ -235,6 +237,8 @@ class Supervisor:
         world.log(f"{action}")
         match action:
             case Start():
+                if not world.begin(machine.attempt):
+                    return None  # tried again
                 world.save(state=State.PENDING)
                 self.heard, self.views = {}, {}
                 for number, host in enumerate(world.hosts_of(machine.attempt)):
@@ -243,6 +247,7 @@ class Supervisor:
                     if not world.reachable(host):
                         return machine.not_started(self.clock, "refused")
                     world.start(host, machine.attempt, number)
+                world.begin(machine.attempt, whole=True)
                 machine.started(self.clock)
             case Stop(why):
                 world.may_stop(why, machine.attempt)
@@ -260,7 +265,7 @@ class Supervisor:
                 for following in machine.judged(self.clock, cancelled=world.cancelled):
                     self.perform(following)
             case Next():
-                ended = AttemptStatus(attempt=world.saved.attempt, state=State.FAILED, failure=None,
+                ended = AttemptStatus(attempt=action.attempt - 1, state=State.FAILED, failure=None,
                                       started_at=0.0, finished_at=0.0)  # fmt: skip
                 if all(each.attempt != ended.attempt for each in world.saved.attempts):
                     world.save(attempts=(*world.saved.attempts, ended))
@@ -287,11 +292,11 @@ class World:
         self.plan = self.hosts[: schedule.nodes]
         self.plans = {1: list(self.plan)}
         self.groups = {}
-        self.steps = {}
         self.saved = RunStatus(run="r", job="j", cluster="c", backend="b", state=State.PENDING,
                                restarts_left=schedule.restarts)  # fmt: skip
         self.cancelled = self.error = self.leftovers = False
         self.disk_until, self.dies_in, self.comes_at = 0, None, None
+        self.readonly_until, self.begun = 0, None
         self.end = None
         self.left_out = {}
         """The first attempt that was decided on without a host, as that was out of sight."""
@@ -337,6 +342,16 @@ class World:
                 fields["attempt"] = attempt
             self.saved = replace_status(self.saved, **fields)
 
+    @property
+    def record(self):
+        """What the next supervisor, or `status` without one, finds on the submitter's disk."""
+        return self.saved.since(self.begun)
+
+    def begin(self, attempt, whole=False):
+        if self.now >= self.readonly_until:
+            self.begun = Begun(attempt, whole)
+        return self.now >= self.readonly_until
+
     def start(self, host, attempt, number):
         for other in self.hosts:
             for node in other.nodes:
@@ -347,14 +362,14 @@ class World:
                     not self.reachable(other)
                     or self.left_out.get(other.name, attempt + 1) <= attempt
                 )
-                if node.ranks and node.attempt != attempt and not frozen:
+                again = node.attempt != attempt or node.number == number
+                if node.ranks and again and not frozen:
                     raise Broken(f"attempt {attempt} starts beside attempt {node.attempt}")
         group = self.groups.setdefault(attempt, Group(self))
         if not group.members:
             group.members = set(range(len(self.hosts_of(attempt))))
         node = group.nodes[number] = Node(self, host, attempt, number)
         host.nodes.append(node)
-        self.steps[attempt] = self.steps.get(attempt, 0) + 1
 
     def healthy(self, attempt):
         """Whether all nodes of an attempt run or have succeeded, and some run."""
@@ -377,10 +392,7 @@ class World:
 
     def attach(self):
         self.log("another supervisor")
-        made = Reconciler.adopt(
-            self.terms(), self.saved, self.steps, len(self.hosts_of(self.saved.attempt)),
-            self.schedule.restarts,
-        )  # fmt: skip
+        made = Reconciler.adopt(self.terms(), self.record, self.begun, self.schedule.restarts)
         self.supervisor = Supervisor(self, made)
 
     def finish(self, state):
@@ -423,6 +435,8 @@ class World:
                 self.supervisor.paused_until = until
             case "disk":
                 self.disk_until = max(self.disk_until, until)
+                if fault.node:
+                    self.readonly_until = max(self.readonly_until, until)
             case "error":
                 self.error = True
             case "rank" if node is not None and node.agent:
@@ -455,7 +469,7 @@ class World:
 
     def look(self):
         """What `status` on another machine says, which reaches the same hosts."""
-        attempt = self.saved.attempt
+        attempt = self.record.attempt
         found = self.asked(attempt)
         if attempt not in self.groups or found is None:
             return

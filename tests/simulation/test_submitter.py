@@ -81,7 +81,7 @@ def node_0_gives_up(monkeypatch):
 def half_a_start_is_forgotten(monkeypatch):
     """Rule 1: the next supervisor starts all nodes beside those that its predecessor started."""
 
-    def adopt(terms, saved, steps, planned, restarts):
+    def adopt(terms, saved, begun, restarts):
         made = Reconciler(terms, restarts, saved.attempt + 1, fresh=False)
         made.stage = Stage.START
         return made
@@ -143,6 +143,15 @@ HARD = (
 
 
 FOUND = (
+    # Nothing can be recorded: an attempt begins all the same, and its supervisor dies ...
+    Schedule(1050747, 2, restarts=3, work=90, orphans=True, faults=(
+        Fault("partition", 1, 5, 148), Fault("die", 1, 18, 4), Fault("disk", 0, 4, 92))),
+    # ... once half of it is started ...
+    Schedule(2, 2, restarts=3, work=90, orphans=True, faults=(
+        Fault("disk", 0, 4, 92), Fault("partition", 1, 5, 148), Fault("die", 1, 18, 4))),
+    # ... or the disk is read-only.
+    Schedule(1050747, 2, restarts=3, work=90, orphans=True, faults=(
+        Fault("partition", 1, 5, 148), Fault("die", 1, 18, 4), Fault("disk", 1, 4, 92))),
     # Half of an elastic run is started. Its submitter stands still until that has succeeded ...
     Schedule(1109272, 2, least=1, restarts=3, work=3, faults=(
         Fault("pause", 0, 1, 112), Fault("cut", 1, 0, 6))),

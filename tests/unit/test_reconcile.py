@@ -8,6 +8,7 @@ import pytest
 from clusterkit.backends.base import Observation
 from clusterkit.cluster import Facts, HostFacts
 from clusterkit.run import reconcile
+from clusterkit.run.begun import Begun
 from clusterkit.run.evidence import Terms, Verdict, facts_without, may_live, verdict
 from clusterkit.run.reconcile import (
     AGAIN_SECONDS,
@@ -325,18 +326,24 @@ EARLIER = AttemptStatus(attempt=1, state=BAD, failure=None, started_at=1.0, fini
 
 
 @pytest.mark.parametrize(
-    ("status", "steps", "stage", "followed"),
+    ("status", "begun", "stage", "followed"),
     [
-        (saved(), {1: 2}, Stage.WATCH, False),
-        (saved(attempt=2), {1: 2}, Stage.WATCH, True),
-        (saved(WAITS), {1: 2}, Stage.WATCH, False),
-        (saved(WAITS), {1: 1}, Stage.SETTLE, False),
-        (saved(State.RESTARTING, attempts=(EARLIER,)), {1: 2}, Stage.SETTLE, False),
+        (saved(), Begun(1, True), Stage.WATCH, False),
+        (saved(attempt=2), Begun(1, True), Stage.WATCH, True),
+        (saved(attempt=2), None, Stage.WATCH, True),  # begun by another machine
+        (saved(WAITS), Begun(1, True), Stage.WATCH, False),
+        (saved(WAITS), Begun(1, False), Stage.SETTLE, False),
+        (saved(State.RESTARTING, attempts=(EARLIER,)), Begun(1, True), Stage.SETTLE, False),
+        # The disk was full: the record is older than what has begun.
+        (saved(), Begun(2, True), Stage.WATCH, False),
+        (saved(), Begun(2, False), Stage.SETTLE, False),
+        (saved(State.RESTARTING, attempts=(EARLIER,)), Begun(2, True), Stage.WATCH, False),
     ],
 )
-def test_where_the_next_supervisor_begins(status, steps, stage, followed):
-    made = Reconciler.adopt(TERMS, status, steps, 2, 3)
+def test_where_the_next_supervisor_begins(status, begun, stage, followed):
+    made = Reconciler.adopt(TERMS, status.since(begun), begun, 3)
     assert (made.stage, made.followed, made.restarts_left) == (stage, followed, 3)
+    assert made.attempt == max(status.attempt, begun.attempt if begun else 1)
     if stage is Stage.SETTLE:
         assert made.decide(None, 5.0, False) == [Stop(reconcile.OTHER_ENDED)]
 

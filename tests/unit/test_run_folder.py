@@ -1,7 +1,9 @@
 """The run folder: names, atomic writes, finding a run again."""
 
+import contextlib
 import errno
 import os
+import shutil
 import stat
 import subprocess
 import threading
@@ -11,11 +13,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound
 from clusterkit.run import folder as run_folder
+from clusterkit.run.begun import Begun
 from clusterkit.run.find import all_runs, find_run
-from clusterkit.run.folder import Event, RunFolder
+from clusterkit.run.folder import RESERVE, Event, RunFolder, Submission
+from clusterkit.run.status import State
 
 
 def event(text, at=1.0):
@@ -239,6 +244,111 @@ def test_a_really_full_disk_is_named_with_the_remedy(tmp_path, monkeypatch):
         assert os.listdir(folder.path) == []
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+FULL = {
+    "blocks": ("none", "tmpfs", "size=64k"),
+    "files": ("none", "tmpfs", "size=1m,nr_inodes=12"),
+    "ext4": ("image", "ext4", "loop"),
+}
+
+
+@pytest.fixture(params=FULL)
+def full_disk(request, tmp_path, monkeypatch):
+    """A run's folder on a file system of its own, and what fills that."""
+    device, kind, options = FULL[request.param]
+    disk, image = tmp_path / "disk", tmp_path / "image"
+    disk.mkdir()
+    if device == "image":
+        if shutil.which("mkfs.ext4") is None:
+            pytest.skip("no mkfs.ext4 here")
+        image.write_bytes(b"")
+        os.truncate(image, 4 << 20)
+        subprocess.run(["mkfs.ext4", "-q", "-m", "0", image], check=True)
+    device = str(image) if device == "image" else device
+    mounted = subprocess.run(
+        ["mount", "-t", kind, "-o", options, device, str(disk)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount {kind} here: {mounted.stderr.decode().strip()}")
+
+    def fill():
+        with contextlib.suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
+            while request.param != "files":
+                file.write(bytes(512))
+        with contextlib.suppress(OSError):
+            for number in range(10_000):
+                (disk / f"filler-{number}").write_bytes(b"" if request.param == "files" else b"x")
+
+    try:
+        monkeypatch.setenv("CLUSTERKIT_HOME", str(disk))
+        yield RunFolder.create("demo-1"), fill
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_takes_the_record_of_what_has_begun(full_disk):
+    """Out of blocks or inodes, as over a quota of either: nothing is created, only renamed."""
+    folder, fill = full_disk
+    assert Begun.read(folder.path) is None
+    Begun(1, whole=False).record(folder.path)
+    folder.write("state.json", b"x")
+    fill()
+    for name in ("state.json", "new"):
+        with pytest.raises(RunFolderError, match="No space left on device"):
+            folder.write(name, b"x" * 4096)
+    assert Begun.read(folder.path) == Begun(1, whole=False)
+    Begun(1, whole=True).record(folder.path)
+    assert Begun.read(folder.path) == Begun(1, whole=True)
+    for attempt in (2, 3, 11, 1000):
+        Begun(attempt, whole=False).record(folder.path)
+        assert Begun.read(folder.path) == Begun(attempt, whole=False)
+    assert [name for name in os.listdir(folder.path) if name.startswith("attempt-")] == [
+        "attempt-1000.starting"
+    ]
+
+
+def test_a_full_disk_takes_a_cancel(full_disk):
+    """The supervisor did not hear of it, and started again what `cancel` had ended."""
+    folder, fill = full_disk
+    folder.write(RESERVE, bytes(8192))
+    fill()
+    folder.mark_cancelled()
+    folder.mark_cancelled()
+    assert folder.is_cancelled()
+
+
+def test_what_cannot_be_recorded_at_all_is_said(folder, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    Begun(1, whole=False).record(folder.path)
+    monkeypatch.setattr(Path, "rename", refuse)
+    monkeypatch.setattr(Path, "touch", refuse)
+    words = "attempt 2 cannot be recorded in .*demo-1: Read-only file system"
+    with pytest.raises(RunFolderError, match=words) as error:
+        Begun(2, whole=False).record(folder.path)
+    assert "twice" in error.value.hint
+    with pytest.raises(RunFolderError, match=r"cannot write .*cancelled: "):
+        folder.mark_cancelled()
+
+
+@pytest.mark.parametrize("state", [None, State.RUNNING, State.SUCCEEDED])
+def test_a_record_that_could_not_follow_is_known_to_be_old(folder, state):
+    submission = Submission(
+        run=folder.run_id, job="j", cluster="c", backend="local", created_at=1.0, clusterkit="0"
+    )
+    folder.write_json("run.json", submission)
+    assert folder.saved_status() is None
+    if state is not None:
+        before = submission.pending(restarts_left=3)
+        folder.write_json("state.json", replace(before, state=state, running_since=5.0))
+        assert folder.saved_status().attempt == 1
+    Begun(2, whole=False).record(folder.path)
+    found = folder.saved_status()
+    assert found.attempt == (1 if state is State.SUCCEEDED else 2)
+    assert found.running_since == (5.0 if state is State.SUCCEEDED else None)
+    assert found.restarts_left == (None if state is None else 3)
 
 
 # ---------------------------------------------------------------- finding

@@ -28,6 +28,7 @@ from clusterkit.output import logs, mirror
 from clusterkit.output.logs import parse_lines
 from clusterkit.run import control, outcome, supervise
 from clusterkit.run import reconcile as machine
+from clusterkit.run.begun import Begun
 from clusterkit.run.control import cancel, current, reconcile
 from clusterkit.run.evidence import Terms
 from clusterkit.run.folder import Event, RunFolder
@@ -1272,7 +1273,12 @@ def test_an_attempt_that_was_about_to_start_is_ended_and_followed_by_another(
     supervise_with, attempt
 ):
     script = [observed(State.PENDING)] * attempt + [observed(OK)]
-    backend, status, _ = supervise_with(script, adopt=saved(State.PENDING, attempt=attempt))
+
+    def killed(supervisor):
+        saved(State.PENDING, attempt=attempt)(supervisor)
+        Begun(attempt, whole=False).record(supervisor.folder.path)
+
+    backend, status, _ = supervise_with(script, adopt=killed)
     assert [started for started, _ in backend.submitted] == [attempt + 1]
     assert backend.cancelled_attempts == [attempt]
     assert status.state is State.SUCCEEDED
@@ -1434,6 +1440,95 @@ def test_an_end_that_cannot_be_recorded_is_recorded_later(supervise_with, monkey
     backend, status, _ = supervise_with([observed(state)])
     assert (status.state, status.remark, backend.cancelled) == (state, None, 0)
     assert status.exit_code == (0 if state is OK else 1)
+
+
+@pytest.mark.parametrize(("half", "started"), [(False, [1, 2]), (True, [1, 2, 3])])
+def test_an_attempt_that_began_on_a_full_disk_is_known_to_the_next_supervisor(
+    unstarted_run, monkeypatch, half, started
+):
+    """It was started once more beside itself."""
+    full, real = [], RunFolder.write
+
+    def write(self, name, data):
+        if full:
+            raise RunFolderError("No space left on device")
+        real(self, name, data)
+
+    class Killed(BaseException):
+        pass
+
+    class Dying(Scripted):
+        def submit(self, plan, transport, *, attempt=1, secrets=None, record=None):
+            super().submit(plan, transport, attempt=attempt)
+            full[:] = [attempt] if attempt == 2 else []
+            if full and half:
+                raise Killed
+
+        def status(self, handle, transport):
+            if handle.attempt == 1:
+                full[:] = [1]
+            elif full:
+                raise Killed
+            return super().status(handle, transport)
+
+    run = unstarted_run("launcher: forkserver\nnodes: 2\nrestarts: 1\n")
+    # Its agents restart nothing, so that no plan has to be saved.
+    plan = msgspec.structs.replace(run.plan, restarts=0)
+    RunFolder(run.path).write("plan.json", plan.to_json())
+    second = [observed(UP, State.PENDING)] if half else [observed(UP, UP), observed(OK, OK)]
+    backend = Dying([observed(BAD, BAD), second, observed(OK, OK)])
+    monkeypatch.setattr(backends, "backend", lambda name: backend)
+    monkeypatch.setattr(RunFolder, "write", write)
+    first = Supervisor(RunFolder(run.path))
+    first.start()
+    with pytest.raises(Killed):
+        first.supervise()
+    full.clear()
+    folder = RunFolder(run.path)
+    saved_then = folder.read_json("state.json", RunStatus)
+    assert (saved_then.attempt, folder.saved_status().attempt) == (1, 2)
+    assert reconcile(folder).attempt == 2
+    Supervisor(folder).supervise(adopt=True)
+    assert [attempt for attempt, _ in backend.submitted] == started
+    status = folder.read_json("state.json", RunStatus)
+    assert (status.state, status.attempt) == (State.SUCCEEDED, started[-1])
+
+
+def test_an_attempt_that_cannot_be_recorded_at_all_does_not_start(supervise_with, monkeypatch):
+    """The file system is read-only: only evidence could tell the next supervisor."""
+    errors, real, begun = [1, 2, 3], Begun.record, []
+
+    def record(self, folder):
+        begun.append((self.attempt, self.whole))
+        if self.attempt == 2 and errors:
+            errors.pop()
+            raise RunFolderError("Read-only file system")
+        real(self, folder)
+
+    class Looking(Scripted):
+        def submit(self, plan, transport, *, attempt=1, secrets=None, record=None):
+            assert begun[-1] == (attempt, False)
+            assert attempt == 1 or not errors
+            super().submit(plan, transport, attempt=attempt)
+
+    monkeypatch.setattr(Begun, "record", record)
+    monkeypatch.setattr("clusterkit.run.supervisor.LONGEST_PAUSE", 0.01)
+    job = "launcher: forkserver\nrestarts: 1\n"
+    _, status, events = supervise_with([observed(BAD), observed(OK)], job, kind=Looking)
+    assert begun == [(1, False), (1, True), *[(2, False)] * 4, (2, True)]
+    assert (status.state, status.attempt, status.remark) == (State.SUCCEEDED, 2, None)
+    assert events[-1].text == "its supervisor tries again: RunFolderError: Read-only file system"
+
+
+def test_a_supervisor_in_trouble_ends_when_the_run_s_folder_is_removed(supervise_with, monkeypatch):
+    def record(self, folder):
+        if self.attempt == 2:
+            shutil.rmtree(folder)
+            raise RunFolderError("No such file or directory")
+
+    monkeypatch.setattr(Begun, "record", record)
+    with pytest.raises(RunFolderError, match="state"):
+        supervise_with([observed(BAD), observed(OK)], "launcher: forkserver\nrestarts: 1\n")
 
 
 def test_a_restart_that_was_not_started_wholly_and_has_succeeded_is_not_run_again(
