@@ -7,9 +7,11 @@ import os
 import re
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 from clusterkit.errors import RunFolderError
+from clusterkit.run.status import RunStatus
 
 _NAME = re.compile(r"attempt-(\d+)\.(starting|started)\Z")
 
@@ -56,3 +58,10 @@ class Begun(Struct, frozen=True):
                 f"attempt {self.attempt} cannot be recorded in {folder}: {error.strerror}",
                 hint="an attempt that is not on record could be started twice",
             ) from error
+
+
+def since(saved: RunStatus, begun: Begun | None) -> RunStatus:
+    """Return a record that may be older than ``begun``: on a full disk it could not follow."""
+    if begun is None or begun.attempt <= saved.attempt or saved.state.final:
+        return saved
+    return msgspec.structs.replace(saved, attempt=begun.attempt, running_since=None)

@@ -40,7 +40,7 @@ from clusterkit.errors import BadInput, ClusterkitError, RunFolderError
 from clusterkit.files import locked, writable_by_others, write_atomic
 from clusterkit.output.logs import GrowingFile, LogLine, NodeLog, marked, merged
 from clusterkit.plan import Plan, Step
-from clusterkit.run.begun import Begun
+from clusterkit.run.begun import Begun, since
 from clusterkit.run.status import RunStatus, State
 from clusterkit.shell import check_text
 
@@ -281,7 +281,7 @@ class RunFolder:
         if saved is None and begun is not None:
             submission = self.maybe_json("run.json", Submission)
             saved = submission.pending() if submission is not None else None
-        return saved.since(begun) if saved is not None else None
+        return since(saved, begun) if saved is not None else None
 
     def append(self, name: str, record: object) -> None:
         """Append a line to a ``.jsonl`` file. On a full disk it is lost, without an error."""

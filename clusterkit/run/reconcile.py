@@ -163,7 +163,7 @@ class Reconciler:
         """Return the state of a run whose previous supervisor is gone.
 
         Args:
-            saved: as of `RunStatus.since`.
+            saved: as of `begun.since`.
             begun: None: a supervisor on another machine has begun it.
         """
         left = restarts if saved.restarts_left is None else saved.restarts_left

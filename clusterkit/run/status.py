@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-import msgspec
 from msgspec import Struct
-
-from clusterkit.run.begun import Begun
 
 
 class State(StrEnum):
@@ -177,12 +174,6 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     def unknown(cls, run: str, state: State = State.UNKNOWN) -> RunStatus:
         """Return the status of a run of which only the id is known."""
         return cls(run=run, job="?", cluster="?", backend="?", state=state)
-
-    def since(self, begun: Begun | None) -> RunStatus:
-        """Return this record, made before ``begun`` perhaps: on a full disk it could not follow."""
-        if begun is None or begun.attempt <= self.attempt or self.state.final:
-            return self
-        return msgspec.structs.replace(self, attempt=begun.attempt, running_since=None)
 
     def __repr__(self) -> str:
         code = "" if self.exit_code is None else f" ({self.exit_code})"

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 from clusterkit.backends.base import Observation
 from clusterkit.run import evidence, reconcile
-from clusterkit.run.begun import Begun
+from clusterkit.run.begun import Begun, since
 from clusterkit.run.evidence import Terms, Verdict
 from clusterkit.run.outcome import without_spares
 from clusterkit.run.reconcile import (
@@ -345,7 +345,7 @@ class World:
     @property
     def record(self):
         """What the next supervisor, or `status` without one, finds on the submitter's disk."""
-        return self.saved.since(self.begun)
+        return since(self.saved, self.begun)
 
     def begin(self, attempt, whole=False):
         if self.now >= self.readonly_until:

@@ -40,7 +40,7 @@ agent.start
 agent.__main__ agent
 errors bench jobfile output run sync
 files run.status output.series host_probe sync.receiver
-shell transport output.logs yaml_text estimate.mesh
+shell transport output.logs run.begun yaml_text estimate.mesh
 output.mirror output.tracebacks yaml_file
 spec output.diagnose
 jobfile.launcher_options

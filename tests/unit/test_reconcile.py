@@ -8,7 +8,7 @@ import pytest
 from clusterkit.backends.base import Observation
 from clusterkit.cluster import Facts, HostFacts
 from clusterkit.run import reconcile
-from clusterkit.run.begun import Begun
+from clusterkit.run.begun import Begun, since
 from clusterkit.run.evidence import Terms, Verdict, facts_without, may_live, verdict
 from clusterkit.run.reconcile import (
     AGAIN_SECONDS,
@@ -341,7 +341,7 @@ EARLIER = AttemptStatus(attempt=1, state=BAD, failure=None, started_at=1.0, fini
     ],
 )
 def test_where_the_next_supervisor_begins(status, begun, stage, followed):
-    made = Reconciler.adopt(TERMS, status.since(begun), begun, 3)
+    made = Reconciler.adopt(TERMS, since(status, begun), begun, 3)
     assert (made.stage, made.followed, made.restarts_left) == (stage, followed, 3)
     assert made.attempt == max(status.attempt, begun.attempt if begun else 1)
     if stage is Stage.SETTLE:
