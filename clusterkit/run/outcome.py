@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import re
 from collections import deque
 from operator import attrgetter
 
@@ -73,3 +74,14 @@ def diagnosis(handle: RunHandle, seen: Observation, *, late: bool = False) -> Fa
         # One launcher for all nodes (mpirun): only the rank says which node it was.
         failure = replace(failure, node=failure.rank // nproc)
     return failure
+
+
+def port_was_taken(failure: Failure | None, port: int) -> bool:
+    """Return whether an attempt failed because something listens on this port."""
+    if failure is None:
+        return False
+    from clusterkit.output.diagnose import PORT_TAKEN
+
+    # Only our port: the program may listen on ports of its own.
+    text = f"{failure.cause}\n{failure.traceback or ''}"
+    return bool(re.search(rf"\b{port}\b", text) and PORT_TAKEN.search(text))

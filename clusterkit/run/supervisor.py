@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets as tokens
 import signal
 import time
@@ -32,7 +31,7 @@ from clusterkit.run.begun import Begun
 from clusterkit.run.evidence import Terms, Verdict, facts_without, lost
 from clusterkit.run.folder import POLL_SECONDS, TOKEN, Event, RunFolder, RunHandle, Submission
 from clusterkit.run.notify import notify
-from clusterkit.run.outcome import diagnosis, without_spares
+from clusterkit.run.outcome import diagnosis, port_was_taken, without_spares
 from clusterkit.run.reconcile import (
     LOST_SECONDS,
     Action,
@@ -82,6 +81,10 @@ class Supervisor:
         self.trouble: str | None = None
         self.tried_at = 0.0
         """When the newest attempt was to start, Unix time."""
+        self.moves = False
+        """Whether the next attempt needs another port."""
+        self.without: list[str] = []
+        """Hosts that the next attempt does without."""
 
     def _terms(self) -> Terms:
         return Terms.of(self.job, self.plan, self.facts, self.backend.start_seconds)
@@ -206,7 +209,8 @@ class Supervisor:
 
     def _start_attempt(self) -> None:
         self.tried_at, attempt = time.time(), self.status.attempt
-        # Without it, the next supervisor would start the attempt once more.
+        # What is not on record, the next supervisor would start once more, or on other hosts.
+        self._leave_out()
         Begun(attempt, whole=False).record(self.folder.path)
         self._save(State.PENDING)
         try:
@@ -285,13 +289,16 @@ class Supervisor:
                 self._event(f"{failed} of {self.plan.places} elastic nodes failed")
         elif not cancelled or seen.next_attempt is not None:
             self.failure = diagnosis(handle, seen, late=self.machine.late)
-        taken = self.failure is not None and self._port_was_taken(self.failure)
+        taken = self.cluster.port == "auto" and port_was_taken(self.failure, self.plan.port)
         return self.machine.judged(
             mirror.awake(), cancelled=cancelled, cleaned=cleaned, port_taken=taken
         )
 
     def _next(self, action: Next) -> None:
-        """Record the newest attempt as failed, and plan the next one."""
+        """Record the newest attempt as failed, and another one as the newest.
+
+        Whatever can go wrong in planning that does so when it starts: this is done once.
+        """
         self._stop_watching()
         failure, self.failure = self.failure, None
         if failure is None and self.machine.problem:
@@ -300,21 +307,11 @@ class Supervisor:
         if failure is not None:
             self._tell(action, failure)
             self._attempt_ended(failure)
-        if action.verdict is Verdict.MOVE:
-            why = f"port {self.plan.port} was taken before the run could listen there"
-            port = self.transport.free_port(self.facts.hosts[0].host)
-            self._plan_anew(*move_port(self.cluster, self.facts, port, why))
-        elif action.without:
-            hosts = [self.plan.hosts[node] for node in action.without]
-            others = facts_without(hosts, self.job, self.facts)
-            assert others is not None  # `Terms.dispensable`
-            used = listed([host.host for host in others[0].hosts], 4)
-            why = f"starting again on {used}, which costs no restart"
-            self._plan_anew(others[0], why, others[1])
+        self.moves |= action.verdict is Verdict.MOVE
+        self.without = [self.plan.hosts[node] for node in action.without]
         if action.verdict is not None:
             self._save(State.RESTARTING, failure)
         self._update(attempt=action.attempt, running_since=None)
-        self.machine.terms = self._terms()
 
     def _tell(self, action: Next, failure: Failure) -> None:
         """Write the event of an attempt that has failed."""
@@ -417,8 +414,23 @@ class Supervisor:
 
     # -- the plan -------------------------------------------------------------
 
+    def _leave_out(self) -> None:
+        """Plan the next attempt without hosts that are out of sight."""
+        if self.without:
+            others = facts_without(self.without, self.job, self.facts)
+            assert others is not None  # `Terms.dispensable`
+            used = listed([host.host for host in others[0].hosts], 4)
+            why = f"starting again on {used}, which costs no restart"
+            self._plan_anew(others[0], why, others[1])
+            self.without = []
+
     def _check_again(self) -> None:
         """Plan again if the port was taken since it was probed, or restarts were used."""
+        if self.moves:
+            why = f"port {self.plan.port} was taken before the run could listen there"
+            port = self.transport.free_port(self.facts.hosts[0].host)
+            self._plan_anew(*move_port(self.cluster, self.facts, port, why))
+            self.moves = False
         age = time.time() - (self.status.started_at or 0.0)
         fresh = self.status.attempt == 1 and age <= PROBED_SECONDS
         changed = self.backend.before_attempt(self.cluster, self.facts, self.transport, fresh=fresh)
@@ -428,24 +440,25 @@ class Supervisor:
             self._plan_anew(self.facts)
 
     def _plan_anew(self, facts: Facts, why: str | None = None, spares: int | None = None) -> None:
-        """Plan the next attempt. Its agents get the restarts and spares that are left."""
-        if why is not None:
-            self._event(why)
-        self.facts = facts
+        """Plan the next attempt. Its agents get the restarts and spares that are left.
+
+        Raises:
+            RunFolderError: it has other hosts, and cannot be recorded.
+        """
         if spares is None:
             spares = self.job.spares and self.plan.nodes - self.plan.topology["nodes"]
         restarts = self.machine.restarts_left
         job = msgspec.structs.replace(self.job, restarts=restarts, spares=spares)
-        self.plan = self.backend.plan(job, self.cluster, self.facts, self.folder.run_id)
-        self.folder.save_plan(self.facts, self.plan)
-
-    def _port_was_taken(self, failure: Failure) -> bool:
-        from clusterkit.output.diagnose import PORT_TAKEN
-
-        # Only our port: the program may listen on ports of its own.
-        text = f"{failure.cause}\n{failure.traceback or ''}"
-        ours = re.search(rf"\b{self.plan.port}\b", text)
-        return self.cluster.port == "auto" and bool(ours and PORT_TAKEN.search(text))
+        plan = self.backend.plan(job, self.cluster, facts, self.folder.run_id)
+        try:
+            self.folder.save_plan(facts, plan)
+        except RunFolderError:
+            if plan.hosts != self.plan.hosts:
+                raise
+        self.facts, self.plan = facts, plan
+        self.machine.terms = self._terms()
+        if why is not None:
+            self._event(why)
 
     # -- the record ---------------------------------------------------------
 

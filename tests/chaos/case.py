@@ -201,9 +201,8 @@ class Case:
     def _prepare(self) -> None:
         for name in ("home", "tmp", "checkpoints"):
             (self.folder / name).mkdir()
-        small = {"disk": "home", "disk-rank": "home", "disk-saving": "checkpoints"}.get(
-            self.fault.name
-        )
+        names = {"disk": "home", "disk-attach": "home", "disk-rank": "home"}
+        small = (names | {"disk-saving": "checkpoints"}).get(self.fault.name)
         if small:
             where = str(self.folder / small)
             words = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", where]

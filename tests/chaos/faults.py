@@ -174,6 +174,7 @@ def fill(name: str) -> Callable[[Case], None]:
     """The disk that a folder of the case lies on."""
 
     def do(case: Case) -> None:
+        assert (case.folder / name).is_mount()  # and not this machine's disk
         with contextlib.suppress(OSError), (case.folder / name / "filler").open("wb") as file:
             while True:
                 file.write(b"x" * 4096)
@@ -185,6 +186,19 @@ def fill(name: str) -> Callable[[Case], None]:
 def full_and_killed(case: Case) -> None:
     fill("home")(case)
     rank(signal.SIGKILL)(case)
+
+
+def full_and_attached(case: Case) -> None:
+    """The submitter's disk is full; an agent and, once all have started again, the supervisor are
+    killed, and another one comes."""
+    fill("home")(case)
+    agent(signal.SIGKILL)(case)
+    folder = f"{case.run.plan.run_dir}/attempts/2/node-{case.node}"
+    case.until(lambda: case.sh(case.node, f"ls {folder} || true"), "second attempt")
+    time.sleep(2)
+    supervisor(signal.SIGKILL)(case)
+    (case.folder / "home" / "filler").unlink()
+    case.attach()
 
 
 def long_log(case: Case) -> None:
@@ -383,6 +397,7 @@ FAULTS = (
           traced=False),
     Fault("disk-saving", "local", fill("checkpoints"), State.FAILED, (1, 2, 3), "rank",
           "No space left on device", rank=0),
+    Fault("disk-attach", "ssh", full_and_attached, traced=False),
     Fault("host-crash", "ssh", host("crash"), State.FAILED, (1,), "node", "host h{node}",
           on_node_loss="fail"),
     Fault("host-cut", "ssh", host("cut"), State.FAILED, (1,), "node", "host h{node}",

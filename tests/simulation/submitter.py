@@ -191,6 +191,7 @@ class Supervisor:
         self.world, self.machine = world, machine
         self.clock, self.busy_until, self.paused_until = 0.0, 0, 0
         self.pending = None  # a stop whose answer is awaited
+        self.away = set()  # hosts that the next attempt does without
         self.heard = {}
         self.views = {}
 
@@ -237,8 +238,13 @@ class Supervisor:
         world.log(f"{action}")
         match action:
             case Start():
-                if not world.begin(machine.attempt):
+                if (self.away and world.now < world.disk_until) or not world.begin(machine.attempt):
                     return None  # tried again
+                if self.away:
+                    others = [h for h in world.hosts if h not in self.away]
+                    world.plan, self.away = others[: len(world.plan)], set()
+                    machine.terms = world.terms()
+                world.plans[machine.attempt] = list(world.plan)
                 world.save(state=State.PENDING)
                 self.heard, self.views = {}, {}
                 for number, host in enumerate(world.hosts_of(machine.attempt)):
@@ -270,12 +276,9 @@ class Supervisor:
                 if all(each.attempt != ended.attempt for each in world.saved.attempts):
                     world.save(attempts=(*world.saved.attempts, ended))
                 world.save(state=State.RESTARTING, restarts_left=machine.restarts_left)
-                away = {world.plan[n] for n in action.without}
-                world.left_out = {host.name: action.attempt for host in away} | world.left_out
-                if away:
-                    world.plan = [h for h in world.hosts if h not in away][: len(world.plan)]
-                    machine.terms = world.terms()
-                world.plans[action.attempt] = list(world.plan)
+                self.away = {world.plan[n] for n in action.without}
+                names = {host.name: action.attempt for host in self.away}
+                world.left_out = names | world.left_out
             case Finish(state):
                 if world.now < world.disk_until:
                     return None

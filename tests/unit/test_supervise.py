@@ -30,9 +30,16 @@ from clusterkit.run import control, outcome, supervise
 from clusterkit.run import reconcile as machine
 from clusterkit.run.begun import Begun
 from clusterkit.run.control import cancel, current, reconcile
-from clusterkit.run.evidence import Terms
+from clusterkit.run.evidence import Terms, Verdict
 from clusterkit.run.folder import Event, RunFolder
-from clusterkit.run.reconcile import EARLY_LOSSES, LOST_SECONDS, PORT_TRIES, Reconciler
+from clusterkit.run.reconcile import (
+    EARLY_LOSSES,
+    LOST_SECONDS,
+    PORT_TRIES,
+    Next,
+    Reconciler,
+    Start,
+)
 from clusterkit.run.status import AttemptStatus, Failure, NodeStatus, RunStatus, State, overall
 from clusterkit.run.supervisor import Supervisor
 from clusterkit.transport import LocalTransport
@@ -954,6 +961,72 @@ def test_a_port_that_was_taken_at_start_is_another_attempt_and_costs_no_restart(
     (_, first), (_, second) = backend.submitted
     assert first != second
     assert f"{second} chosen instead" in events[-1].text
+
+
+@pytest.mark.parametrize("wrong", ["disk", "host"])
+def test_an_attempt_that_could_not_be_planned_is_not_the_last_one_again(
+    supervise_with, monkeypatch, wrong
+):
+    """The error left the old number: attempt 1 was started in its own folder a second time."""
+    refused, real, ask = [1], RunFolder.write, LocalTransport.free_port
+    taken = observed(BAD, reason="port: PORT (errno: 98 - Address already in use).")
+
+    def write(self, name, data):
+        begun = self.file("state.json").exists()
+        if wrong == "disk" and begun and name in ("facts.json", "plan.json", "plan.txt"):
+            raise RunFolderError("No space left on device")
+        real(self, name, data)
+
+    def free_port(self, host, wanted=None):
+        if wrong == "host" and wanted is None and refused:
+            refused.pop()
+            raise Unavailable(f"{host}: connection refused")
+        return ask(self, host, wanted)
+
+    monkeypatch.setattr(RunFolder, "write", write)
+    monkeypatch.setattr(LocalTransport, "free_port", free_port)
+    monkeypatch.setattr("clusterkit.run.supervisor.LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(machine, "_pause", lambda times: 0.0)
+    script = [taken, observed(State.CANCELLED) if wrong == "host" else observed(OK), observed(OK)]
+    backend, status, _ = supervise_with(script)
+    (first, before), (second, after) = backend.submitted
+    assert (first, second) == ((1, 2) if wrong == "disk" else (1, 3))
+    assert before != after
+    assert (status.state, status.attempt) == (State.SUCCEEDED, second)
+
+
+def test_an_attempt_on_other_hosts_starts_once_they_are_on_record(unstarted_run, monkeypatch):
+    """The next supervisor would look for it, and end it, on those of the last plan."""
+    full, real, started = [1], RunFolder.write, []
+
+    def write(self, name, data):
+        if full:
+            raise RunFolderError("No space left on device")
+        real(self, name, data)
+
+    run = unstarted_run("launcher: forkserver\nnodes: '1:2'\nrestarts: 1\non_node_loss: shrink\n")
+    supervisor = Supervisor(RunFolder(run.path))
+    (host,) = supervisor.facts.hosts
+    hosts = tuple(msgspec.structs.replace(host, host=name) for name in ("h0", "h1"))
+    supervisor.facts = msgspec.structs.replace(supervisor.facts, hosts=hosts)
+    before = supervisor.plan = msgspec.structs.replace(supervisor.plan, hosts=("h0", "h1"))
+    after = msgspec.structs.replace(before, hosts=("h1",), nodes=1)
+    backend = Scripted([])
+    monkeypatch.setattr(backend, "plan", lambda *_: after)
+    monkeypatch.setattr(backend, "before_attempt", lambda *_, **__: None)
+    monkeypatch.setattr(backend, "submit", lambda plan, *_, **__: started.append(plan.hosts))
+    monkeypatch.setattr(RunFolder, "write", write)
+    supervisor.backend, supervisor.machine.attempt = backend, 2
+    supervisor._perform(Next(2, Verdict.REPLACE, (0,)))
+    for _ in range(2):
+        with pytest.raises(RunFolderError, match="No space left"):
+            supervisor._perform(Start())
+        assert (supervisor.plan, started) == (before, [])
+    full.clear()
+    supervisor._perform(Start())
+    assert (supervisor.status.attempt, started) == (2, [("h1",)])
+    assert RunFolder(run.path).plan().hosts == ("h1",)
+    assert supervisor.machine.terms.nodes == 1
 
 
 def test_a_port_that_is_always_taken_is_given_up_at_last(supervise_with):
