@@ -107,6 +107,15 @@ def free_port(wanted: int | None) -> int | None:
     return next((port for port in ports if refusal(port) is refusal(port + 1) is None), None)
 
 
+def machine() -> str:
+    """Return what all names of one host have in common, and containers of one machine have not."""
+    try:
+        with open(f"{ROOT}proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink(f'{ROOT}proc/self/ns/net')}"
+    except OSError:
+        return ""
+
+
 def gpus(query: Sequence[str]) -> tuple[str, str]:
     """Return nvidia-smi's list, and why it is not to be trusted; both empty: nothing tells of GPUs
     of NVIDIA on this host."""
@@ -164,6 +173,7 @@ def document(asked: dict[str, Any]) -> dict[str, Any]:
     return {
         "workdir": os.path.abspath(os.path.expanduser(asked["workdir"])),
         "writable": os.access(os.path.expanduser(asked["workdir"]), os.W_OK),
+        "machine": machine(),
         "python": sys.executable,
         "python_version": list(sys.version_info[:3]),
         "cpus": len(os.sched_getaffinity(0)),

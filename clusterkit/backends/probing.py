@@ -48,6 +48,8 @@ class HostReport(Struct, frozen=True, kw_only=True):
     workdir: str
     """Absolute path of the folder in the request."""
     writable: bool
+    machine: str = ""
+    """As of `clusterkit.host_probe.machine`."""
     python: str
     python_version: tuple[int, ...]
     cpus: int

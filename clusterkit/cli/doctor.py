@@ -44,7 +44,7 @@ def _complete_check(ctx: click.Context, param: click.Parameter, incomplete: str)
 @verb(
     "doctor",
     "clusterkit doctor --cluster lab",
-    "clusterkit doctor jobs/zero3.yaml --cluster lab --only names,head-port",
+    "clusterkit doctor jobs/zero3.yaml --cluster lab --only port,head-port",
 )
 @click.argument("job", required=False, type=click.Path())
 @cluster_options("Cluster to check: an entry of the cluster file.", "local")

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from clusterkit import api, backends
+from clusterkit import api, backends, host_probe
 from clusterkit.addresses import check_hosts
 from clusterkit.backends import placing
 from clusterkit.backends.ssh import observe
@@ -617,7 +617,7 @@ def test_hosts_of_five_thousand_are_chosen_quickly():
 
 
 class Hosts(LocalTransport):
-    """Every host is this machine, reached at an address of its own."""
+    """Every host is this machine, in a container and reached at an address of its own."""
 
     def __init__(self, **told):
         self.told = told
@@ -631,8 +631,8 @@ class Hosts(LocalTransport):
             raise changes
         reached = {"SSH_CONNECTION": f"10.9.9.9 5 10.0.0.{host[1:]} 22"}
         done = super().run(host, argv, env={**(env or {}), **reached}, timeout=timeout, stdin=stdin)
-        if changes and done.stdout.startswith("{"):
-            document = json.loads(done.stdout) | changes
+        if done.stdout.startswith("{"):
+            document = json.loads(done.stdout) | {"machine": host} | changes
             done = type(done)(done.argv, done.exit_code, json.dumps(document), done.stderr)
         return done
 
@@ -661,6 +661,17 @@ def test_probing_tells_of_every_host(entry_of, tmp_path):
     assert found.port_origin == "free on h0 when probed"
     assert found.project is None
     assert not (tmp_path / "my work").exists()
+
+
+def test_two_names_of_one_host_are_refused(entry_of):
+    same = {f"h{n}": {"machine": host_probe.machine()} for n in range(2)}
+    with pytest.raises(BadInput, match="host h1 is the same machine as h0") as refused:
+        SSH.probe(entry_of(3), Hosts(**same))
+    assert "--exclude h1" in refused.value.hint
+    # Cloned machines have addresses of their own; where nothing tells, nothing is refused.
+    network = [{"name": "eth0", "address": "10.0.0.9"}]
+    SSH.probe(entry_of(), Hosts(h0=same["h0"], h1=same["h1"] | {"interfaces": network}))
+    SSH.probe(entry_of(), Hosts(h0={"machine": ""}, h1={"machine": ""}))
 
 
 def test_the_port_where_nodes_watch_each_other_is_free_when_probed(entry_of):

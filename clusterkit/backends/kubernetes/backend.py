@@ -19,8 +19,8 @@ from clusterkit.backends.base import (
     Recovered,
     RemoteRun,
     SupportsCleanup,
-    SupportsDoctor,
     SupportsFile,
+    SupportsPreflight,
     SupportsRemoteRuns,
     SupportsSync,
 )
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 class KubernetesBackend(
     Backend[KubernetesCluster],
     SupportsCleanup,
-    SupportsDoctor[KubernetesCluster],
     SupportsFile[KubernetesCluster],
+    SupportsPreflight[KubernetesCluster],
     SupportsRemoteRuns[KubernetesCluster],
     SupportsSync,
 ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,6 +25,7 @@ def probe(cluster: SshCluster, transport: Transport, job: JobSpec | None) -> Fac
         reports = in_order(
             fan_out([*hosts], lambda name: _probe_host(cluster, hosts[name], transport, job))
         )
+    _check_different(reports)
     host_facts = tuple(
         _host_facts(cluster, host, reports[name], len(hosts) == 1, job)
         for name, host in hosts.items()
@@ -52,6 +54,24 @@ def probe(cluster: SshCluster, transport: Transport, job: JobSpec | None) -> Fac
         else None,
         shipped=snapshot.own_package().facts() if copied and not installed else None,
     )
+
+
+def _check_different(reports: Mapping[str, HostReport]) -> None:
+    """Refuse two names of one host: two nodes would use the same GPUs.
+
+    Raises:
+        BadInput: naming both.
+    """
+    known: dict[tuple[str, object], str] = {}
+    for name, report in reports.items():
+        # Virtual machines that were cloned while they ran have one boot id, and other addresses.
+        first = known.setdefault((report.machine or name, report.interfaces), name)
+        if first != name:
+            raise BadInput(
+                f"host {name} is the same machine as {first}",
+                hint=f"leave {name} out (--exclude {name}); backend `local` simulates several "
+                "nodes on one machine",
+            )
 
 
 def _probe_host(

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property, wraps
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from msgspec import Struct
 
@@ -98,7 +98,6 @@ VERSION = "/version"
 NAMESPACE = "/api/v1/namespaces/{namespace}"
 GROUPS = "/apis"
 NODES = "/api/v1/nodes"
-PODS = "/api/v1/pods?fieldSelector=status.phase%21%3DSucceeded,status.phase%21%3DFailed"
 UNEXPECTED = (KeyError, TypeError, ValueError, AttributeError, IndexError)
 """What reading an answer raises that is not in Kubernetes' form."""
 
@@ -188,12 +187,6 @@ class Seen(ClusterServer):
             replies = pool.map(lambda each: self.reply(*each), asked.values())
             return dict(zip(asked, replies, strict=True))
 
-    def spec_of(self, role: str, template: Object) -> Object:
-        """Return a pod's spec with the API server's defaults; the template's if it refuses."""
-        answer = self.rehearsed[role]
-        spec: Object = (template if answer.reason else answer.document)["spec"]
-        return spec
-
     @property
     def kind(self) -> Flavor | None:
         return None if self.flavor is None else FLAVORS[self.flavor]
@@ -216,20 +209,6 @@ def _rehearsal(seen: Seen) -> dict[str, tuple[str, Object]]:
         path = f"{seen.path(kind.api, kind.kind)}?{query}"
         asked[kind.kind] = (path, seen.objects[-1])
     return asked
-
-
-Outcome = Literal["taken", "not allowed", "pod security", "quota", "refused"]
-_OUTCOMES: tuple[tuple[str, Outcome], ...] = (
-    ("violates PodSecurity", "pod security"), ("cannot create resource", "not allowed"),
-    ("failed quota", "quota"), ("exceeded quota", "quota"),
-)  # fmt: skip
-"""Texts in a refusal, and what they mean; the first counts."""
-
-
-def outcome_of(reply: Reply) -> Outcome:
-    """Return what a dry run came to."""
-    known = (meaning for words, meaning in _OUTCOMES if words in reply.detail)
-    return next(known, "refused" if reply.reason else "taken")
 
 
 # ---------------------------------------------------------------- checks
@@ -314,44 +293,13 @@ def templates(objects: Iterable[Object]) -> list[tuple[str, int, Object]]:
     return found
 
 
-def requests(spec: Mapping[str, Any]) -> dict[str, Decimal]:
-    """Return a pod's requests: its containers' sum, or an init container's if that is more."""
-    # A limit without a request is the request as well.
-    total = _sum(spec.get("containers") or (), "limits", "requests")
-    for each in spec.get("initContainers") or ():
-        for name, amount in _sum([each], "limits", "requests").items():
-            total[name] = max(total.get(name, Decimal(0)), amount)
-    return total
-
-
 def limits(spec: Mapping[str, Any]) -> dict[str, Decimal]:
-    """Return a pod's limits."""
-    return _sum(spec.get("containers") or (), "limits")
-
-
-def _sum(containers: Iterable[Mapping[str, Any]], *keys: str) -> dict[str, Decimal]:
-    """Sum amounts over containers; for each resource the last of the keys that has it counts."""
+    """Return the sum of the limits of a pod's containers."""
     total: dict[str, Decimal] = {}
-    for each in containers:
-        resources = each.get("resources") or {}
-        amounts = {name: text for key in keys for name, text in (resources.get(key) or {}).items()}
-        for name, text in amounts.items():
+    for each in spec.get("containers") or ():
+        for name, text in ((each.get("resources") or {}).get("limits") or {}).items():
             total[name] = total.get(name, Decimal(0)) + parse_amount(text)
     return total
-
-
-_SCALES = (("Ti", 2**40), ("Gi", 2**30), ("Mi", 2**20), ("Ki", 2**10))
-
-
-def amount(name: str, value: Decimal) -> str:
-    """Format a number as Kubernetes does: ``16Gi``, ``500m``, ``3``."""
-    if "memory" in name or "storage" in name:
-        for unit, scale in _SCALES:
-            if value >= scale:
-                return f"{(value / scale).quantize(Decimal('0.1')).normalize():f}{unit}"
-    if value != value.to_integral_value() and value < 1000:
-        return f"{(value * 1000).to_integral_value():f}m"
-    return f"{value.to_integral_value():f}"
 
 
 def nodes_of(seen: Seen) -> list[Object]:

@@ -11,8 +11,8 @@ from tests.lab import CHECKOUT, Lab
 
 pytestmark = pytest.mark.live
 PYTHON = str(CHECKOUT / ".venv" / "bin" / "python")
-QUIET = ("reachable", "host-key", "user", "duplicates", "system", "clock", "python", "packages",
-         "interface", "names", "port", "head-port", "mesh", "shm", "limits", "workdir")  # fmt: skip
+QUIET = ("reachable", "host-key", "user", "system", "clock", "python", "packages",
+         "interface", "port", "head-port", "mesh", "shm", "limits", "workdir")  # fmt: skip
 """Checks that are well on a lab, whatever else this machine does."""
 
 
@@ -154,25 +154,10 @@ def test_a_firewall_that_opens_the_rendezvous_port_alone(lab4, on_host, examine)
     assert len(report.faults()) == 1
 
 
-def test_a_name_server_that_does_not_answer(lab4, on_host, examine):
-    on_host(
-        "h1",
-        "cp /etc/hosts /etc/hosts.doctor && sed -i /ffff/d /etc/hosts"
-        " && sed -i 's/^hosts:.*/hosts: files dns/' /etc/nsswitch.conf"
-        f" && echo nameserver {lab4.network.rpartition('.')[0]}.250 >/etc/resolv.conf",
-        "mv /etc/hosts.doctor /etc/hosts && sed -i 's/^hosts:.*/hosts: files/' /etc/nsswitch.conf"
-        " && : >/etc/resolv.conf",
-    )
-    found = only_fault(examine("names"), "names", "h1")
-    assert found.level == "fail"
-    assert "takes more than 2 s" in found.cause
-    assert f"'::ffff:{lab4.host('h0').address} h0'" in found.remedy
-
-
 def test_a_shell_that_greets_does_not_spoil_the_answer(on_host, examine):
     on_host("h1", "echo 'echo Welcome' >/root/.bashrc", "rm /root/.bashrc")
-    found = only_fault(examine("login-shell", "user", "python"), "login-shell", "h1")
-    assert "prints 'Welcome'" in found.cause
+    report = examine("user", "python")
+    assert report.worst == "ok", report.table()
 
 
 def test_a_port_that_somebody_has(lab4, on_host, examine):

@@ -1,16 +1,11 @@
 """Every judgement, from recorded outputs: what is well, what is wrong, what is ugly."""
 
-import contextlib
 import ipaddress
 import json
 import os
-import pwd
 import re
-import shutil
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -24,7 +19,7 @@ from clusterkit.doctor.hosts.base import Machine, Needs, Output
 from clusterkit.doctor.hosts.checks import CHECKS, gpus
 from clusterkit.doctor.hosts.checks.packages import Packages, collect_packages
 from clusterkit.doctor.hosts.checks.ports import MEET
-from clusterkit.doctor.hosts.checks.system import agreed, collect_strays, offset
+from clusterkit.doctor.hosts.checks.system import agreed, offset
 from clusterkit.doctor.hosts.examine import judge
 from clusterkit.doctor.hosts.helpers import most_common, parsed_address
 from clusterkit.spec import JobSpec
@@ -161,17 +156,6 @@ def test_without_ssh_there_is_no_host_key(judged):
     assert (found["h0"].level, found["h0"].cause) == ("skip", "not reached over SSH")
 
 
-@pytest.mark.parametrize(
-    ("said", "level"),
-    [("", "ok"), ("\n \r\n", "ok"), ("Welcome to h1!\n", "warn"), ("\x1b[1mhi\x1b[0m", "warn"),
-     ("\0", "warn")],
-)  # fmt: skip
-def test_a_shell_that_greets_is_told(judged, said, level):
-    found = judged("login-shell", make_subject(1), h0={"shell": "/bin/bash", "output": said})
-    assert found["h0"].level == level
-    assert "\x1b" not in found["h0"].cause
-
-
 USER = {
     "user": "ann", "uid": 1000, "home": "/home/ann", "home_exists": True, "home_writable": True,
     "sudo": None,
@@ -202,40 +186,6 @@ def test_numbers_of_users_matter_only_to_a_shared_folder(judged):
 def test_one_s_own_sudo_is_one_s_own_affair(judged):
     local = make_subject(1, over_ssh=False)
     assert judged("user", local, USER | {"sudo": "bob"})["h0"].level == "ok"
-
-
-def identity(name, boot="b", network="net:[1]"):
-    return {"hostname": name, "boot": boot, "network": network}
-
-
-def test_every_host_is_a_machine_of_its_own(judged):
-    found = judged(
-        "duplicates", make_subject(5),
-        h0=identity("h0", "b0"), h1=identity("h1", "b0"), h2=identity("h0", "b2"),
-        # Containers of one machine share its boot, but not its network.
-        h3=identity("h3", "b0", "net:[2]"), h4=identity("h4", "", ""),
-    )  # fmt: skip
-    assert found.levels() == {
-        "h0": ["ok"], "h1": ["fail"], "h2": ["warn"], "h3": ["ok"], "h4": ["ok"],
-    }  # fmt: skip
-    assert found["h1"].cause == "is the same machine as h0"
-    assert found["h2"].remedy == "sudo hostnamectl set-hostname h2"
-
-
-def test_the_same_name_twice_breaks_mpirun(judged):
-    found = judged(
-        "duplicates", make_subject(2, needs=needs(launcher="mpirun")),
-        h0=identity("x", "b0"), h1=identity("x", "b1"),
-    )  # fmt: skip
-    assert found["h1"].level == "fail"
-
-
-def test_the_same_address_twice_is_told(judged):
-    hosts = tuple(Machine(name=name, address="10.0.0.1", python=PYTHON) for name in ("a", "b"))
-    found = judged(
-        "duplicates", make_subject(2, hosts=hosts), a=identity("a", "b0"), b=identity("b", "b1")
-    )
-    assert found["b"].cause == "has the address 10.0.0.1, as a has"
 
 
 SYSTEM = {"machine": "x86_64", "kernel": "6.1", "system": "debian 12", "libc": "glibc 2.36"}
@@ -729,108 +679,6 @@ def test_a_loopback_address_reaches_nobody_else(judged):
 def test_an_address_that_is_a_name_is_left_alone(judged):
     hosts = tuple(Machine(name=f"h{i}", python=PYTHON) for i in range(3))
     assert judge_network(judged, make_subject(3, hosts=hosts))["h1"].level == "ok"
-
-
-def look(*found, seconds=0.001, begun=True):
-    return {"begun": begun, "found": list(found), "seconds": seconds}
-
-
-STALLED = look(seconds=None)
-
-
-def names(host=0, hosts=3, **changed):
-    there = {
-        "hostname": f"h{host}",
-        "own": look(f"10.0.0.{10 + host}"),
-        "names": {f"h{i}": look(f"10.0.0.{10 + i}") for i in range(hosts)},
-        "addresses": {f"10.0.0.{10 + i}": look(f"h{i}") for i in range(hosts)},
-        "yardsticks": [look("127.0.0.1")],
-    }
-    for key, value in changed.items():
-        there[key] = {**there[key], **value} if isinstance(value, dict) else value
-    return there
-
-
-def judge_names(judged, subject=None, **h1):
-    return judged("names", subject or make_subject(3), h0=names(0), h1=names(1, **h1), h2=names(2))
-
-
-def test_every_host_knows_every_other(judged):
-    found = judge_names(judged)
-    assert {finding.level for finding in found.findings} == {"ok"}
-
-
-def test_a_name_that_nobody_knows_matters_to_those_who_go_by_names(judged):
-    unknown = {"names": {"h2": look()}}
-    found = judge_names(judged, **unknown)
-    assert (found["h1"].level, found["h1"].cause) == ("warn", "does not know the name of h2")
-    assert found["h1"].remedy == r"printf '%s\n' '10.0.0.12 h2' | sudo tee -a /etc/hosts"
-    for fields in ({"launcher": "mpirun"}, {"launcher": "deepspeed"}, {"elastic": True}):
-        subject = make_subject(3, needs=needs(**fields))
-        assert judge_names(judged, subject, **unknown)["h1"].level == "fail"
-
-
-def test_a_name_that_means_something_else_is_told_with_what_is_right(judged):
-    found = judge_names(judged, names={"h2": look("10.9.9.9")})
-    assert found["h1"].cause == "thinks that h2 is 10.9.9.9; right is h2 10.0.0.12"
-
-
-@pytest.mark.parametrize("address", ["10.0.0.12", "::ffff:10.0.0.12"])
-def test_one_right_address_among_several_is_enough(judged, address):
-    assert judge_names(judged, names={"h2": look("fe80::1", address)})["h1"].level == "ok"
-
-
-@pytest.mark.parametrize("own", ["127.0.1.1", "127.0.0.1", "::1"])
-def test_a_host_that_thinks_itself_loopback_is_told(judged, own):
-    found = judge_names(judged, own=look(own))
-    found.says("h1", "warn", f"its own name, h1, means {own} there", "10.0.0.11 h1")
-
-
-def test_a_host_that_does_not_know_itself_is_told(judged):
-    found = judge_names(judged, own=look())
-    assert found["h1"].cause == "does not know its own name, h1"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "level"),
-    [(None, "fail"), (10.0, "fail"), (2.5, "fail"), (1.5, "warn"), (0.9, "ok")],
-)
-def test_a_look_up_that_stalls_is_told_with_lines_that_end_it(judged, seconds, level):
-    """10 s for each connection of torch's store, where no name server answers (torch 2.13)."""
-    found = judge_names(judged, addresses={"10.0.0.12": look(seconds=seconds)})
-    assert found["h1"].level == level
-    if level != "ok":
-        assert "looking up 10.0.0.12 takes" in found["h1"].cause
-        assert "'10.0.0.12 h2' '::ffff:10.0.0.12 h2'" in found["h1"].remedy
-
-
-def test_a_busy_host_says_nothing_of_its_look_ups(judged):
-    stalled = {"addresses": {"10.0.0.12": STALLED}, "names": {"h2": look("10.0.0.12", seconds=9.0)}}
-    assert judge_names(judged, yardsticks=[STALLED], **stalled)["h1"].level == "ok"
-    slow = {"names": {"h2": look("10.0.0.12", seconds=3.2)}}
-    assert judge_names(judged, yardsticks=[look(seconds=3.0)], **slow)["h1"].level == "ok"
-
-
-def test_a_look_up_that_had_no_turn_is_no_slow_one(judged):
-    found = judge_names(judged, addresses={"10.0.0.12": look(seconds=None, begun=False)})
-    assert found["h1"].level == "ok"
-
-
-def test_many_names_do_not_fill_the_screen(judged):
-    subject = make_subject(200)
-    nobody = {f"h{i}": look() for i in range(200)}
-    found = judged("names", subject, names(0, 200, names=nobody))
-    assert found["h7"].cause.endswith("h5 and 193 more")
-    assert len(found["h7"].remedy) < 300
-
-
-def test_look_ups_for_real():
-    given = {"hosts": [["localhost", "127.0.0.1"], ["h'; x", "h'; x"]], "time_factor": 1.0}
-    seen = named("names").scripts[0].collect(given)
-    assert seen["names"]["localhost"]["begun"]
-    assert seen["yardsticks"][0]["found"] == ["127.0.0.1"]
-    assert set(seen["addresses"]) == {"127.0.0.1"}
-    assert seen["names"]["h'; x"]["found"] == []
 
 
 def holder(pid=4711, user="ann", command="python train.py"):
@@ -1444,17 +1292,6 @@ def test_hosts_with_different_memory(judged):
     assert found["h1"].cause == "32 GiB of memory, but 64 GiB on other hosts"
 
 
-@pytest.mark.parametrize(
-    ("cpus", "load", "level", "words"),
-    [(16, 0.5, "ok", "16 cores"), (16, 20.0, "warn", "load 20 on 16 cores"),
-     (4, 0.0, "warn", "8 ranks share 4 cores"), (32, 0.0, "warn", "32 cores, but 16")],
-)  # fmt: skip
-def test_cores_and_what_keeps_them_busy(judged, cpus, load, level, words):
-    usual = {"cpus": 16, "load": 0.1}
-    found = judged("load", make_subject(3, slots=8), usual, h1={"cpus": cpus, "load": load})
-    found.says("h1", level, words)
-
-
 def shm(free, total=16 * GIB, exists=True, writable=True):
     return {"exists": exists, "writable": writable, "free": free, "total": total}
 
@@ -1562,75 +1399,6 @@ def folder(**changed):
 )  # fmt: skip
 def test_the_working_folder(judged, changed, level, words, remedy):
     judged("workdir", make_subject(1), folder(**changed)).says("h0", level, words, remedy)
-
-
-def strays(runs=None, others=None):
-    return {"runs": runs or {}, "others": others or {}}
-
-
-def test_strays_are_told_with_the_command_that_ends_them(judged):
-    left = strays({"ddp-1": [1, 2], "x y": [3]})
-    found = judged("strays", make_subject(2), strays(), h1=left)
-    assert found["h0"].level == "ok"
-    assert [finding.remedy for finding in found.all("h1")] == [
-        "clusterkit cancel ddp-1", "clusterkit cancel 'x y'",
-    ]  # fmt: skip
-    assert found.all("h1")[0].cause == "run ddp-1 has 2 processes there"
-    assert found.all("h1")[1].cause == "run x y has 1 process there"
-
-
-def test_ranks_of_another_user_are_told_with_who_they_are(judged):
-    theirs = strays(others={"bob": {"7": "torchrun train.py", "9": "mpirun -np 2 x"}})
-    found = judged("strays", make_subject(2), strays(), h1=theirs)
-    assert found["h0"].level == "ok"
-    assert found["h1"].level == "warn"
-    assert found["h1"].cause == (
-        "bob has ranks there: process 7: torchrun train.py; process 9: mpirun -np 2 x"
-    )
-    assert found["h1"].remedy == "ask bob, or use the other hosts: --exclude h1"
-
-
-@pytest.mark.parametrize(
-    ("words", "seen"),
-    [
-        (["torchrun", "--nproc-per-node", "2", "train.py"], True),
-        (["python3", "/opt/venv/bin/torchrun", "train.py"], True),
-        (["python", "-u", "-m", "torch.distributed.run", "train.py"], True),
-        (["python3.11", "-m", "deepspeed.launcher.launch"], True),
-        (["mpirun", "-np", "2", "train"], True),
-        (["python", "-I", "/srv/runs/r/agent.pyz", "run", "--nproc", "2"], True),
-        (["python", "agent.pyz"], False),
-        (["python", "train.py", "torchrun"], False),
-        (["vim", "deepspeed"], False),
-        (["python", "-m"], False),
-        ([""], False),
-    ],
-)
-def test_ranks_of_another_user_are_recognized(monkeypatch, words, seen):
-    me, own = pwd.getpwuid(os.geteuid()).pw_name, os.geteuid()
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(write, bytes(65536))
-    os.set_blocking(write, True)
-    # A program that takes any words and stays: it cannot get rid of them. In a session of its own
-    # because posix_spawn, which Popen uses from 3.13 on otherwise, refuses an empty first word.
-    process = subprocess.Popen(
-        words, executable=shutil.which("echo"), stdout=write, start_new_session=True
-    )
-    try:
-        while not Path(f"/proc/{process.pid}/cmdline").read_bytes():
-            time.sleep(0.001)  # exec closes Popen's pipe before the words are there
-        assert process.pid not in collect_strays.collect({})["others"].get(me, {})
-        monkeypatch.setattr(os, "geteuid", lambda: own + 1)
-        found = collect_strays.collect({})["others"].get(me, {})
-        assert (process.pid in found) == seen
-    finally:
-        process.kill()
-        process.wait()
-        os.close(read)
-        os.close(write)
 
 
 # ---------------------------------------------------------------- the shared folder

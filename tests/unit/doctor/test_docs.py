@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from clusterkit.doctor import every_check
-from clusterkit.doctor.hosts.checks import folders, login, names, resources, system
+from clusterkit.doctor.hosts.checks import folders, login, resources, system
 
 CHECKS = [check for checks in every_check().values() for check in checks]
 PAGE = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text()
@@ -35,8 +35,6 @@ def test_the_numbers_of_the_page_are_those_of_the_checks():
         f"more than {system.CLOCK_FAIL:g} s; {system.CLOCK_ELASTIC:g} s for an elastic job"
         in row("clock")
     )
-    assert f"takes more than {names.WARN:g} s" in row("names")
-    assert f"| more than {names.FAIL:g} s" in row("names")
     assert f"less than {resources.MEMORY_WARN >> 30} GiB" in row("memory")
     assert f"less than {resources.MEMORY_FAIL >> 20} MiB" in row("memory")
     assert f"less than {resources.SHM_WARN >> 30} GiB" in row("shm")

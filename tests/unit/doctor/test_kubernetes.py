@@ -21,12 +21,9 @@ from clusterkit.doctor.kubernetes.base import (
     CLUSTER,
     Reply,
     Seen,
-    amount,
     limits,
-    requests,
     templates,
 )
-from clusterkit.doctor.kubernetes.checks.nodes import full_name
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.spec import JobSpec
 
@@ -69,12 +66,9 @@ def documents():
 
 PATHS = {
     "/version": "version", "/api/v1/namespaces/default": "namespace", "/apis": "groups",
-    "/api/v1/nodes": "nodes", "/apis/apps/v1/deployments": "deployments", "/api/v1/pods": "pods",
+    "/api/v1/nodes": "nodes",
     "/apis/storage.k8s.io/v1/storageclasses": "classes",
     "/apis/authentication.k8s.io/v1/selfsubjectreviews": "who",
-    "/api/v1/namespaces/default/resourcequotas": "quotas",
-    "/api/v1/namespaces/default/limitranges": "limit-ranges",
-    "/apis/discovery.k8s.io/v1/namespaces/kube-system/endpointslices": "dns",
 }  # fmt: skip
 KINDS = {f"/apis/{flavor.api}": name for name, flavor in FLAVORS.items()}
 
@@ -268,7 +262,7 @@ def test_only_rights_of_the_kind_of_job_are_asked_for():
     assert not {"mpijobs", "services"} & {resource for _, _, resource in run_rights("pytorchjob")}
 
 
-# ---------------------------------------------------------------- kind, operator, plan
+# ---------------------------------------------------------------- kind, plan
 
 
 def test_a_kind_that_is_not_served():
@@ -284,7 +278,6 @@ def test_a_kind_that_is_not_served():
     )
     assert "Kubeflow's training operator" in found.remedy
     assert only(judged("plan", subject_of(flavor="pytorchjob"), replies)).level == "fail"
-    assert only(judged("operator", subject_of(flavor="pytorchjob"), replies)).level == "skip"
     # Left open, it is another kind.
     assert only(judged("kind", replies=replies)).cause.startswith("TrainJob")
 
@@ -295,62 +288,8 @@ def test_every_flavor_is_well(flavor):
     job = JobSpec(name="any", command=("true",), nodes=2, launcher=launcher)
     subject = subject_of(job, flavor=flavor)
     assert only(judged("kind", subject)).level == "ok"
-    assert only(judged("operator", subject)).level == "ok"
     pods = sum(number for _, number, _ in templates(seen_of(subject).objects))
     assert pods == (3 if flavor == "mpijob" else 2)
-
-
-def operator(replies, name):
-    return next(
-        each for each in replies["deployments"][ALONE].document["items"]
-        if each["metadata"]["name"] == name
-    )  # fmt: skip
-
-
-def test_an_operator_that_is_scaled_to_nothing_or_does_not_come_up():
-    replies = documents()
-    found = operator(replies, "training-operator")
-    found["spec"]["replicas"] = 0
-    # Its pod is about to end, or has.
-    for found["status"] in ({"readyReplicas": 1}, {}):
-        told = only(judged("operator", replies=replies))
-        assert told.cause == "kubeflow/training-operator is scaled to 0: nobody acts on the job"
-    assert told.remedy == "kubectl -n kubeflow scale deployment training-operator --replicas=1"
-    found["spec"]["replicas"] = 2
-    assert "0 of 2 pods are ready" in only(judged("operator", replies=replies)).cause
-
-
-def test_an_operator_that_keeps_to_another_namespace():
-    replies = documents()
-    found = operator(replies, "training-operator")
-    container = found["spec"]["template"]["spec"]["containers"][0]
-    for words in (["--namespace=team-a"], ["--namespace", "team-a"], ["-namespace=team-a"]):
-        container["args"] = words
-        told = only(judged("operator", replies=replies))
-        assert told.level == "fail"
-        assert told.cause.endswith("watches namespace team-a alone, not default")
-    container["args"] = ["--namespace=default"]
-    assert only(judged("operator", replies=replies)).level == "ok"
-
-
-def test_an_operator_that_nobody_sees():
-    replies = documents()
-    items = replies["deployments"][ALONE].document["items"]
-    items.remove(operator(replies, "training-operator"))
-    told = only(judged("operator", replies=replies))
-    assert (told.level, told.cause.split(":")[0]) == ("warn", "unknown")
-    replies["deployments"][ALONE] = FORBIDDEN
-    told = only(judged("operator", replies=replies))
-    assert told.level == "skip"
-    assert told.cause.startswith("unknown: you may not look at deployments")
-
-
-def test_the_trainer_needs_who_acts_on_job_sets():
-    replies = documents()
-    found = operator(replies, "jobset-controller-manager")
-    found["status"] = {}
-    told = only(judged("operator", subject_of(flavor="trainjob"), replies))
-    assert "jobset-system/jobset-controller-manager: 0 of 1" in told.cause
 
 
 # ---------------------------------------------------------------- nodes, GPUs, room, image
@@ -411,8 +350,6 @@ def test_a_cluster_without_a_device_plugin():
     assert "no node that takes the job's pods knows of nvidia.com/gpu" in told.cause
     assert "right where a pool is scaled to zero" in told.cause
     assert only(judged("plan", subject_of(job))).level == "ok"
-    replies = {**documents(), "rehearsal": {}}
-    assert judged("room", subject_of(job), replies)[-1].level == "warn"
     assert only(judged("gpus")).level == "skip"
 
 
@@ -421,63 +358,6 @@ def test_more_gpus_than_any_node_has():
     found = judged("gpus", subject_of(job), with_gpus(documents(), 4, 2))
     assert found[-1].cause.startswith("a pod of the job needs 8 GPUs, no node has more than 4. ")
     assert found[-1].level == "warn"
-
-
-def test_room_on_empty_nodes_and_beside_what_runs():
-    replies = documents()
-    replies["rehearsal"] = {}
-    told = judged("room", subject_of(cpus=64, memory="16Gi"), replies)
-    assert told[-1].level == "fail"
-    assert "no room for 2 of the job's 2 pods; a pod asks for cpu 64, memory 16Gi" in told[-1].cause
-    assert told[0].cause == "cpu 2, not 64"
-    assert only(judged("room", subject_of(cpus=1.5), replies)).level == "ok"
-    other = {"spec": {"nodeName": "node-1", "containers": [{"resources": {
-        "requests": {"cpu": "1"}}}]}}  # fmt: skip
-    replies["pods"][ALONE].document["items"].append(other)
-    found = judged("room", subject_of(cpus=1.5), replies)
-    assert (found[0].level, found[0].host) == ("warn", CLUSTER)
-    assert "no room for 1 of the job's 2 pods now" in found[0].cause
-    assert found[1].cause == "cpu 960m, not 1500m beside what runs there"
-    replies["pods"][ALONE] = FORBIDDEN
-    assert "how full they are is unknown" in only(judged("room", subject_of(cpus=1), replies)).cause
-
-
-def test_gpus_take_room_too():
-    replies = with_gpus(documents(), 8, 8)
-    replies["rehearsal"] = {}
-    holder = {"spec": {"nodeName": "node-2", "containers": [{"resources": {
-        "limits": {GPU: "2"}}}]}}  # fmt: skip
-    replies["pods"][ALONE].document["items"].append(holder)
-    found = judged("room", replies=replies)
-    assert "no room for 1 of the job's 2 pods now" in found[0].cause
-    assert found[1].cause == "nvidia.com/gpu 6, not 8 beside what runs there"
-
-
-def test_the_image():
-    found = judged("image", subject_of(image="registry.example/train:3"))
-    assert {f.level for f in found} == {"warn"}
-    assert found[0].remedy is None
-    assert judged("image", subject_of(image="mine"))[0].remedy.startswith("push mine to a registry")
-    never = subject_of(image="mine", image_pull_policy="Never")
-    assert {f.level for f in judged("image", never)} == {"fail"}
-    always = subject_of(image="mine", image_pull_policy="Always")
-    assert only(judged("image", always)).level == "ok"
-    assert [f.cause for f in judged("image")] == ["clusterkit:cpu is there"] * 2
-
-
-@pytest.mark.parametrize(
-    ("image", "name"),
-    [
-        ("clusterkit:cpu", "docker.io/library/clusterkit:cpu"),
-        ("clusterkit", "docker.io/library/clusterkit:latest"),
-        ("me/train", "docker.io/me/train:latest"),
-        ("localhost/train:1", "localhost/train:1"),
-        ("host:5000/train", "host:5000/train:latest"),
-        ("ghcr.io/a/b:1@sha256:ab", "ghcr.io/a/b@sha256:ab"),
-    ],
-)
-def test_names_of_images_are_completed_as_nodes_do_it(image, name):
-    assert full_name(image) == name
 
 
 # ---------------------------------------------------------------- secrets, volumes
@@ -538,7 +418,7 @@ def test_one_node_may_keep_a_volume_to_itself():
     assert only(judged("volumes", subject_of(alone, volumes=DATA), replies)).level == "ok"
 
 
-# ---------------------------------------------------------------- admission, quotas, limits, DNS
+# ---------------------------------------------------------------- admission
 
 REFUSED = (
     'pods "doctor-rehearsal-worker" is forbidden: violates PodSecurity "restricted:latest": '
@@ -576,102 +456,62 @@ def test_what_admission_refuses_is_told_in_its_words():
     said = 'pods "x" is forbidden: no PriorityClass with name high was found'
     replies["rehearsal"]["worker"] = Reply(reason="Forbidden", detail=said)
     told = only(judged("admission", replies=replies))
-    assert told.cause == f"a pod (worker) is refused: {said}"
+    assert told.cause == "a pod (worker) is refused: no PriorityClass with name high was found"
     same = said.replace('"x"', '"x-watch"')
     replies["rehearsal"]["watcher"] = Reply(reason="Forbidden", detail=same)
     watched(replies)
     told = only(judged("admission", WAITS, replies))
-    assert told.cause == f"a pod (watcher) and a pod (worker) are refused: {same}"
+    assert told.cause == (
+        "a pod (watcher) and a pod (worker) are refused: no PriorityClass with name high was found"
+    )
     replies["rehearsal"]["PyTorchJob"] = Reply(reason="BadRequest", detail='unknown field "spec.x"')
     assert [f.cause for f in judged("admission", WAITS, replies)][1] == (
         'PyTorchJob is refused: unknown field "spec.x"'
     )
 
 
-def quota(replies, hard, used=None, **spec):
-    replies["quotas"][ALONE].document["items"] = [{
-        "metadata": {"name": "team"}, "spec": {"hard": hard, **spec},
-        "status": {"hard": hard, "used": used or dict.fromkeys(hard, "0")},
-    }]  # fmt: skip
-    return replies
+EXCEEDED = (
+    "exceeded quota: team, requested: limits.cpu={}, used: limits.cpu=3, limited: limits.cpu=4"
+)
+DEFAULTED = (
+    'spec.containers[0].resources.requests: Invalid value: "2": '
+    "must be less than or equal to cpu limit of 1"
+)
+RANGE = (
+    "[maximum cpu usage per Container is 1, but limit is 2, "
+    "minimum memory usage per Pod is 1Gi, but request is 1Mi]"
+)
+DENIED = 'admission webhook "policy.example" denied the request: pods need an owner'
 
 
 @pytest.mark.parametrize(
-    ("hard", "used", "level", "words"),
+    ("of", "reason", "said", "level", "remedy"),
     [
-        ({"pods": "10"}, {"pods": "2"}, "ok", "room in team"),
-        ({"pods": "1"}, None, "fail", "has 1 of pods, 0 in use; the job needs 2"),
-        ({"pods": "3"}, {"pods": "2"}, "warn", "has 3 of pods, 2 in use; the job needs 2"),
-        ({"requests.memory": "6Gi"}, None, "fail", "6Gi of requests.memory"),
-        ({"requests.cpu": "3500m"}, None, "fail", "3500m of requests.cpu"),
-        ({"limits.memory": "8Gi"}, None, "ok", "room"),
-        ({"count/pytorchjobs.kubeflow.org": "0"}, None, "fail", "the job needs 1"),
-        ({"services": "0"}, None, "ok", "room"),
-        ({"secrets": "0"}, None, "fail", "the job needs 1"),
+        ("worker", "Forbidden", EXCEEDED.format(8), "fail", "describe quota team"),
+        # What others use may be free later: until then pods wait.
+        ("worker", "Forbidden", EXCEEDED.format(2), "warn", "describe quota team"),
+        ("worker", "Forbidden", "failed quota: team: must specify limits.cpu for: pytorch", "fail",
+         "`cpus`, `memory` and `resources` of the cluster entry, or the quota"),
+        ("worker", "Forbidden", RANGE, "fail", "kubectl -n default describe limitrange"),
+        ("worker", "Forbidden", DEFAULTED, "fail", "kubectl -n default describe limitrange"),
+        # A pod that no job owns may be refused where that of a job is not.
+        ("worker", "Forbidden", DENIED, "warn", None),
+        ("PyTorchJob", "Forbidden", DENIED, "fail", None),
+        ("PyTorchJob", "BadRequest", 'webhook "x" does not support dry run', "warn", None),
+        ("PyTorchJob", "InternalError", "failed calling webhook: connection refused", "warn", None),
     ],
-)
-def test_quotas(hard, used, level, words):
-    replies = quota(documents(), hard, used)
-    replies["rehearsal"] = {}
-    found = only(judged("quota", subject_of(cpus=2, memory="4Gi"), replies))
-    assert found.level == level
-    assert words in found.cause
-
-
-def test_a_quota_that_wants_an_amount_named():
-    replies = quota(documents(), {"requests.cpu": "100"})
-    said = 'pods "x" is forbidden: failed quota: team: must specify requests.cpu for: pytorch'
-    replies["rehearsal"]["worker"] = Reply(reason="Forbidden", detail=said)
-    found = only(judged("admission", replies=replies))
-    assert found.cause == (
-        "a pod (worker) is refused: failed quota: team: must specify requests.cpu for: pytorch"
-    )
-    assert only(judged("quota", replies=replies)).level == "ok"
-
-
-def test_a_quota_that_is_used_up_is_told_once():
-    replies = quota(documents(), {"pods": "3"}, {"pods": "3"})
-    said = 'pods "x" is forbidden: exceeded quota: team, requested: pods=1, used: pods=3'
-    replies["rehearsal"]["worker"] = Reply(reason="Forbidden", detail=said)
-    assert only(judged("quota", replies=replies)).level == "warn"
-    assert only(judged("admission", replies=replies)).level == "ok"
-    replies["quotas"][ALONE].document["items"][0]["spec"]["scopes"] = ["BestEffort"]
-    assert "exceeded quota: team" in only(judged("admission", replies=replies)).cause
-
-
-def test_a_quota_for_some_pods_only_is_left_to_admission():
-    replies = quota(documents(), {"pods": "0"}, scopes=["BestEffort"])
-    assert only(judged("quota", replies=replies)).level == "ok"
-
-
-@pytest.mark.parametrize(
-    ("rule", "level", "words"),
-    [
-        ({"type": "Container", "max": {"memory": "2Gi"}}, "fail", "memory 2Gi at most"),
-        ({"type": "Container", "min": {"cpu": "4"}}, "fail", "cpu 4 at least"),
-        ({"type": "Pod", "max": {"cpu": "8"}}, "ok", "within limits"),
-        ({"type": "PersistentVolumeClaim", "max": {"storage": "1Gi"}}, "ok", "within limits"),
-        ({"type": "Container", "default": {"cpu": "1"}}, "warn", "limit cpu 1"),
-        ({"type": "Container", "defaultRequest": {"ephemeral-storage": "1Gi"}}, "ok", "gives"),
-    ],
-)
-def test_limit_ranges(rule, level, words):
+)  # fmt: skip
+def test_a_submit_shows_the_api_server_s_words_with_a_remedy(of, reason, said, level, remedy):
     replies = documents()
-    replies["limit-ranges"][ALONE].document["items"] = [
-        {"metadata": {"name": "limits"}, "spec": {"limits": [rule]}}
-    ]
-    found = only(judged("limit-range", subject_of(cpus=2, memory="4Gi"), replies))
-    assert found.level == level
-    assert words in found.cause
-
-
-def test_name_servers():
-    replies = documents()
-    (group,) = replies["dns"][ALONE].document["items"]
-    group["endpoints"][0]["conditions"]["ready"] = False
-    assert only(judged("dns", replies=replies)).level == "fail"
-    replies["dns"][ALONE].document["items"] = []
-    assert only(judged("dns", replies=replies)).level == "warn"
+    detail = f'pods "doctor-rehearsal-worker" is forbidden: {said}'
+    replies["rehearsal"][of] = Reply(reason=reason, detail=detail)
+    told = only(judged("admission", replies=replies))
+    assert told.level == level
+    refused = "is refused" if level == "fail" else "is refused in a dry run"
+    what = of if of == "PyTorchJob" else f"a pod ({of})"
+    assert told.cause == f"{what} {refused}: {said}"
+    assert (remedy or "") in (told.remedy or "")
+    assert next(check for check in CHECKS if check.name == "admission").quick
 
 
 # ---------------------------------------------------------------- amounts
@@ -680,14 +520,10 @@ def test_name_servers():
 def test_amounts():
     assert parse_amount("500m") * 2 == 1
     assert parse_amount("nonsense") == 0
-    assert amount("memory", parse_amount("1536Mi")) == "1.5Gi"
-    assert amount("cpu", parse_amount("1500m")) == "1500m"
-    assert amount(GPU, parse_amount("8")) == "8"
     pod = {
         "containers": [{"resources": {"limits": {"cpu": "2"}}}, {}],
         "initContainers": [{"resources": {"requests": {"cpu": "3", "memory": "1Gi"}}}],
     }
-    assert requests(pod) == {"cpu": 3, "memory": 2**30}
     assert limits(pod) == {"cpu": 2}
 
 
@@ -761,10 +597,10 @@ def test_answers_of_any_shape_are_no_traceback(document):
 
 def test_only_what_the_checks_need_is_asked():
     server = Api(lambda path: '{"items": []}')
-    checks = [check for check in CHECKS if check.name == "dns"]
+    checks = [check for check in CHECKS if check.name == "kind"]
     look(subject_of(), server, checks, lambda *_: None)
     paths = [path for _, path, _ in server.asked]
-    assert any("endpointslices" in path for path in paths)
+    assert "/apis" in paths
     assert not any("persistentvolumeclaims" in path or "dryRun" in path for path in paths)
 
 
@@ -778,7 +614,7 @@ def test_the_report_says_what_everything_is():
 
     report = look(subject_of(), Api(answer), list(CHECKS), lambda *_: None)
     assert report.hosts == (CLUSTER, "node-1", "node-2")
-    assert report.summary().startswith("k8s: cluster and 2 nodes, 16 checks: ")
+    assert report.summary().startswith("k8s: cluster and 2 nodes, 10 checks: ")
 
 
 def test_checks_have_names_of_their_own():

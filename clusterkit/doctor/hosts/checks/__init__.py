@@ -10,7 +10,6 @@ from clusterkit.doctor.hosts.checks import (
     gpus,
     interface,
     login,
-    names,
     packages,
     ports,
     resources,
@@ -18,12 +17,12 @@ from clusterkit.doctor.hosts.checks import (
 )
 
 CHECKS: tuple[HostCheck, ...] = (
-    login.reachable, login.host_key, login.login_shell, login.user, login.logout, login.duplicates,
+    login.reachable, login.host_key, login.user, login.logout,
     system.system, system.clock,
     packages.python, packages.packages, compiler.compiler,
-    interface.interface, names.names, ports.port, ports.head_port, ports.mesh,
+    interface.interface, ports.port, ports.head_port, ports.mesh,
     gpus.gpu_driver, gpus.gpus, gpus.gpu_processes, gpus.gpu_diagnosis,
     fabric.fabric_manager, fabric.infiniband,
-    resources.memory, resources.load, resources.shm, resources.limits,
-    folders.disk, folders.workdir, folders.shared, system.strays,
+    resources.memory, resources.shm, resources.limits,
+    folders.disk, folders.workdir, folders.shared,
 )  # fmt: skip

@@ -1,9 +1,8 @@
-"""Login: whether the host answers, its identity, its login shell, the user of the commands."""
+"""Login: whether the host answers, its identity, the user of the commands."""
 
 from __future__ import annotations
 
 import os
-import pwd
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -11,17 +10,16 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import shell
-from clusterkit.doctor.base import Verdict, fail, ok, shortened, skip, warn
-from clusterkit.doctor.hosts.base import Answers, check, not_over_ssh, one_host, script
+from clusterkit.doctor.base import Verdict, fail, ok, skip, warn
+from clusterkit.doctor.hosts.base import Answers, check, not_over_ssh, script
 from clusterkit.doctor.hosts.helpers import most_common
-from clusterkit.doctor.hosts.runner import run, text_of, user_of
+from clusterkit.doctor.hosts.runner import run, user_of
 
 SLOW = 8.0
 """Seconds until a host begins to answer; a failed look-up by sshd takes 10."""
 _NO_LOOKUPS = (
     "echo 'UseDNS no' | sudo tee /etc/ssh/sshd_config.d/dns.conf && sudo systemctl reload ssh"
 )
-_RETURN_EARLY = "sed -i '1i case $- in *i*) ;; *) return ;; esac' ~/.bashrc"
 
 
 def is_about_host_key(message: str) -> bool:
@@ -61,47 +59,6 @@ def host_key(answers: Answers) -> Iterator[Verdict]:
             yield fail(host, error.message, error.hint)
         else:
             yield skip(host, "it did not answer")
-
-
-# ---------------------------------------------------------------- login shell
-
-
-class LoginShell(Struct):
-    """The user's shell, and what it prints when it runs nothing."""
-
-    shell: str
-    output: str
-
-
-@script("login-shell", LoginShell)
-def collect_shell(given: dict[str, Any]) -> Any:
-    import subprocess
-
-    try:
-        shell = pwd.getpwuid(os.geteuid()).pw_shell or "/bin/sh"
-    except KeyError:
-        shell = "/bin/sh"
-    # bash reads ~/.bashrc if it is started by sshd, which it detects by these two variables.
-    env = {**os.environ, "SSH_CLIENT": os.environ.get("SSH_CLIENT", "127.0.0.1 1 22")}
-    env.pop("SHLVL", None)
-    done = subprocess.run(
-        [shell, "-c", "exit 0"], env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    return {"shell": shell, "output": done.stdout[:4096].decode("utf-8", "replace")}
-
-
-@check(collect_shell, quick=False, skip_reason=not_over_ssh)
-def login_shell(answers: Answers) -> Iterator[Verdict]:
-    """The login shell prints nothing when a command runs over SSH."""
-    for host, seen in answers.read(collect_shell).items():
-        if seen.output.strip():
-            cause = (
-                f"{seen.shell} prints {shortened(seen.output, 60)!r} for every command over SSH, "
-                "which breaks rsync, scp and mpirun"
-            )
-            yield warn(host, cause, _RETURN_EARLY)
-        yield ok(host, f"{seen.shell} is silent")
 
 
 # ---------------------------------------------------------------- user
@@ -199,53 +156,3 @@ def logout(answers: Answers) -> Iterator[Verdict]:
             cause = f"KillUserProcesses=yes: logind ends the runs of {found.user} at its logout"
             yield fail(host, cause, _KEEP)
         yield ok(host, "they go on" if kills else "there is no logind")
-
-
-# ---------------------------------------------------------------- duplicates
-
-
-class Identity(Struct):
-    """What differs between machines."""
-
-    hostname: str
-    boot: str
-    """The kernel's id of this boot: the same for all containers of one machine."""
-    network: str
-    """The network namespace: a different one for each container."""
-
-
-@script("identity", Identity, in_process=True)
-def collect_identity(given: dict[str, Any]) -> Any:
-    boot = text_of("/proc/sys/kernel/random/boot_id").strip()
-    try:
-        network = os.readlink("/proc/self/ns/net")
-    except OSError:
-        boot = network = ""
-    return {"hostname": os.uname().nodename, "boot": boot, "network": network}
-
-
-@check(collect_identity, skip_reason=one_host)
-def duplicates(answers: Answers) -> Iterator[Verdict]:
-    """Every host is a machine of its own, with a name and an address of its own."""
-    machines: dict[tuple[str, str], str] = {}
-    hostnames: dict[str, str] = {}
-    addresses: dict[str, str] = {}
-    for host, identity in answers.read(collect_identity).items():
-        key = (identity.boot, identity.network)
-        address = answers.machines[host].at
-        same_machine = machines.setdefault(key, host) if identity.boot else host
-        same_name = hostnames.setdefault(identity.hostname, host)
-        same_address = addresses.setdefault(address, host)
-        if same_address != host:
-            cause = f"has the address {address}, as {same_address} has"
-            yield fail(host, cause, "two nodes need two addresses")
-        elif same_machine != host:
-            cause = f"is the same machine as {same_machine}"
-            yield fail(host, cause, f"leave {host} out of the inventory")
-        elif same_name != host:
-            cause = f"calls itself {identity.hostname}, as {same_name} does"
-            remedy = shell.join(["sudo", "hostnamectl", "set-hostname", host])
-            # Open MPI takes hosts of one name for one host.
-            mpi = answers.subject.needs.launcher == "mpirun"
-            yield Verdict(host, "fail" if mpi else "warn", cause, remedy)
-        yield ok(host, "a machine of its own")

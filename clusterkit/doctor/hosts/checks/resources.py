@@ -1,4 +1,4 @@
-"""Resources of a host: memory, cores, shared memory, limits of a session."""
+"""Resources of a host: memory, shared memory, limits of a session."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from clusterkit.doctor.base import Level, Verdict, fail, ok, warn
 from clusterkit.doctor.hosts.base import Answers, check, script
 from clusterkit.doctor.hosts.helpers import level_of, most_common, size_text
 from clusterkit.doctor.hosts.runner import text_of
-from clusterkit.errors import counted
 
 MEMORY_WARN = 1 << 30
 MEMORY_FAIL = 256 << 20
@@ -64,35 +63,6 @@ def memory(answers: Answers) -> Iterator[Verdict]:
             cause = f"{size_text(totals[host])} of memory, but {size_text(usual)} on other hosts"
             yield warn(host, cause, "free -h")
         yield ok(host, free)
-
-
-class Load(Struct):
-    """Cores that a session may use, and the load average of a minute."""
-
-    cpus: int
-    load: float
-
-
-@script("load", Load, in_process=True)
-def collect_load(given: dict[str, Any]) -> Any:
-    return {"cpus": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}
-
-
-@check(collect_load)
-def load(answers: Answers) -> Iterator[Verdict]:
-    """There is a core for every rank, and nothing else keeps them busy."""
-    seen = answers.read(collect_load)
-    usual = most_common((load.cpus for load in seen.values()), 0)
-    for host, load in seen.items():
-        ranks, cores = answers.machines[host].slots or 1, counted(load.cpus, "core")
-        if load.load > max(2, load.cpus):
-            busy = "ps -eo pid,user,pcpu,args --sort=-pcpu | head"
-            yield warn(host, f"load {load.load:.0f} on {cores}: others use it", busy)
-        elif load.cpus < ranks:
-            yield warn(host, f"{ranks} ranks share {cores}", "nproc")
-        elif load.cpus != usual:
-            yield warn(host, f"{cores}, but {usual} on other hosts", "nproc")
-        yield ok(host, cores)
 
 
 # ---------------------------------------------------------------- shared memory

@@ -1,4 +1,4 @@
-"""The system: platform, clock, processes of other runs and users."""
+"""The system: platform, clock."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from clusterkit import shell
-from clusterkit.doctor.base import Level, Verdict, ok, shortened, warn
+from clusterkit.doctor.base import Level, Verdict, ok
 from clusterkit.doctor.hosts.base import Answer, Answers, check, script
 from clusterkit.doctor.hosts.helpers import most_common
-from clusterkit.doctor.hosts.runner import text_of, user_of
+from clusterkit.doctor.hosts.runner import text_of
 
 
 class System(Struct):
@@ -133,79 +132,3 @@ def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
-
-
-# ---------------------------------------------------------------- strays
-
-_SHOWN = 4
-
-
-class Strays(Struct):
-    """Processes of other runs and of other users."""
-
-    runs: dict[str, list[int]]
-    """Run id to process ids."""
-    others: dict[str, dict[int, str]]
-    """User to process id to the command line of a launcher."""
-
-
-@script("strays", Strays)
-def collect_strays(given: dict[str, Any]) -> Any:
-    programs = {"torchrun", "deepspeed", "mpirun", "mpiexec", "orted", "prted", "horovodrun"}
-    modules = {
-        "torch.distributed.run", "torch.distributed.launch", "deepspeed.launcher.runner",
-        "deepspeed.launcher.launch", "accelerate.commands.launch",
-    }  # fmt: skip
-
-    def is_launcher(words: list[str]) -> bool:
-        name, rest = os.path.basename(words[0]), words[1:]
-        if not name.startswith("python"):
-            return name in programs
-        if "-m" in rest[:6]:
-            return not modules.isdisjoint(rest[rest.index("-m") + 1 :][:1])
-        script = os.path.basename(next((word for word in rest if word[:1] != "-"), ""))
-        # agent.pyz is ours, of a run that another user submitted.
-        return script in programs or (script == "agent.pyz" and "--nproc" in rest)
-
-    mine = os.environ.get("CLUSTERKIT_RUN_ID", "")
-    runs: dict[str, list[int]] = {}
-    others: dict[str, dict[int, str]] = {}
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            uid = os.stat(f"/proc/{name}").st_uid
-        except OSError:
-            continue  # gone
-        if uid != os.geteuid():
-            # The command line can be read by everyone, the environment by its user alone.
-            words = text_of(f"/proc/{name}/cmdline").split("\0")
-            if is_launcher(words):
-                others.setdefault(user_of(uid), {})[int(name)] = " ".join(words)[:200]
-            continue
-        for entry in text_of(f"/proc/{name}/environ").split("\0"):
-            key, _, run = entry.partition("=")
-            if key == "CLUSTERKIT_RUN_ID" and run and run != mine:
-                runs.setdefault(run, []).append(int(name))
-    return {"runs": runs, "others": others}
-
-
-@check(collect_strays)
-def strays(answers: Answers) -> Iterator[Verdict]:
-    """No processes of the same user's other runs are left there, and no ranks of another user
-    run."""
-    for host, found in answers.read(collect_strays).items():
-        for run, pids in sorted(found.runs.items()):
-            number = "1 process" if len(pids) == 1 else f"{len(pids)} processes"
-            remedy = shell.join(["clusterkit", "cancel", run])
-            yield warn(host, f"run {run} has {number} there", remedy)
-        for user, launchers in sorted(found.others.items()):
-            ranks = "; ".join(
-                f"process {pid}: {shortened(words, 80)}"
-                for pid, words in sorted(launchers.items())[:_SHOWN]
-            )
-            more = f" and {len(launchers) - _SHOWN} more" if len(launchers) > _SHOWN else ""
-            cause = f"{user} has ranks there: {ranks}{more}"
-            remedy = f"ask {user}, or use the other hosts: {shell.join(['--exclude', host])}"
-            yield warn(host, cause, remedy)
-        yield ok(host, "none")

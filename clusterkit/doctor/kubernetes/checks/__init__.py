@@ -6,7 +6,6 @@ from clusterkit.doctor.base import Check
 from clusterkit.doctor.kubernetes.checks import cluster, namespace, nodes
 
 CHECKS: tuple[Check, ...] = (
-    cluster.api_server, cluster.namespace, cluster.rights, cluster.kind, cluster.operator,
-    namespace.plan, nodes.nodes, nodes.gpus, nodes.room, nodes.image, namespace.pull_secrets,
-    namespace.volumes, namespace.admission, namespace.quota, namespace.limit_range, cluster.dns,
+    cluster.api_server, cluster.namespace, cluster.rights, cluster.kind, namespace.plan,
+    nodes.nodes, nodes.gpus, namespace.pull_secrets, namespace.volumes, namespace.admission,
 )  # fmt: skip

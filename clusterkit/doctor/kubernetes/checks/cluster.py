@@ -1,4 +1,4 @@
-"""Checks of the cluster: API server, namespace, kind of job, operator, name servers, rights."""
+"""Checks of the cluster: API server, namespace, kind of job, rights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Iterable
 from datetime import datetime
-from typing import Any
 
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.objects import new_object
@@ -21,7 +20,6 @@ from clusterkit.doctor.kubernetes.base import (
     fail,
     no_answer,
     ok,
-    skip,
     warn,
 )
 from clusterkit.errors import ClusterkitError, counted
@@ -34,7 +32,7 @@ LEAST = 27
 """Older ones do not label a Job's pods with ``batch.kubernetes.io/job-name``."""
 
 
-@check(quick=True)
+@check()
 def api_server(seen: Seen) -> Verdict:
     """The API server answers, and its version is one that clusterkit knows."""
     reply = seen.reply(VERSION)
@@ -70,7 +68,7 @@ def _age(built: str, now: float) -> str:
     return f", built {when}, {counted(months, 'month')} ago"
 
 
-@check(quick=True)
+@check()
 def namespace(seen: Seen) -> Verdict:
     """The namespace is there."""
     reply, name = seen.reply(NAMESPACE), seen.namespace
@@ -84,7 +82,7 @@ def namespace(seen: Seen) -> Verdict:
     return ok(name)
 
 
-@check(GROUPS, quick=True, of="the API groups")
+@check(GROUPS, of="the API groups")
 def kind(seen: Seen) -> Verdict:
     """The cluster serves the kind of job that is to keep the pods, in the version that is used."""
     name = seen.flavor
@@ -107,119 +105,12 @@ def kind(seen: Seen) -> Verdict:
     return fail(cause, remedy)
 
 
-# ---------------------------------------------------------------- operators
-
-DEPLOYMENTS = "/apis/apps/v1/deployments"
-_CALLED = {
-    "pytorchjob": (re.compile(r"training-operator"),),
-    "mpijob": (re.compile(r"mpi-operator"),),
-    # The trainer makes a JobSet, of which JobSet's controller makes Jobs.
-    "jobset": (re.compile(r"jobset-controller"),),
-    "trainjob": (re.compile(r"trainer-controller"), re.compile(r"jobset-controller")),
-}
-"""Names of operators' deployments, or of their images."""
-_ONLY_IN = re.compile(r"--?namespace(?:=(\S*))?\Z")
-
-
-@check()
-def operator(seen: Seen) -> Verdict | list[Verdict]:
-    """The job's operator is alive, and watches this namespace."""
-    if seen.flavor is None:
-        return skip("there is no kind of job to act on")
-    if seen.flavor == "job":
-        return ok("Kubernetes' own controllers act on a Job")
-    who = FLAVORS[seen.flavor].operator
-    reply = seen.reply(DEPLOYMENTS)
-    if reply.reason:
-        return reply.unknown(f"deployments, so not whether {who} is alive")
-    findings = []
-    for pattern in _CALLED[seen.flavor]:
-        found = [each for each in reply.items if _is(each, pattern)]
-        if found:
-            findings.append(_alive(found, seen))
-        else:
-            cause = f"unknown: no deployment is called {pattern.pattern}, as that of {who} is"
-            findings.append(warn(cause))
-    bad = [finding for finding in findings if finding.level != "ok"]
-    return bad or ok(", ".join(one.cause for one in findings))
-
-
-def _alive(found: list[Any], seen: Seen) -> Verdict:
-    """Return whether one of several deployments acts on jobs of the namespace."""
-    others = []
-    for each in found:
-        meta, wanted = each["metadata"], each["spec"].get("replicas", 1)
-        place = f"{meta['namespace']}/{meta['name']}"
-        only = _only_in(each)
-        if only not in ("", seen.namespace):
-            others.append(f"{place} watches namespace {only} alone, not {seen.namespace}")
-            continue
-        ready = (each.get("status") or {}).get("readyReplicas", 0)
-        # One that was scaled to 0 is ready for a moment more.
-        if ready and wanted:
-            return ok(f"{place} is ready")
-        words = ("-n", meta["namespace"])
-        if not wanted:
-            remedy = seen.kubectl(*words, "scale", "deployment", meta["name"], "--replicas=1")
-            return fail(f"{place} is scaled to 0: nobody acts on the job", remedy)
-        remedy = seen.kubectl(*words, "describe", "deployment", meta["name"])
-        return fail(f"{place}: {ready} of {wanted} pods are ready: nobody acts on the job", remedy)
-    return fail("; ".join(others))
-
-
-def _is(deployment: Any, pattern: re.Pattern[str]) -> bool:
-    containers = deployment["spec"]["template"]["spec"]["containers"]
-    names = [deployment["metadata"]["name"], *(str(each.get("image")) for each in containers)]
-    return any(pattern.search(name) for name in names)
-
-
-def _only_in(deployment: Any) -> str:
-    """Return the only namespace that an operator watches, by its arguments; empty: all."""
-    for container in deployment["spec"]["template"]["spec"]["containers"]:
-        words = [*(container.get("command") or ()), *(container.get("args") or ())]
-        for word, after in zip(words, [*words[1:], ""], strict=True):
-            if (match := _ONLY_IN.match(word)) is not None:
-                return match[1] if match[1] is not None else after
-    return ""
-
-
-# ---------------------------------------------------------------- names
-
-SERVERS = (
-    "/apis/discovery.k8s.io/v1/namespaces/kube-system/endpointslices"
-    "?labelSelector=kubernetes.io%2Fservice-name%3Dkube-dns"
-)
-
-
-@check(SERVERS, of="the name servers in kube-system")
-def dns(seen: Seen) -> Verdict:
-    """The cluster's name servers are ready."""
-    reply = seen.reply(SERVERS)
-    ready = {
-        address
-        for each in reply.items
-        for endpoint in each.get("endpoints") or ()
-        # Without the condition it is ready.
-        if (endpoint.get("conditions") or {}).get("ready", True) is not False
-        for address in endpoint.get("addresses") or ()
-    }
-    if ready:
-        return ok(f"{counted(len(ready), 'name server')} behind kube-system/kube-dns")
-    if not reply.items:
-        return warn(
-            "unknown: there is no service kube-system/kube-dns; pods find each other by name"
-        )
-    remedy = seen.kubectl("-n", "kube-system", "get", "pods", "-l", "k8s-app=kube-dns")
-    cause = "no name server behind kube-system/kube-dns is ready: pods cannot find each other"
-    return fail(cause, remedy)
-
-
 # ---------------------------------------------------------------- rights
 
 _WHO = "/apis/authentication.k8s.io/v1/selfsubjectreviews"
 
 
-@check(quick=True)
+@check()
 def rights(seen: Seen) -> Verdict:
     """We may do all that a run needs; `k8s/rbac.yaml` is a role with just that."""
     asked = new_object("authentication.k8s.io/v1", "SelfSubjectReview")

@@ -1,8 +1,8 @@
-"""Checks of the namespace: the plan, admission, quotas, limit ranges, volumes, pull secrets."""
+"""Checks of the namespace: the plan, what admission says of it, volumes, pull secrets."""
 
 from __future__ import annotations
 
-from decimal import Decimal
+import re
 from typing import Any
 
 from clusterkit.backends.kubernetes.objects import new_object, parse_amount
@@ -10,15 +10,11 @@ from clusterkit.cluster import Claim
 from clusterkit.doctor.base import Verdict, shortened
 from clusterkit.doctor.kubernetes.base import (
     NAMESPACE,
-    UNPLANNED,
+    Reply,
     Seen,
-    amount,
     check,
     fail,
-    limits,
     ok,
-    outcome_of,
-    requests,
     skip,
     templates,
     warn,
@@ -26,7 +22,7 @@ from clusterkit.doctor.kubernetes.base import (
 from clusterkit.errors import counted
 
 
-@check(quick=True)
+@check()
 def plan(seen: Seen) -> Verdict:
     """The job fits the cluster's entry and can be planned for it."""
     if seen.problem is not None:
@@ -36,172 +32,86 @@ def plan(seen: Seen) -> Verdict:
     return ok(counted(sum(number for _, number, _ in templates(seen.objects)), "pod"))
 
 
-QUOTAS = "/api/v1/namespaces/{namespace}/resourcequotas"
-_NOT_TRIED = "not tried: you may not create them yourself"
-
-
-@check(planned=True)
+@check(quick=True, planned=True)
 def admission(seen: Seen) -> Verdict | list[Verdict]:
-    """The API server would take the job and its pods: pod security, quotas, schema, webhooks,
-    classes, accounts."""
+    """The API server takes the job and a pod of it in a dry run: quotas, limit ranges, pod
+    security, schema, webhooks, classes, accounts."""
     space = seen.reply(NAMESPACE)
     if space.reason == "NotFound":
         return skip("there is no such namespace")
-    tried = {what: (outcome_of(each), each.detail) for what, each in seen.rehearsed.items()}
     kind = "" if seen.kind is None else seen.kind.kind
-    names = {what: what if what == kind else f"a pod ({what})" for what in tried}
-    refused: dict[str, tuple[str, list[str]]] = {}
-    for what, (outcome, said) in tried.items():
-        # Without the pod's own name, to be the same for all pods.
-        why = said.rpartition(" is forbidden: ")[2]
-        if outcome == "quota" and (why.startswith("failed") or not _exceeded(seen)):
-            # A pod fails a quota if it does not say how much of the resource it takes.
-            said = why
-        elif outcome == "pod security":
-            said = why = "violates" + said.partition("violates")[2]
-        elif outcome != "refused":
-            continue
-        refused.setdefault(why, (said, []))[1].append(names[what])
-    if refused:
+    found: dict[Verdict, list[str]] = {}
+    taken, untried = [], False
+    for what, reply in seen.rehearsed.items():
+        name = what if what == kind else f"a pod ({what})"
+        if not reply.reason:
+            taken.append(name)
+        elif "cannot create resource" in reply.detail:
+            untried = True
+        else:
+            found.setdefault(_refused(seen, reply, a_pod=what != kind), []).append(name)
+    if found:
         return [
-            fail(
-                f"{' and '.join(whats)} {'is' if len(whats) == 1 else 'are'} refused: "
-                + shortened(said, 800)
-            )
-            for said, whats in refused.values()
+            verdict._replace(cause=f"{' and '.join(names)} {_is(verdict, names)}: {verdict.cause}")
+            for verdict, names in found.items()
         ]
     labels = (space.document.get("metadata") or {}).get("labels") or {}
     level = labels.get("pod-security.kubernetes.io/enforce")
     cause = f"the namespace enforces {level or 'nothing'}"
     if space.reason:
         cause = "what the namespace enforces is unknown"
-    untried = any(outcome == "not allowed" for outcome, _ in tried.values())
     if untried and level is not None and not seen.entry.patch:
         cause += ", which clusterkit's pods pass"
-    taken = [names[what] for what, (outcome, _) in tried.items() if outcome == "taken"]
+    not_tried = "not tried: you may not create them yourself"
     if not taken:
-        return skip(f"{cause}; {_NOT_TRIED}" if untried else cause)
+        return skip(f"{cause}; {not_tried}" if untried else cause)
     cause += f"; it takes {', '.join(taken)}"
-    return ok(f"{cause}; pods were {_NOT_TRIED}" if untried else cause)
+    return ok(f"{cause}; pods were {not_tried}" if untried else cause)
 
 
-@check(QUOTAS, of="quotas", planned=True)
-def quota(seen: Seen) -> Verdict | list[Verdict]:
-    """The namespace's quotas leave room for the job."""
-    names = ", ".join(each["metadata"]["name"] for each in seen.reply(QUOTAS).items)
-    return _exceeded(seen) or ok(f"room in {names}" if names else "there is none")
+_PREFIX = re.compile(r"\S+ \"[^\"]*\" is (?:forbidden|invalid): ")
+"""What a refusal begins with: a name of the rehearsal."""
+_QUOTA = re.compile(r"(exceeded|failed) quota: ([^\s,:]+)")
+_EXCEEDED = re.compile(r"requested: (\S+), used: \S*, limited: (\S+)")
+_LIMIT_RANGE = re.compile(
+    # The last: above the limit that a limit range gives to containers without one.
+    r"(?:maximum|minimum) \S+ usage per|limit to request ratio per|less than or equal to \S+ limit"
+)
+_UNDECIDED = re.compile(r"Internal|Unavailable|Unread|Unasked|Timeout|TooMany|Conflict")
+_AMOUNTS = "`cpus`, `memory` and `resources` of the cluster entry"
 
 
-def _exceeded(seen: Seen) -> list[Verdict]:
-    """Return a verdict for each resource of which the quotas leave too little for all pods."""
-    wanted, findings = _wanted(seen), []
-    for each in seen.reply(QUOTAS).items:
-        name, spec, status = each["metadata"]["name"], each.get("spec") or {}, each.get("status")
-        if spec.get("scopes") or spec.get("scopeSelector"):
-            continue  # it counts some pods only, by rules that are not checked here
-        hard = (status or {}).get("hard") or spec.get("hard") or {}
-        used = (status or {}).get("used") or {}
-        for resource, limit in hard.items():
-            need, most = wanted.get(resource), parse_amount(limit)
-            taken = parse_amount(used.get(resource, 0))
-            if need is None or taken + need <= most:
-                continue
-            cause = f"quota {name} has {amount(resource, most)} of {resource}, "
-            cause += f"{amount(resource, taken)} in use; the job needs {amount(resource, need)}"
-            remedy = seen.kubectl("-n", seen.namespace, "describe", "quota", name)
-            # What others use may be free later; more than the whole quota never fits.
-            findings.append((fail if need > most else warn)(cause, remedy))
-    return findings
+def _refused(seen: Seen, reply: Reply, *, a_pod: bool) -> Verdict:
+    """Return the verdict in the API server's words: a failure where the run would be refused too,
+    a warning where that is not certain."""
+    said = _PREFIX.sub("", reply.detail or reply.reason, count=1)
+    webhook = "admission webhook" in said
+    if _UNDECIDED.search(reply.reason) or "does not support dry run" in said or (webhook and a_pod):
+        # A webhook may refuse pods that no job owns, as the rehearsed one.
+        return warn(shortened(said, 800))
+    here, remedy = ("-n", seen.namespace, "describe"), None
+    if quota := _QUOTA.search(said):
+        remedy = f"{_AMOUNTS}, or the quota: {seen.kubectl(*here, 'quota', quota[2])}"
+    elif _LIMIT_RANGE.search(said):
+        remedy = f"{_AMOUNTS}, or the limit range: {seen.kubectl(*here, 'limitrange')}"
+    if (amounts := _EXCEEDED.search(said)) and _fits(*amounts.groups()):
+        # What other pods use may be free later: until then the pods wait, with these words.
+        return warn(shortened(said, 800), remedy)
+    return fail(shortened(said, 800), remedy)
 
 
-def _wanted(seen: Seen) -> dict[str, Decimal]:
-    """Return what the job takes of each resource that quotas count."""
-    found: dict[str, Decimal] = {}
-
-    def add(name: str, value: Decimal | int) -> None:
-        found[name] = found.get(name, Decimal(0)) + value
-
-    for role, number, template in templates(seen.objects):
-        spec = seen.spec_of(role, template)
-        for name in ("pods", "count/pods"):
-            add(name, number)
-        for name, value in requests(spec).items():
-            add(f"requests.{name}", value * number)
-            if name in ("cpu", "memory", "ephemeral-storage"):
-                add(name, value * number)
-        for name, value in limits(spec).items():
-            add(f"limits.{name}", value * number)
-    copied = seen.entry.code == "copied"
-    for name, number in (
-        ("configmaps", 1 + copied + sum(each["kind"] == "ConfigMap" for each in seen.objects)),
-        ("secrets", "secretKeyRef" in str(seen.objects)),
-        ("services", sum(each["kind"] == "Service" for each in seen.objects)),
-    ):
-        if number:
-            add(name, number)
-            add(f"count/{name}", number)
-    if (kind := seen.kind) is not None:
-        add(f"count/{kind.plural}.{kind.group}", 1)
-    return found
+def _is(verdict: Verdict, names: list[str]) -> str:
+    are = "is" if len(names) == 1 else "are"
+    return f"{are} refused" if verdict.level == "fail" else f"{are} refused in a dry run"
 
 
-RANGES = "/api/v1/namespaces/{namespace}/limitranges"
-
-
-@check(RANGES, of="limit ranges")
-def limit_range(seen: Seen) -> Verdict | list[Verdict]:
-    """A pod of the job is within what the namespace allows one to have."""
-    reply = seen.reply(RANGES)
-    if not reply.items:
-        return ok("there is none")
-    if not seen.objects:
-        return skip(UNPLANNED)
-    violations: list[str] = []
-    defaults: dict[str, str] = {}
-    for each in reply.items:
-        name = each["metadata"]["name"]
-        for rule in (each.get("spec") or {}).get("limits") or ():
-            if rule.get("type") not in ("Container", "Pod"):
-                continue
-            for _, _, template in templates(seen.objects):
-                violations += _violations(name, rule, template["spec"])
-                defaults |= _defaults(rule, template["spec"])
-    if violations:
-        return [fail(cause) for cause in dict.fromkeys(violations)]
-    names = ", ".join(each["metadata"]["name"] for each in reply.items)
-    if not defaults:
-        return ok(f"within {names}")
-    what = ", ".join(f"{key} {value}" for key, value in defaults.items())
-    tight = "limit memory" in defaults or "limit cpu" in defaults
-    cause = f"{names} gives pods what the cluster entry leaves open: {what}"
-    return (warn if tight else ok)(cause)
-
-
-def _violations(name: str, rule: Any, spec: Any) -> list[str]:
-    asked, most = requests(spec), limits(spec)
-    found = []
-    for bounds, sign, has, end, verb in (
-        (rule.get("max"), 1, {**asked, **most}, "most", "has"),
-        (rule.get("min"), -1, asked, "least", "asks for"),
-    ):
-        for resource, bound in (bounds or {}).items():
-            value = has.get(resource)
-            if value is not None and sign * value > sign * parse_amount(bound):
-                found.append(
-                    f"limit range {name}: {resource} {bound} at {end}, "
-                    f"a pod of the job {verb} {amount(resource, value)}"
-                )
-    return found
-
-
-def _defaults(rule: Any, spec: Any) -> dict[str, str]:
-    """Return the defaults that a container gets."""
-    asked, most = requests(spec), limits(spec)
-    limit, request = rule.get("default") or {}, rule.get("defaultRequest") or {}
-    return {
-        **{f"limit {name}": str(value) for name, value in limit.items() if name not in most},
-        **{f"request {name}": str(value) for name, value in request.items() if name not in asked},
-    }
+def _fits(requested: str, limited: str) -> bool:
+    """Return whether ``cpu=2,pods=1`` is within ``cpu=4,pods=3``."""
+    asked, most = (
+        {name: parse_amount(text) for name, _, text in (part.partition("=") for part in parts)}
+        for parts in (requested.split(","), limited.split(","))
+    )
+    return all(value <= most.get(name, value) for name, value in asked.items())
 
 
 CLASSES = "/apis/storage.k8s.io/v1/storageclasses"
