@@ -11,7 +11,7 @@ import ipaddress
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
@@ -39,6 +39,9 @@ class ComposeBackend(Backend[ComposeCluster], SupportsCleanup):
     summary = "containers of a docker engine on this machine, one node each"
     command = "docker"
     init_note = IMAGE_NOTE.format("nodes'")
+    unsupported: ClassVar[dict[str, str]] = {
+        "launcher=mpirun": "its containers have no login for mpirun; `torchrun` needs none"
+    }
 
     def probe(
         self, cluster: ComposeCluster, transport: Transport, job: JobSpec | None = None

@@ -14,8 +14,6 @@ from clusterkit.backends.compose.engine import CDI_KIND, HOST
 from clusterkit.cluster import ComposeCluster, Engine, Gpu
 from clusterkit.errors import BadInput
 from clusterkit.plan import PlanFile, Step
-from clusterkit.rendezvous import mpirun_interface
-from clusterkit.shell import quote
 from clusterkit.yaml_text import Shared, documents, merged
 
 LABEL = "clusterkit.run_dir"
@@ -53,8 +51,7 @@ class ComposePlacement(Placement):
 
     def files(self, assembly: Assembly) -> tuple[PlanFile, ...]:
         file = PlanFile(self.places.file("compose.yaml"), _render(self, assembly))
-        mpi = _mpi_files(self.places.run_dir) if self.starter == "mpirun" else ()
-        return (*assembly.files, file, *mpi)
+        return (*assembly.files, file)
 
     def steps(self, assembly: Assembly) -> tuple[Step, ...]:
         up = Step(
@@ -103,8 +100,6 @@ def _render(placement: ComposePlacement, assembly: Assembly) -> str:
             "container_name": container_name(run_id, number),
             "hostname": f"node-{number}",
         }
-        if number and placement.starter == "mpirun":
-            own["entrypoint"] = ["/bin/sh", f"{run_dir}/files/mpi-node.sh"]
         variables = {"NODE_RANK": str(number), **placement.node_env[number]}
         own["environment"] = merged(environment, variables)
         own["labels"] = merged(labels, {"clusterkit.node": str(number)})
@@ -228,50 +223,3 @@ def parse_volume(text: str) -> tuple[str, str, bool]:
             cluster="volumes",
         )
     return source, posixpath.normpath(target), mode == "ro"
-
-
-# ---------------------------------------------------------------- mpirun
-
-
-def mpi_env(interface: str) -> dict[str, str]:
-    return {
-        **mpirun_interface(interface),
-        "OMPI_MCA_plm_rsh_agent": f"{CONTAINER_DIR}/mpi-agent",
-        "OMPI_MCA_plm_rsh_no_tree_spawn": "1",
-        # Its daemons stay in the foreground: a container ends with its first process.
-        "OMPI_MCA_orte_leave_session_attached": "1",
-    }
-
-
-def _mpi_files(run_dir: str) -> list[PlanFile]:
-    """Return the scripts by which mpirun starts its daemons in the other containers: not over SSH,
-    but through files in the run's folder, which all containers mount."""
-    files = posixpath.join(run_dir, "files")
-    agent = (
-        "#!/bin/sh\n"
-        "# called by mpirun as: mpi-agent [OPTIONS] NODE COMMAND...; leaves the command where the\n"
-        "# node's container looks for it, and waits for its end\n"
-        'while [ "${1#node-}" = "$1" ]; do shift; done\n'
-        'box="${CLUSTERKIT_NODE_DIR%/*}/mpi-$1"\n'
-        "shift\n"
-        'printf "%s\\n" "$*" >"$box.new" && mv "$box.new" "$box.todo" || exit 73\n'
-        'while [ ! -e "$box.exit" ]; do sleep 0.2; done\n'
-        'exit "$(cat "$box.exit")"\n'
-    )
-    helper = (
-        "#!/bin/sh\n"
-        "# a node that mpirun's first node puts to work\n"
-        "set -u\n"
-        f"box={quote(run_dir)}"
-        '"/attempts/${CLUSTERKIT_ATTEMPT:-1}/mpi-node-$NODE_RANK"\n'
-        'mkdir -p "${box%/*}" || exit 73\n'
-        'while [ ! -e "$box.todo" ]; do sleep 0.2; done\n'
-        'sh "$box.todo"\n'
-        "code=$?\n"
-        'echo "$code" >"$box.new" && mv "$box.new" "$box.exit"\n'
-        'exit "$code"\n'
-    )
-    return [
-        PlanFile(posixpath.join(files, "mpi-agent.sh"), text=agent, mode=0o755),
-        PlanFile(posixpath.join(files, "mpi-node.sh"), text=helper, mode=0o755),
-    ]

@@ -176,11 +176,6 @@ def _container_causes(plan: Plan, containers: Mapping[int, Container]) -> Iterat
         if container.oom:
             hint = "a larger `memory` in the cluster entry, or a smaller batch.micro"
             yield NodeCause(node=node, words=container.oom_reason(), hint=hint)
-        elif node >= plan.nodes:  # mpirun's other nodes have no agent
-            killed = container.ended and container.exit_code in (137, 143)
-            reason = container.interruption() or (container.failure() if killed else None)
-            if reason is not None:
-                yield NodeCause(node=node, words=reason)
 
 
 class ContainerEvents:

@@ -16,7 +16,6 @@ from clusterkit.backends.base import OWN_IMAGE
 from clusterkit.backends.compose.compose_file import (
     CONTAINER_DIR,
     ComposePlacement,
-    mpi_env,
     parse_volume,
 )
 from clusterkit.backends.compose.engine import HOST
@@ -73,7 +72,6 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
         network_env={
             **interface_env(facts.interface),
             **({"PYTHONPATH": f"{CONTAINER_DIR}/python"} if mounted else {}),
-            **(mpi_env(facts.interface) if job.started_by == "mpirun" else {}),
         },
         node_env=tuple({NODE_ADDRESS.name: name} if topology.elastic else {} for name in names),
         coordinator=Coordinator(names[0], facts.watch_port or default_ports(facts.port)[1]),
@@ -172,10 +170,6 @@ def _mounts(
         if job.program and posixpath.isabs(job.program):
             add(posixpath.dirname(job.program), readonly=True)
         mounts.append(_bind(engine.package, f"{CONTAINER_DIR}/python/clusterkit", readonly=True))
-    if job.started_by == "mpirun":
-        # Open MPI splits the agent's name at spaces and colons, which a home may have.
-        agent = f"{run_dir}/files/mpi-agent.sh"
-        mounts.append(_bind(agent, f"{CONTAINER_DIR}/mpi-agent", readonly=True))
     unique = {mount["target"]: mount for mount in mounts}
     return sorted(unique.values(), key=lambda mount: (mount["target"].count("/"), mount["target"]))
 
