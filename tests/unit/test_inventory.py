@@ -156,49 +156,59 @@ COMPARED = {
 
 
 def random_inventory(dice):
-    """Groups in groups, hosts in several of them, said again and again, in any order of keys."""
-    groups = [f"g{number}" for number in range(dice.randint(1, 7))]
+    """Plain but now and then: groups at the top and below `all`, in any order of keys."""
+    groups = [f"g{number}" for number in range(dice.randint(1, 5))]
     counter = iter(range(1, 250))
+    left = ["h1", "h2", "h3", "n1", "n02", "xa", "m0", "h4:2200"]
+    dice.shuffle(left)
+    every = [*left]
 
     def variables(most):
         names = dice.sample(sorted(COMPARED), dice.randint(0, most))
         return {name: COMPARED[name](next(counter)) for name in names}
 
-    def hosts():
-        patterns = ["h1", "h2", "h3", "n1", "n02", "xa", "m0", "h4:2200"]
-        return {p: variables(2) or None for p in dice.sample(patterns, dice.randint(0, 3))}
+    def hosts(of):
+        return {pattern: variables(3) or None for pattern in of}
 
-    def group(number, depth):
-        keys = {"hosts": hosts(), "vars": variables(3)}
-        # Only those after it: groups never go round in a circle.
-        below = dice.sample(groups[number + 1 :], dice.randint(0, min(2, len(groups) - number - 1)))
-        keys["children"] = {
-            name: group(groups.index(name), depth + 1)
-            if depth < 2 and dice.random() < 0.6
-            else None
-            for name in below
-        }
+    def group(name):
+        taken = [left.pop() for _ in range(dice.randint(0, min(3, len(left))))]
+        keys = {"hosts": hosts(taken), "vars": variables(3)}
+        if dice.random() < 0.05:  # no longer plain
+            keys["children"] = {f"{name}below": {"hosts": hosts(dice.sample(every, 1))}}
+        if dice.random() < 0.05:
+            keys["hosts"] |= hosts(dice.sample(every, 1))
         kept = [key for key in keys if keys[key] or dice.random() < 0.1]
         dice.shuffle(kept)
         return {key: keys[key] for key in kept} or None
 
-    tops = dice.sample(range(len(groups)), dice.randint(1, len(groups)))
-    document = {groups[number]: group(number, 0) for number in tops}
-    if dice.random() < 0.6:
-        document["all"] = {"vars": variables(4), "hosts": hosts()}
-    if dice.random() < 0.3:
-        document = {"all": {"children": {k: v for k, v in document.items() if k != "all"}}}
-    return document
+    document = {name: group(name) for name in groups}
+    whole = {"vars": variables(4), "hosts": hosts(dice.sample(every, dice.randint(0, 3)))}
+    whole["children"] = {
+        name: document.pop(name) if dice.random() < 0.7 else None
+        for name in groups
+        if dice.random() < 0.5
+    }
+    keys = dice.sample(sorted(whole), len(whole))
+    document["all"] = {key: whole[key] for key in keys}
+    return {name: document[name] for name in dice.sample(sorted(document), len(document))}
 
 
-def test_sixty_inventories_drawn_at_random_are_read_as_ansible_reads_them(
+def test_inventories_drawn_at_random_are_read_as_ansible_reads_them_or_left_to_it(
     write, tmp_path, monkeypatch
 ):
     # Two hosts may have drawn one address: not what is compared here.
     monkeypatch.setattr(inventory, "check_hosts", lambda hosts, where: tuple(hosts))
+
+    class LeftToAnsible(Exception):
+        pass
+
+    def left_to_ansible(*_):
+        raise LeftToAnsible
+
+    monkeypatch.setattr(inventory, "_by_ansible", left_to_ansible)
     seed = random.randrange(1 << 32)
     dice = random.Random(seed)
-    paths = [write(json.dumps(random_inventory(dice)), f"{n}.yaml") for n in range(60)]
+    paths = [write(json.dumps(random_inventory(dice)), f"{n}.yaml") for n in range(100)]
     reader = RANDOM_READER.replace("sys.stdin.wanted", repr(set(COMPARED)))
     done = subprocess.run(
         [sys.executable, "-c", reader, *paths], capture_output=True, cwd=tmp_path,
@@ -207,21 +217,25 @@ def test_sixty_inventories_drawn_at_random_are_read_as_ansible_reads_them(
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(told) == len(paths)
-    compared = 0
+    compared = left = 0
     for path, theirs in zip(paths, told, strict=True):
         about = f"seed {seed}: {path.read_text()}"
         for group, members in theirs["groups"].items():
             if group == "ungrouped":
                 continue
-            if not members:
-                with pytest.raises(BadInput, match="no hosts"):
-                    read_hosts(path, group)
+            try:
+                found = {host.name: host for host in read_hosts(path, group)}
+            except LeftToAnsible:
+                left += 1
                 continue
-            found = {host.name: host for host in read_hosts(path, group)}
+            except BadInput:
+                assert not members, about
+                continue
             assert sorted(found) == sorted(members), about
             assert found == as_ansible(path, theirs["vars"], found), about
             compared += len(found)
-    assert compared > 300
+    assert compared > 300, seed
+    assert left > 0, seed
 
 
 INI = """
@@ -340,7 +354,9 @@ def test_what_ansible_cannot_read_either_is_said_in_its_words(write):
         ("#!/bin/sh\nexit 1\n", "", "it is a program"),
         (b"\x7fELF\xff", "", "it is a program"),
         (None, "", "it is a folder"),
-        ("a: {vars: {ansible_group_priority: 9}}", ":1", "a group's `ansible_group_priority`"),
+        ("a: {hosts: h0}", ":1", "`hosts` is text"),
+        ("a:\n  children: {b: {hosts: {h0: }}}", ":2", "group a holds group b"),
+        ("a: {hosts: {h0: }}\nb:\n  hosts: {h0: }", ":3", "h0 is in groups a and b"),
     ],
 )
 def test_without_ansible_it_is_said_what_needs_it(write, tmp_path, monkeypatch, text, where, what):
@@ -449,24 +465,9 @@ def test_a_group_without_hosts(write, text, group, said):
     assert refusal(write, text, group)[0] == said
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a: {children: {a: }, hosts: {h0: }}",
-        "a: {children: {b: }}\nb: {children: {c: }}\nc: {children: {a: }, hosts: {h0: }}",
-        "all: {hosts: {h0: }}\nx: {children: {y: {children: {x: }}}}",
-        "x: {children: {all: }, hosts: {h0: }}\nall: {children: {x: }}",
-    ],
-)
-def test_groups_that_go_round_in_a_circle(write, text):
-    message, _ = refusal(write, text)
-    assert "is its own child" in message
-
-
-def test_a_chain_of_two_thousand_groups(write):
-    lines = [f"g{n}: {{children: {{g{n + 1}: }}}}" for n in range(2000)]
-    path = write("\n".join([*lines, "g2000: {hosts: {h0: }, vars: {slots: 3}}"]))
-    assert read_hosts(path, "g0") == (Host(name="h0", slots=3),)
+def test_groups_that_go_round_in_a_circle_are_ansible_s_to_refuse(write):
+    message, _ = refusal(write, "a: {children: {b: }}\nb: {children: {a: }, hosts: {h0: }}")
+    assert "ansible-inventory cannot read it" in message
 
 
 def test_the_same_address_twice(write):
@@ -552,20 +553,14 @@ def test_a_string_in_the_place_of_hosts_is_one_host_as_for_ansible(write, ansibl
 
 def test_five_thousand_hosts_in_a_hundred_groups_take_linear_time(write):
     def seconds(racks):
-        lines = [
-            "all:",
-            "  vars: {ansible_user: u}",
-            "  children:",
-            "    nodes:",
-            "      children:",
-        ]
+        lines = ["all:", "  vars: {ansible_user: u}", "  children:"]
         for rack in range(racks):
-            lines += [f"        rack{rack}:", f"          vars: {{slots: {rack % 8 + 1}}}"]
-            lines += ["          hosts:"]
-            lines += [f"            r{rack}n{node:02}: {{ansible_port: 22}}" for node in range(50)]
+            lines += [f"    rack{rack}:", f"      vars: {{slots: {rack % 8 + 1}}}"]
+            lines += ["      hosts:"]
+            lines += [f"        r{rack}n{node:02}: {{ansible_port: 22}}" for node in range(50)]
         path = write("\n".join(lines))
         began = time.process_time()
-        hosts = read_hosts(path, "nodes")
+        hosts = read_hosts(path, "all")
         spent = time.process_time() - began
         assert len(hosts) == racks * 50
         assert hosts[-1] == Host(
@@ -719,9 +714,6 @@ def with_arguments(write, arguments, more=""):
         ('-o \'UserKnownHostsFile="/a b/known"\'', {"known_hosts": "/a b/known"}),
         ("-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null", {}),
         ("-o ProxyJump=gate", {"jump": "gate"}),
-        ("-o ProxyCommand='ssh -W %h:%p gate'", {"jump": "gate"}),
-        ('-o ProxyCommand="ssh -q -o X=y -p 2222 -W [%h]:%p me@gate"', {"jump": "me@gate:2222"}),
-        ("-o 'ProxyCommand /usr/bin/ssh gate -l me -W%h:%p'", {"jump": "me@gate"}),
         ("-o ProxyCommand=none", {}),
         # Nothing of these says how to reach a host; their values are no options either.
         ("-C -c aes128-ctr -S -F -L -i -b -p -vvv -A", {}),
@@ -756,6 +748,7 @@ def test_all_three_variables_with_arguments_count(write):
         "nc -X 5 -x proxy:1080 %h %p",
         "ssh gate nc %h %p",
         "ssh -W %h:22 gate",
+        "ssh -W %h:%p gate",
         "ssh -i /other -W %h:%p gate",
         "ssh -F /other -W %h:%p gate",
         "ssh -W %h:%p gate 'x",
@@ -768,15 +761,8 @@ def test_a_way_through_that_is_not_understood_is_not_passed_over(write, command)
         write, f"all: {{hosts: {{h0: {{ansible_ssh_common_args: {arguments}}}}}}}"
     )
     assert "ProxyCommand" in message
-    assert "is not understood" in message
+    assert "is not read here" in message
     assert "-J" in hint
-
-
-def test_a_jump_host_that_takes_the_same_key(write):
-    host = with_arguments(
-        write, "-i /k -o ProxyCommand='ssh -i /k -W %h:%p gate'", ", ansible_user: me"
-    )
-    assert host == Host(name="h0", identity="/k", jump="gate", user="me")
 
 
 # ---------------------------------------------------------------- hostfiles

@@ -1,8 +1,11 @@
 """Reads hosts from an Ansible inventory or a DeepSpeed hostfile.
 
-Hostfiles and plain YAML inventories (``hosts``, ``children`` and ``vars``, every host written out)
-are parsed here. All else that Ansible reads (INI, ranges, plugins, programs, folders,
-``group_vars``, vaults) goes to ``ansible-inventory``, which takes 0.5 s.
+Hostfiles and plain YAML inventories are parsed here. Plain is: groups of hosts with their ``vars``,
+at the top or as ``children`` of ``all``; every host written out and in one group at most, besides
+``all``. There variables have one order: those of ``all``, of the group, of the host.
+
+All else that Ansible reads (groups in groups, hosts in several, INI, ranges, plugins, programs,
+folders, ``group_vars``, vaults) goes to ``ansible-inventory``, which takes a second or two.
 """
 
 from __future__ import annotations
@@ -15,8 +18,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +44,6 @@ _ONLY_ANSIBLE = {
     "it is encrypted": re.compile(r"\A\$ANSIBLE_VAULT;"),
     "it configures an inventory plugin": re.compile(r"^plugin:", re.MULTILINE),
     "a value with a tag of Ansible's": re.compile(r":\s+!(vault|unsafe|vault-encrypted)\b"),
-    "a group's `ansible_group_priority`": re.compile(r"\bansible_group_priority\b"),
     "it is in INI form": re.compile(
         r"""^\[[^\],]+\]\s*([#;].*)?$        # [group]
           | ^(?![#;\-])\S*[^\s:]\s+\w+\s*=   # host name=value
@@ -115,73 +117,28 @@ def _hostfile_lines(text: str) -> list[tuple[int, str]] | None:
     return lines if with_slots or names_only else None
 
 
-@dataclass
-class _Group:
-    hosts: dict[str, None] = field(default_factory=dict)
-    variables: dict[str, Any] = field(default_factory=dict)
-    children: dict[str, None] = field(default_factory=dict)
+def _members(
+    where: str, groups: Mapping[str, Any], variables: Mapping[str, Any], wanted: str
+) -> list[Host]:
+    """Return the hosts of a group.
 
-
-@dataclass
-class _Inventory:
-    where: str
-    groups: dict[str, _Group] = field(default_factory=dict)
-    hosts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The variables of each host itself, in the file's order."""
-
-    def members(self, wanted: str) -> list[Host]:
-        """Return the hosts of one group, with the variables of all groups that hold them."""
-        names = {*self.groups, "all"}
-        if wanted not in names:
-            raise BadInput(
-                f"{self.where}: there is no group {wanted!r}",
-                hint=f"{did_you_mean(wanted, names)} groups: {listed(sorted(names), 8)}".lstrip(),
-            )
-        depth, ancestors = self._ancestors()
-        groups_of = {host: {"all"} & depth.keys() for host in self.hosts}
-        for name, group in self.groups.items():
-            for host in group.hosts:
-                groups_of[host] |= ancestors[name]
-        hosts = []
-        for host in self.hosts if wanted == "all" else self.below(wanted):
-            variables: dict[str, Any] = {}
-            # As in Ansible: deeper groups override others, equal depths go by name, and the
-            # host's own variables override all.
-            for name in sorted(groups_of[host], key=lambda name: (depth[name], name)):
-                variables |= self.groups[name].variables
-            hosts.append(host_of(self.where, host, variables | self.hosts[host]))
-        return hosts
-
-    def below(self, name: str) -> dict[str, None]:
-        """Return the hosts of a group and of its descendants, each once, depth first."""
-        hosts: dict[str, None] = {}
-        visited = set()
-        stack = [name]
-        while stack:
-            if (current := stack.pop()) not in visited:
-                visited.add(current)
-                hosts |= self.groups[current].hosts
-                stack += reversed(self.groups[current].children)
-        return hosts
-
-    def _ancestors(self) -> tuple[dict[str, int], dict[str, set[str]]]:
-        """Return the depth of every group, and the groups that hold it, itself included."""
-        parents: dict[str, list[str]] = {name: [] for name in self.groups}
-        for name, group in self.groups.items():
-            for child in group.children:
-                parents[child].append(name)
-        depth: dict[str, int] = {}
-        ancestors: dict[str, set[str]] = {}
-        try:
-            for name in TopologicalSorter(parents).static_order():
-                depths = (depth[parent] for parent in parents[name])
-                depth[name] = 0 if name == "all" else 1 + max(depths, default=0)
-                ancestors[name] = {name}.union(*(ancestors[parent] for parent in parents[name]))
-        except CycleError as error:
-            raise BadInput(
-                f"{self.where}: a group is its own child: {' > '.join(error.args[1])}"
-            ) from None
-        return depth, ancestors
+    Args:
+        groups: by name, as ``ansible-inventory`` lists them: ``hosts`` and ``children``.
+        variables: of each host, those of its groups included.
+    """
+    if wanted not in (names := {*groups, "all"}):
+        raise BadInput(
+            f"{where}: there is no group {wanted!r}",
+            hint=f"{did_you_mean(wanted, names)} groups: {listed(sorted(names), 8)}".lstrip(),
+        )
+    hosts: dict[str, None] = {}
+    visited, stack = set(), [wanted]
+    while stack:
+        if (current := stack.pop()) not in visited:
+            visited.add(current)
+            hosts |= dict.fromkeys(groups.get(current, {}).get("hosts", ()))
+            stack += reversed(groups.get(current, {}).get("children", ()))
+    return [host_of(where, host, variables.get(host, {})) for host in hosts]
 
 
 def _yaml(path: Path, text: str, group: str) -> list[Host]:
@@ -197,62 +154,77 @@ def _yaml(path: Path, text: str, group: str) -> list[Host]:
         raise BadInput(f"{path}: the file is empty")
     if not isinstance(document.data, dict):
         raise BadInput(f"{path}: not an inventory", hint=_FORMS)
-    inventory = _Inventory(str(path))
+    plain = _Plain(document)
     for name, body in document.data.items():
-        _add_group(document, (name,), name, body, inventory)
-    return inventory.members(group)
+        plain.add_group((name,), name, body)
+    return _members(str(path), plain.groups, plain.variables(), group)
 
 
-def _add_group(
-    document: Document, place: tuple[str, ...], name: str, body: Any, into: _Inventory
-) -> None:
-    """Add a group and its descendants; as in Ansible, later variables of a host override."""
-    group = into.groups.setdefault(name, _Group())
-    if body is None:
-        return
-    if not isinstance(body, dict):
-        raise document.error(place, "a group holds hosts, children and vars")
-    for key, inner in body.items():
-        if key not in ("hosts", "children", "vars"):
-            raise document.error(
-                (*place, key), "unknown key of a group", hint="hosts, children or vars"
-            )
-        if isinstance(inner, str) and key != "vars":
-            inner = {inner: None}
-        if inner is not None and not isinstance(inner, dict):
-            raise document.error(
-                (*place, key), "a mapping is wanted: `name:` on lines of their own"
-            )
-        for item, value in (inner or {}).items():
-            at = (*place, key, item)
+@dataclass
+class _Plain:
+    """The groups of a plain YAML inventory. Of several values for one variable of a host, or of a
+    group, the last one in the file counts, as in Ansible."""
+
+    document: Document
+    groups: dict[str, dict[str, Any]] = field(default_factory=lambda: {"all": {"hosts": {}}})
+    """The hosts of ``all`` are all of them, in the file's order, with variables of their own."""
+    vars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    group_of: dict[str, str] = field(default_factory=dict)
+
+    def variables(self) -> dict[str, dict[str, Any]]:
+        everyone = self.vars.get("all", {})
+        return {
+            host: everyone | self.vars.get(self.group_of.get(host, ""), {}) | own
+            for host, own in self.groups["all"]["hosts"].items()
+        }
+
+    def add_group(self, place: tuple[str, ...], name: str, body: Any) -> None:
+        self.groups.setdefault(name, {"hosts": {}})
+        if body is not None and not isinstance(body, dict):
+            raise self.document.error(place, "a group holds hosts, children and vars")
+        for key, inner in (body or {}).items():
+            here = (*place, key)
+            if key not in ("hosts", "children", "vars"):
+                hint = "hosts, children or vars"
+                raise self.document.error(here, "unknown key of a group", hint=hint)
+            if isinstance(inner, str):
+                raise self._needs_ansible(here, f"`{key}` is text")
+            if inner is not None and not isinstance(inner, dict):
+                raise self.document.error(
+                    here, "a mapping is wanted: `name:` on lines of their own"
+                )
             if key == "vars":
-                group.variables[item] = value
-            elif key == "children":
-                group.children[item] = None
-                _add_group(document, at, item, value, into)
-            elif value is not None and not isinstance(value, dict):
-                raise document.error(at, "a host holds variables")
-            else:
-                host, port = addresses.host_and_port(item)
-                if "[" in host:
-                    raise _range(document, at, host)
-                group.hosts[host] = None
-                own = into.hosts.setdefault(host, {} if port is None else {"ansible_port": port})
-                into.hosts[host] = own | (value or {})
+                self.vars.setdefault(name, {}).update(inner or {})
+            for item, value in (inner or {}).items() if key != "vars" else ():
+                if key == "hosts":
+                    self._add_host((*here, item), name, item, value)
+                elif name == "all" != item:
+                    self.add_group((*here, item), item, value)
+                else:
+                    raise self._needs_ansible((*here, item), f"group {name} holds group {item}")
 
+    def _add_host(self, place: tuple[str, ...], group: str, name: str, body: Any) -> None:
+        host, port = addresses.host_and_port(name)
+        if "[" in host:
+            hosts = 1
+            for match in _RANGE.finditer(host):
+                hosts *= max(0, int(match[2]) - int(match[1] or 0) + 1)
+            # Ansible ignores an empty range, and dies of a huge one.
+            if not 0 < hosts <= MOST_HOSTS:
+                problem = f"more than {MOST_HOSTS} hosts" if hosts else "a range without hosts"
+                raise self.document.error(place, problem, hint="gpu[01:16]")
+            raise self._needs_ansible(place, f"{host!r} is a range of hosts")
+        if body is not None and not isinstance(body, dict):
+            raise self.document.error(place, "a host holds variables")
+        own = self.groups["all"]["hosts"]
+        own[host] = own.get(host, {} if port is None else {"ansible_port": port}) | (body or {})
+        if group != "all":
+            self.groups[group]["hosts"][host] = None
+            if (other := self.group_of.setdefault(host, group)) != group:
+                raise self._needs_ansible(place, f"{host} is in groups {other} and {group}")
 
-def _range(document: Document, place: tuple[str, ...], pattern: str) -> Exception:
-    """Return the exception for ``gpu[01:16]``, which Ansible expands.
-
-    Empty ranges, which it ignores, and huge ones, which kill it, are errors.
-    """
-    hosts = 1
-    for match in _RANGE.finditer(pattern):
-        hosts *= max(0, int(match[2]) - int(match[1] or 0) + 1)
-    if not 0 < hosts <= MOST_HOSTS:
-        problem = f"more than {MOST_HOSTS} hosts" if hosts else "a range without hosts"
-        return document.error(place, problem, hint="gpu[01:16]")
-    return _NeedsAnsible(document.where(place), f"{pattern!r} is a range of hosts")
+    def _needs_ansible(self, place: tuple[str, ...], form: str) -> _NeedsAnsible:
+        return _NeedsAnsible(self.document.where(place), form)
 
 
 def _by_ansible(path: Path, group: str, where: str, form: str) -> list[Host]:
@@ -294,15 +266,10 @@ def _by_ansible(path: Path, group: str, where: str, form: str) -> list[Host]:
         )
     # ansible-inventory has already merged the groups' variables into those of the hosts.
     variables = listing.pop("_meta", {}).get("hostvars", {})
-    inventory = _Inventory(str(path))
-    for name, body in listing.items():
-        hosts, children = dict.fromkeys(body.get("hosts", ())), body.get("children", ())
-        inventory.groups[name] = _Group(hosts=hosts, children=dict.fromkeys(children))
-        for child in children:
-            inventory.groups.setdefault(child, _Group())
-    if "all" in inventory.groups:
-        inventory.hosts = {host: variables.get(host, {}) for host in inventory.below("all")}
-    return inventory.members(group)
+    for body in [*listing.values()]:
+        for child in body.get("children", ()):
+            listing.setdefault(child, {})
+    return _members(str(path), listing, variables, group)
 
 
 def _last_errors(stderr: str) -> str:

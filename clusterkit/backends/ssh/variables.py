@@ -7,7 +7,6 @@ accepts) and clusterkit's own ``slots clusterkit_python clusterkit_address clust
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -39,7 +38,6 @@ _NAMED_SWITCHES = {
     "-p": "port",
     "-l": "user",
     "-J": "proxyjump",
-    "-W": "forward",
 }
 _OPTION = re.compile(r"\s*(\w+)(?:\s*=\s*|\s+)(.*)\Z", re.DOTALL)
 
@@ -75,7 +73,7 @@ def host_of(where: str, name: str, variables: Mapping[str, Any]) -> Host:
         user=reader.text("ansible_user", "ansible_ssh_user") or options.get("user"),
         identity=reader.path(key or options.get("identityfile")),
         known_hosts=reader.path(options.get("userknownhostsfile")),
-        jump=options.get("proxyjump") or reader.proxy(options, key),
+        jump=reader.jump(options),
         ssh_config=reader.path(options.get("configfile")),
         slots=len(devices) if devices is not None and slots is None else slots,
         devices=devices,
@@ -166,7 +164,7 @@ class _Variables:
         options: dict[str, str] = {}
         for key in ("ansible_ssh_args", "ansible_ssh_common_args", "ansible_ssh_extra_args"):
             try:
-                options = _ssh_options(split(self.text(key) or ""))[0] | options
+                options = _ssh_options(split(self.text(key) or "")) | options
             except BadInput as error:
                 raise self.error(key, error.message) from None
             except GetoptError as error:
@@ -178,44 +176,30 @@ class _Variables:
             options["configfile"] = os.devnull
         return options
 
-    def proxy(self, options: Mapping[str, str], key: str | None) -> str | None:
-        """Return the jump host in a ``ProxyCommand=ssh -W %h:%p [user@]host``; None: no command.
+    def jump(self, options: Mapping[str, str]) -> str | None:
+        """Return the jump host.
 
         Raises:
-            BadInput: the command has another form.
+            BadInput: a ProxyCommand, of which only ssh itself knows what it does.
         """
         command = options.get("proxycommand", "none")
-        if command.lower() == "none":
-            return None
-        own = {"identityfile": key, **options} if key else options
-        with contextlib.suppress(BadInput, GetoptError):
-            found, words = _ssh_options(split(command))
-            # A jump host is entered with the host's configuration and key: others cannot be kept.
-            same = all(
-                found.get(name, own.get(name)) == own.get(name)
-                for name in ("configfile", "identityfile")
+        if "proxyjump" not in options and command.lower() != "none":
+            raise self.error(
+                "ansible_ssh_common_args",
+                f"ProxyCommand {command!r} is not read here",
+                "-J [user@]host[:port], or a ProxyCommand in ~/.ssh/config",
             )
-            forwarded = found.get("forward") in ("%h:%p", "[%h]:%p")
-            if len(words) == 2 and os.path.basename(words[0]) == "ssh" and forwarded and same:
-                user = f"{found['user']}@" if "user" in found else ""
-                port = f":{found['port']}" if "port" in found else ""
-                return f"{user}{words[1]}{port}"
-        raise self.error(
-            "ansible_ssh_common_args",
-            f"ProxyCommand {command!r} is not understood",
-            "-J [user@]host[:port], or a ProxyCommand in ~/.ssh/config",
-        )
+        return options.get("proxyjump")
 
 
-def _ssh_options(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the options of ``ssh`` by lower-case name, and the remaining arguments."""
+def _ssh_options(arguments: Sequence[str]) -> dict[str, str]:
+    """Return the options of ``ssh`` by lower-case name."""
     options: dict[str, str] = {}
-    switches, rest = gnu_getopt(list(arguments), SSH_SWITCHES)
-    for switch, value in switches:
+    for switch, value in gnu_getopt(list(arguments), SSH_SWITCHES)[0]:
         if switch in _NAMED_SWITCHES:
             options.setdefault(_NAMED_SWITCHES[switch], value)
         elif switch == "-o" and (option := _OPTION.match(value)):
             options.setdefault(
                 option[1].lower(), option[2].strip().removeprefix('"').removesuffix('"')
             )
-    return options, rest
+    return options
