@@ -24,8 +24,6 @@ def option(draft: Draft, used: Used) -> None:
             draft.hosts[name.replace("accelerators", "gpus")] = used
     elif name == "--launcher" and used.value not in ("pdsh",):
         draft.drop(used.written, "clusterkit starts the nodes itself")
-    elif name == "--venv-script":
-        draft.refuse(used.written, "`python:` of the cluster's entry names the interpreter")
     else:
         apply_option(draft, used)
 

@@ -1,4 +1,6 @@
-"""Options of other tools' launchers, and the key of a job that each becomes. Data.
+"""The common options of other tools' launchers, and the key of a job that each becomes. Data.
+
+An option that is not here is refused, with what to write instead.
 
 Sources: ``torch/distributed/run.py`` and ``launch.py`` 2.13, ``deepspeed/launcher/runner.py`` 0.19,
 ``accelerate/commands/launch.py`` 1.15, Open MPI's mpirun(1) 4.1, sbatch(1) and srun(1) of Slurm
@@ -27,7 +29,6 @@ AGAIN = "-given again, and the last one counts"
 MISUSED = (AGAIN, NO_VALUE := "!it takes no value", MISSING := "!its value is missing")
 BINDING = "!ranks are bound to the NUMA nodes of their GPUs (key `bind`), to nothing else"
 CONVERT = "!`clusterkit convert` makes a job file of it, and says what each option becomes"
-_NO_TPU = "!clusterkit runs on CPUs and GPUs"
 
 
 @dataclass(frozen=True)
@@ -94,22 +95,15 @@ def _prefixed(prefix: str, names: str) -> dict[str, str]:
 _ROLE = "!ranks have the role `default`; --set env.ROLE=NAME passes a name of yours to them"
 TORCHRUN = Tool(
     launcher="torchrun",
-    flags=each("--standalone", OURS)
-    | each("-m --module", MODULE)
-    | each("--no-python", COMMAND)
-    | each("--run-path --virtual-local-rank", "!"),
+    flags=each("--standalone", OURS) | each("-m --module", MODULE) | each("--no-python", COMMAND),
     values=each("--nnodes", "nodes")
     | each("--nproc-per-node", "gpus_per_node")
     | each("--max-restarts", "restarts")
     | each("--rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --local-addr", OURS)
     | each("--node-rank --master-addr --master-port --monitor-interval", OURS)
     | each("--role", _ROLE)
-    | each("--start-method", OURS)
     | each("--shutdown-timeout", "!`stop_grace` of the cluster entry is that time")
-    | each("--log-dir -r --redirects -t --tee --logs-specs --local-ranks-filter", LOGS)
-    | each("--duplicate-stdout-filters --duplicate-stderr-filters --event-log-handler", LOGS)
-    | each("--numa-binding", BINDING)
-    | each("--signals-to-handle", "!"),
+    | each("--log-dir -r --redirects -t --tee", LOGS),
 )
 DEEPSPEED = Tool(
     launcher="deepspeed",
@@ -117,15 +111,12 @@ DEEPSPEED = Tool(
     | each("--module", MODULE)
     | each("--no-python", COMMAND)
     | each("--no-local-rank", BY_ENVIRONMENT)
-    | each("--bind-cores-to-rank", BINDING)
-    | each("--save-pid", "!"),
+    | each("--bind-cores-to-rank", BINDING),
     values=each("--num-nodes", "nodes")
     | each("--num-gpus --num-accelerators", "gpus_per_node")
     | each("--master-port --master-addr --node-rank --launcher --ssh-port --log-level", OURS)
     | each("--hostfile --include --exclude", HOSTS)
-    | each("--enable-each-rank-log", LOGS)
-    | each("--bind-core-list", BINDING)
-    | each("--launcher-args --venv-script --autotuning", "!"),
+    | each("--venv-script", "!--set python=PATH names the interpreter"),
     short={"-H": "--hostfile", "-i": "--include", "-e": "--exclude"},
     parses=2,
     local_rank="--local_rank",
@@ -133,8 +124,7 @@ DEEPSPEED = Tool(
 MPIRUN = Tool(
     launcher="mpirun",
     flags=each("--allow-run-as-root --oversubscribe --tag-output -q --quiet", OURS)
-    | each("-pernode --pernode", "gpus_per_node=1")
-    | each("--report-bindings --display-map --display-allocation --timestamp-output -v", LOGS),
+    | each("-pernode --pernode", "gpus_per_node=1"),
     values=each("-np --np -n --n -c", "ranks")
     | each("-N -npernode --npernode -ppn", "gpus_per_node")
     | each("-H -host --host -hostfile --hostfile -machinefile --machinefile", HOSTS)
@@ -161,8 +151,7 @@ ACCELERATE = Tool(
     | each("--debug --use-deepspeed --use-fsdp --use-megatron-lm", CONVERT)
     | each("--use-parallelism-config", CONVERT)
     | each("--enable-cpu-affinity --dynamo-use-fullgraph --dynamo-use-dynamic", CONVERT)
-    | each("--dynamo-use-regional-compilation --fp8-use-autocast-during-eval", CONVERT)
-    | each("--tpu --tpu-cluster --no-tpu-cluster --tpu-use-sudo --downcast-bf16", _NO_TPU),
+    | each("--dynamo-use-regional-compilation --fp8-use-autocast-during-eval", CONVERT),
     values=each("--num-processes", "ranks")
     | each("--num-machines", "nodes")
     | each("--num-cpu-threads-per-process", "threads_per_rank")
@@ -173,8 +162,6 @@ ACCELERATE = Tool(
     | each("--role", _ROLE)
     | each("--log-dir -t --tee", LOGS)
     | each("--config-file --gradient-accumulation-steps", CONVERT)
-    | each("--vm --env --main-training-function", _NO_TPU)
-    | each("--aws-access-key-id --aws-secret-access-key", "!clusterkit does not rent machines")
     | each("--gpu-ids --mpirun-hostfile --zero-stage --zero3-init-flag", CONVERT)
     | each("--zero3-save-16bit-model --gradient-clipping", CONVERT)
     | each("--offload-optimizer-device --offload-param-device", CONVERT)
@@ -224,7 +211,6 @@ _ONE_SIZE = "!`memory` of the cluster's entry counts for a node: --mem"
 _STEP_FLAGS = (
     each("--label --unbuffered --quiet --verbose", LOGS)
     | each("--no-kill --kill-on-bad-exit --wait --parsable --overlap --exact", _AGENTS)
-    | each("--get-user-env --spread-job --overcommit", _AGENTS)
     | {"--export": SPECIAL, "--multi-prog": "!all ranks of a job run the same"}
     | {"--pty": "!a run has no terminal"}
 )
@@ -232,7 +218,7 @@ _STEP_VALUES = (
     each("--nodes --ntasks --ntasks-per-node --cpus-per-task", SPECIAL)
     | each("--gpus --gpus-per-node --gpus-per-task --gres", SPECIAL)
     | each("--output --error --open-mode --input", LOGS)
-    | each("--jobid --job-id --cpu-bind --mpi --mem-bind --accel-bind", _AGENTS)
+    | each("--jobid --job-id --cpu-bind --mpi", _AGENTS)
     | each("--gpu-bind", "!a rank sees all GPUs of its node, and takes that of LOCAL_RANK")
     | each("--ntasks-per-gpu --ntasks-per-core --ntasks-per-socket", "!write --ntasks-per-node")
     | {"--relative": "!a run has all nodes of its job"}
@@ -246,25 +232,16 @@ _STEP_VALUES = (
 _JOB_FLAGS = {
     "--exclusive": SPECIAL,
     "--requeue": "entry.requeue=true", "--no-requeue": "entry.requeue=false",
-    **each("--oversubscribe --hold --contiguous --use-min-nodes --reboot --ignore-pbs", PASSED),
-    **each("--gres-flags --propagate --test-only --usage --version --help --nice", PASSED),
-    **each("--container-mount-home --no-container-mount-home --container-writable", PASSED),
-    **each("--container-readonly --container-remap-root --no-container-remap-root", PASSED),
-    **each("--container-entrypoint --no-container-entrypoint", PASSED),
+    **each("--oversubscribe --hold --contiguous --nice --container-mount-home", PASSED),
+    **each("--no-container-mount-home --container-writable --container-remap-root", PASSED),
 }  # fmt: skip
 _JOB_VALUES = {
     "--job-name": SPECIAL, "--signal": SPECIAL, "--mem": "entry.memory",
     **{f"--{key}": f"entry.{key}"
        for key in ("account", "partition", "qos", "constraint", "reservation", "time")},
-    **each("--acctg-freq --batch --bb --bbf --begin --cluster-constraint --comment", PASSED),
-    **each("--container-id --core-spec --cores-per-socket --cpu-freq --deadline", PASSED),
-    **each("--delay-boot --dependency --distribution --exclude --export-file --extra", PASSED),
-    **each("--extra-node-info --gid --gpu-freq --gpus-per-socket --hint --licenses", PASSED),
-    **each("--kill-on-invalid-dep --mail-type --mail-user --mcs-label --mincpus", PASSED),
-    **each("--network --nodefile --nodelist --prefer --priority --profile --power", PASSED),
-    **each("--resv-ports --segment --sockets-per-node --switches --thread-spec", PASSED),
-    **each("--threads-per-core --threads --time-min --tmp --tres-bind --tres-per-task", PASSED),
-    **each("--uid --wait-all-nodes --wckey --x11 --no-allocate", PASSED),
+    **each("--begin --comment --deadline --dependency --distribution --exclude --hint", PASSED),
+    **each("--kill-on-invalid-dep --licenses --mail-type --mail-user --nodelist", PASSED),
+    **each("--priority --switches --threads-per-core --time-min --tmp --wckey", PASSED),
 }  # fmt: skip
 _TO_SBATCH = "!clusterkit's own srun has no such option: give it to sbatch"
 SBATCH = Tool(
@@ -278,10 +255,9 @@ SBATCH = Tool(
         "-o": "--output", "-e": "--error", "-D": "--chdir", "-G": "--gpus", "-w": "--nodelist",
         "-x": "--exclude", "-d": "--dependency", "-a": "--array", "-L": "--licenses",
         "-M": "--clusters", "-s": "--oversubscribe", "-k": "--no-kill", "-H": "--hold",
-        "-i": "--input", "-W": "--wait", "-Q": "--quiet", "-v": "--verbose", "-O": "--overcommit",
-        "-m": "--distribution", "-S": "--core-spec", "-B": "--extra-node-info", "-b": "--begin",
-        "-F": "--nodefile", "-l": "--label", "-u": "--unbuffered", "-K": "--kill-on-bad-exit",
-        "-r": "--relative", "-Z": "--no-allocate", "-T": "--threads",
+        "-i": "--input", "-W": "--wait", "-Q": "--quiet", "-v": "--verbose",
+        "-m": "--distribution", "-b": "--begin", "-l": "--label", "-u": "--unbuffered",
+        "-K": "--kill-on-bad-exit", "-r": "--relative",
         "--tasks-per-node": "--ntasks-per-node",
     },
 )  # fmt: skip

@@ -80,7 +80,7 @@ def test_a_program_runs_where_it_was_copied_without_clusterkit(name: str, tmp_pa
                 "MASTER_PORT": "0"}  # fmt: skip
     done = subprocess.run(
         [sys.executable, *launcher, files[0], *words],
-        cwd=folder, env=env, capture_output=True, text=True, timeout=120,
+        cwd=folder, env=env, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert said in done.stdout
