@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -79,6 +80,21 @@ def test_nobody_in_a_container_but_root_can_add_a_key() -> None:
     assert open_to_all == ["/checkpoints"]
     assert "chown 1000:0 /home/clusterkit" in DOCKERFILE
     assert "chmod 0770 /home/clusterkit" in DOCKERFILE
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh: apt-get install openssh-client")
+def test_the_images_ssh_leaves_other_hosts_than_pods_alone() -> None:
+    def port(host: str) -> str:
+        argv = ["ssh", "-G", "-F", str(DOCKER / "ssh_config"), host]
+        said = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+        settings = dict(line.split(" ", 1) for line in said.splitlines())
+        strict = settings["stricthostkeychecking"]
+        assert (settings["port"] == "2222") == (strict in ("no", "false")), said
+        return settings["port"]
+
+    pods = ("zero3-worker-0", "zero3-worker-11.zero3.default.svc", "zero3-launcher.zero3.ns.svc")
+    assert {port(host) for host in (*pods, "node0", "node15", "localhost")} == {"2222"}
+    assert {port(host) for host in ("github.com", "git", "gitea.tools.svc", "10.0.0.7")} == {"22"}
 
 
 def test_what_changes_often_comes_last() -> None:
