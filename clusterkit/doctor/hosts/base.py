@@ -165,6 +165,7 @@ class Answer:
             ran there, or the answer was cut short.
         interpreter: the one that ran; not that of the ranks if that does not work.
         reached_at: the address at which SSH reached it.
+        installer: apt-get or dnf, whichever is there; empty: neither.
         stderr: messages of shells and of interpreters that do not work.
         outputs: by name of the script.
     """
@@ -177,6 +178,7 @@ class Answer:
     ended: float | None = None
     interpreter: str = ""
     reached_at: str = ""
+    installer: str = ""
     stderr: str = ""
     outputs: Mapping[str, Output] = field(default_factory=dict)
 

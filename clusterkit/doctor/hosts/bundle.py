@@ -40,6 +40,7 @@ class _Line(Output, frozen=True):
     ended: float | None = None
     interpreter: str = ""
     reached_at: str = ""
+    installer: str = ""
 
 
 def command(
@@ -117,4 +118,5 @@ def parse(stdout: str) -> Answer:
         ended=last.ended,
         interpreter=first.interpreter,
         reached_at=first.reached_at,
+        installer=first.installer,
     )

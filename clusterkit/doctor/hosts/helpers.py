@@ -47,6 +47,19 @@ def size_text(count: float) -> str:
     return f"{count:.0f} B"
 
 
+_OF_DNF = {"g++": "gcc-c++", "python3-dev": "python3-devel"}
+"""Packages of Debian and Ubuntu that Fedora and its kin call differently."""
+
+
+def install_packages(installer: str, packages: Iterable[str]) -> str:
+    """Return the command that installs packages, given by Debian's names, on a host that has this
+    installer."""
+    if installer == "dnf":
+        # Python's venv is part of its package there.
+        packages = [_OF_DNF.get(name, name) for name in packages if not name.endswith("-venv")]
+    return f"sudo {installer or 'apt-get'} install -y {' '.join(packages)}"
+
+
 class Process(Struct):
     """A process on a host that holds something the job needs."""
 

@@ -84,7 +84,9 @@ def main(tasks: list[dict[str, Any]], given: dict[str, Any], interpreter: str) -
     try:
         # "client client-port server server-port": the address at which this host was reached.
         reached = (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[2]
-        _print({"began": time.time(), "interpreter": interpreter, "reached_at": reached})
+        found = [name for name in ("apt-get", "dnf") if os.path.exists(f"/usr/bin/{name}")]
+        began = {"began": time.time(), "interpreter": interpreter, "reached_at": reached}
+        _print({**began, "installer": (found or [""])[0]})
         code = 0
         running = _start_all([task for task in tasks if not task["in_process"]], given)
         for task in tasks:

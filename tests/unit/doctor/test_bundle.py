@@ -256,7 +256,7 @@ def test_the_command_of_all_scripts_for_many_hosts_fits_into_an_argument():
 # ---------------------------------------------------------------- parsing
 
 FRAMES = [
-    {"began": 5.0, "interpreter": "p", "reached_at": "10.0.0.1"},
+    {"began": 5.0, "interpreter": "p", "reached_at": "10.0.0.1", "installer": "dnf"},
     {"name": "a", "value": {"x": 1}},
     {"name": "b", "error": "broken"},
     {"name": "c", "timed_out": "D"},
@@ -272,6 +272,7 @@ def test_frames_are_told_from_a_greeting():
     reply = bundle.parse("Welcome to h1!\nno newline at the end" + text() + "bye\n")
     assert (reply.began, reply.ended, reply.interpreter) == (5.0, 6.0, "p")
     assert reply.reached_at == "10.0.0.1"
+    assert reply.installer == "dnf"
     assert msgspec.json.decode(reply.outputs["a"].value) == {"x": 1}
     assert reply.outputs["b"].error == "broken"
     assert reply.outputs["c"].timed_out == "D"

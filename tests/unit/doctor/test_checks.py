@@ -341,6 +341,41 @@ def test_a_new_interpreter_gets_the_packages_of_the_others(judged, interpreter, 
     assert (named in remedy) == (interpreter == "python3")
 
 
+def test_remedies_install_with_what_the_host_has(judged):
+    no_driver = nvidia(devices=8) | {"query": None}
+    outputs = {"python": python((3, 9, 1)), "packages": packages(), "nvidia": no_driver,
+               "compiler": tools(compiler=None, ninja=None, headers=False)}  # fmt: skip
+    late = {"sent": 0.0, "received": 0.2, "began": 900.1, "ended": 900.1}
+    remedies = {}
+    for installer in ("", "apt-get", "dnf"):
+        host = make_answer(outputs, installer=installer, **late)
+        subject = make_subject(1, needs=needs(deepspeed=True))
+        for check in ("python", "compiler", "clock", "gpu-driver"):
+            told = judged(check, subject, host)["h0"]
+            assert told.remedy, told
+            remedies[installer, check] = told.remedy.split("  # ")[0]
+    make = (
+        "&& sudo python3.11 -m venv /opt/clusterkit/python3.11 && "
+        "sudo /opt/clusterkit/python3.11/bin/python -m pip install torch==2.13.0"
+    )
+    assert remedies["dnf", "python"].startswith(f"sudo dnf install -y python3.11 {make}")
+    apt = "sudo apt-get install -y "
+    assert remedies["apt-get", "python"].startswith(f"{apt}python3.11 python3.11-venv {make}")
+    assert remedies["dnf", "compiler"] == "sudo dnf install -y gcc-c++ ninja-build python3-devel"
+    assert remedies["apt-get", "compiler"] == f"{apt}g++ ninja-build python3-dev"
+    assert remedies["dnf", "clock"] == (
+        "sudo dnf install -y chrony && sudo systemctl enable --now chronyd && sudo chronyc makestep"
+    )
+    assert remedies["apt-get", "clock"] == f"{apt}chrony && sudo chronyc makestep"
+    assert remedies["dnf", "gpu-driver"] == (
+        "sudo dnf install -y nvidia-driver-cuda kmod-nvidia-open-dkms"
+    )
+    # Not Debian's own, which torch's CUDA then finds too old.
+    assert remedies["apt-get", "gpu-driver"] == f"{apt}nvidia-driver-580"
+    for check in ("python", "compiler", "clock", "gpu-driver"):
+        assert remedies["", check] == remedies["apt-get", check]
+
+
 def test_another_python_comes_with_torch_as_well(judged):
     whole = make_answer({"python": python(), "packages": packages()})
     old = make_answer({"python": python((3, 10, 1)), "packages": packages()})

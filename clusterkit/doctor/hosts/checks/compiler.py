@@ -17,6 +17,7 @@ from clusterkit.doctor.base import Verdict, fail, ok, warn
 from clusterkit.doctor.hosts.base import Answers, HostSubject, check, script
 from clusterkit.doctor.hosts.checks.gpus import collect_nvidia
 from clusterkit.doctor.hosts.checks.packages import Packages, collect_packages
+from clusterkit.doctor.hosts.helpers import install_packages
 from clusterkit.doctor.hosts.runner import run, text_of
 
 STALE = 600.0
@@ -111,8 +112,8 @@ def compiler(answers: Answers) -> Iterator[Verdict]:
         cuda = found.cuda() if (found := packages.get(host)) else None
         if missing:
             cause = f"no {' and no '.join(missing)}: {_WITHOUT}"
-            install = ["sudo", "apt-get", "install", "-y", *missing.values()]
-            yield warn(host, cause, shell.join(install))
+            installer = answers.of[host].installer
+            yield warn(host, cause, install_packages(installer, missing.values()))
         elif (device == "cuda" or has_gpus) and (cause := _wrong_nvcc(tools, cuda)):
             remedy = _toolkit(answers.machines[host].python, cuda, found)
             yield warn(host, cause, remedy)

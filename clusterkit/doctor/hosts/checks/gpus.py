@@ -15,7 +15,12 @@ from clusterkit.backends.gpus import CORRUPT_INFOROM, is_error, names
 from clusterkit.doctor.base import Level, Verdict, fail, ok, shortened, skip, warn
 from clusterkit.doctor.hosts.base import Answers, HostSubject, check, script
 from clusterkit.doctor.hosts.checks.packages import Packages, collect_packages, with_cuda
-from clusterkit.doctor.hosts.helpers import Process, end_processes, most_common
+from clusterkit.doctor.hosts.helpers import (
+    Process,
+    end_processes,
+    install_packages,
+    most_common,
+)
 from clusterkit.doctor.hosts.runner import run, text_of, user_of
 from clusterkit.errors import counted, listed
 from clusterkit.host_probe import ROOT, gpus_on_pci
@@ -227,19 +232,24 @@ def gpu_driver(answers: Answers) -> Iterator[Verdict]:
     usual = most_common(versions.values(), "")
     for host, nvidia in seen.items():
         python = answers.machines[host].python
-        yield _driver(host, nvidia, versions.get(host), usual, packages.get(host), python)
+        installer = answers.of[host].installer
+        yield _driver(
+            host, nvidia, versions.get(host), usual, packages.get(host), python, installer
+        )
 
 
 def _driver(
     host: str, nvidia: Nvidia, version: str | None, usual: str, packages: Packages | None,
-    python: str,
+    python: str, installer: str,
 ) -> Verdict:  # fmt: skip
+    cuda = packages.cuda() if packages is not None else None
+    oldest = OLDEST_DRIVER.get(cuda[0] if cuda else 0)
     if nvidia.query is None:
         cause = "there is no nvidia-smi"
         if nvidia.devices or nvidia.pci:
             seen = f"/dev has {nvidia.devices}" if nvidia.devices else f"PCI has {len(nvidia.pci)}"
             cause += f", though {seen} GPUs"
-        return fail(host, cause, "sudo apt-get install -y nvidia-driver nvidia-smi")
+        return fail(host, cause, _install(oldest or max(OLDEST_DRIVER.values()), installer))
     complaint = nvidia.complaint
     harmless = bool(nvidia.gpus) and nvidia.query.exit_code == CORRUPT_INFOROM
     if complaint is not None and not harmless:
@@ -253,15 +263,13 @@ def _driver(
         return fail(
             host, cause, f"{with_cuda(python, torch)}  # from an index that has it for CUDA"
         )
-    cuda = packages.cuda() if packages is not None else None
     branch = version.partition(".")[0]
-    oldest = OLDEST_DRIVER.get(cuda[0] if cuda else 0)
     if cuda and oldest is not None and branch.isdecimal() and int(branch) < oldest:
         cause = f"driver {version} is too old for torch's CUDA {cuda[0]}: {oldest} is needed"
-        return fail(host, cause, _install(oldest))
+        return fail(host, cause, _install(oldest, installer))
     if version != usual:
         cause = f"driver {version}, but {usual} on the other hosts"
-        return warn(host, cause, _install(usual.partition(".")[0]))
+        return warn(host, cause, _install(usual.partition(".")[0], installer))
     if harmless and complaint is not None:
         return warn(
             host, f"{complaint}; the GPUs work", "nvidia-smi -q | grep -A 9 'Inforom Version'"
@@ -269,10 +277,13 @@ def _driver(
     return ok(host, version)
 
 
-def _install(branch: int | str) -> str:
+def _install(branch: int | str, installer: str) -> str:
+    if installer == "dnf":
+        packages = install_packages(installer, ["nvidia-driver-cuda", "kmod-nvidia-open-dkms"])
+        return f"{packages}  # branch {branch}, from NVIDIA's repository"
     return (
-        f"sudo apt-get install -y nvidia-driver-{branch}  # Ubuntu's name; Debian's own drivers are"
-        " older: NVIDIA's repository has it"
+        f"{install_packages(installer, [f'nvidia-driver-{branch}'])}  # Ubuntu's name; Debian's own"
+        " drivers are older: NVIDIA's repository has it"
     )
 
 

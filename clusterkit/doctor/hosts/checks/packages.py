@@ -12,7 +12,7 @@ from msgspec import Struct
 from clusterkit import shell
 from clusterkit.doctor.base import Level, Verdict, fail, ok, shortened, skip
 from clusterkit.doctor.hosts.base import Answers, HostSubject, check, script
-from clusterkit.doctor.hosts.helpers import most_common
+from clusterkit.doctor.hosts.helpers import install_packages, most_common
 from clusterkit.host_probe import versions
 
 OLDEST = (3, 11)
@@ -127,11 +127,13 @@ def python(answers: Answers) -> Iterator[Verdict]:
             yield skip(host, "it did not answer")
         elif host not in working:
             complaint = shortened(answer.stderr) or "no output"
-            yield fail(host, f"{python} does not work: {complaint}", _make(python, packages))
+            remedy = _make(python, packages, answer.installer)
+            yield fail(host, f"{python} does not work: {complaint}", remedy)
     seen = answers.read(collect_python, hosts=working)
     usual = most_common((python.version for python in seen.values()), (0, 0, 0))
-    remedy = _install(f"python{_dotted(max(usual[:2], OLDEST))}", packages)
+    base = f"python{_dotted(max(usual[:2], OLDEST))}"
     for host, found in seen.items():
+        remedy = _install(base, packages, answers.of[host].installer)
         python, version = answers.machines[host].python, _dotted(found.version)
         if found.version < OLDEST:
             cause = f"{python} is Python {version}; {_dotted(OLDEST)} or newer is needed"
@@ -159,21 +161,21 @@ def _packages_to_install(answers: Answers) -> dict[str, str]:
     return {name: version for name, version in found.items() if version or name in needed}
 
 
-def _make(python: str, packages: dict[str, str]) -> str:
+def _make(python: str, packages: dict[str, str], installer: str) -> str:
     """Return the command that makes an interpreter that is missing, with the packages."""
     folder, _, _ = python.rpartition("/bin/")
     if folder in ("", "/usr", "/usr/local"):
-        return _install("python3", packages)
+        return _install("python3", packages, installer)
     return _environment("python3", folder, packages)
 
 
-def _install(base: str, packages: dict[str, str]) -> str:
+def _install(base: str, packages: dict[str, str], installer: str) -> str:
     """Return the command that installs a Python and makes an environment of it; pip may not write
     into the system's."""
     folder = f"/opt/clusterkit/{base}"
     make = _environment(base, folder, packages, "sudo ")
     return (
-        f"sudo apt-get install -y {base} {base}-venv && {make}"
+        f"{install_packages(installer, [base, f'{base}-venv'])} && {make}"
         f"  # then python: {folder}/bin/python in the cluster entry"
     )
 

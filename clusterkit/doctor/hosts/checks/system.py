@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from clusterkit.doctor.base import Level, Verdict, ok
 from clusterkit.doctor.hosts.base import Answer, Answers, check, script
-from clusterkit.doctor.hosts.helpers import most_common
+from clusterkit.doctor.hosts.helpers import install_packages, most_common
 from clusterkit.doctor.hosts.runner import text_of
 
 
@@ -102,7 +102,10 @@ def agreed(spans: Iterable[Span]) -> float:
     )
 
 
-_SET_CLOCK = "sudo apt-get install -y chrony && sudo chronyc makestep"
+def _set_clock(installer: str) -> str:
+    # Debian's package starts the service; that of Fedora and its kin does not.
+    start = "sudo systemctl enable --now chronyd && " if installer == "dnf" else ""
+    return f"{install_packages(installer, ['chrony'])} && {start}sudo chronyc makestep"
 
 
 @check()
@@ -122,7 +125,7 @@ def clock(answers: Answers) -> Iterator[Verdict]:
                 level = "warn"  # it differs from the submitter's clock alone
             else:
                 cause += ": logs of the nodes are merged by time"
-            yield Verdict(host, level, cause, _SET_CLOCK)
+            yield Verdict(host, level, cause, _set_clock(answers.of[host].installer))
         yield ok(host, "agrees")
 
 
