@@ -6,8 +6,12 @@ What it does to hosts is tested in tests/live/ssh/test_ansible.py.
 from __future__ import annotations
 
 import functools
+import json
+import os
 import re
 import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,9 @@ GIVEN = {
     "clusterkit_cluster",
     "clusterkit_python",
     "cluster_packages",
+    "cluster_source",
+    "cluster_source_key",
+    "cluster_source_name",
     "dict",
     "groups",
     "hostvars",
@@ -37,7 +44,7 @@ GIVEN = {
     "omit",
     "playbook_dir",
 }
-"""What inventories, callers of packages.yml and Ansible itself give, beside ansible_*."""
+"""What inventories, callers of packages.yml and source.yml and Ansible give, beside ansible_*."""
 
 
 def load(path: Path) -> Any:
@@ -115,6 +122,39 @@ def made(name: str) -> set[str]:
             found |= {step["register"]} if "register" in step else set()
             found |= set(step.get("vars", {})) | set(step.get("ansible.builtin.set_fact", {}))
     return found
+
+
+def filled_in(
+    name: str, names: list[str], hosts: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Variables of a role as Ansible fills them in on hosts with these `facts` and variables."""
+    with tempfile.TemporaryDirectory(prefix="cku") as folder:
+        # At the place of site.yml, whose folder roles know.
+        (Path(folder) / "ansible").mkdir()
+        for link in ("docker", "constraints.txt"):
+            (Path(folder) / link).symlink_to(CHECKOUT / link)
+        facts = {key: f"{{{{ facts.{key} }}}}" for each in hosts.values() for key in each["facts"]}
+        wanted = f"{{{{ dict({names} | zip({names} | map('extract', vars))) }}}}"
+        everyone = "{{ dict(groups.all | zip(hostvars.values() | map(attribute='found'))) }}"
+        tasks = [
+            {"set_fact": {"cacheable": True, "given": True} | facts},
+            {"set_fact": {"found": wanted}},
+            {"copy": {"dest": f"{folder}/found.json", "content": everyone}, "run_once": True},
+        ]
+        play = {"hosts": "all", "gather_facts": False, "tasks": tasks}
+        (Path(folder) / "ansible/play.yml").write_text(json.dumps([play]))
+        local = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable}
+        inventory = {"all": {"hosts": hosts, "vars": defaults(name) | local}}
+        (Path(folder) / "hosts.json").write_text(json.dumps(inventory))
+        argv = [str(Path(sys.executable).with_name("ansible-playbook")), "-i", "hosts.json"]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("ANSIBLE_")}
+        environment |= {"ANSIBLE_HOME": folder + "/home", "LC_ALL": "C.UTF-8"}
+        done = subprocess.run(
+            [*argv, "ansible/play.yml"], cwd=folder, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        found: dict[str, dict[str, Any]] = json.loads(Path(folder, "found.json").read_text())
+        return found
 
 
 # ---------------------------------------------------------------- every role is whole
@@ -229,9 +269,15 @@ def test_names_in_packages_that_the_interpreter_gets_are_pinned() -> None:
         for line in (CHECKOUT / "constraints.txt").read_text().splitlines()
         if "==" in line
     }
-    wanted = defaults("python_env")
-    assert wanted["python_env_torch"] == ["torch"]
-    assert {name.lower() for name in wanted["python_env_packages"]} <= pinned
+    host = filled_in(
+        "python_env", ["python_env_torch", "python_env_packages"], {"h": {"facts": {}}}
+    )["h"]
+    assert host["python_env_torch"] == ["torch"]
+    names = {name.lower() for name in host["python_env_packages"]}
+    assert names <= pinned
+    # What pyproject.toml says, from there.
+    assert {"accelerate", "deepspeed", "transformers", "msgspec"} <= names
+    assert not names & {"torch", "setuptools", "clusterkit"}
 
 
 @pytest.mark.parametrize("path", sorted(ANSIBLE.rglob("*.j2")), ids=lambda path: path.name)
@@ -273,21 +319,30 @@ def gpus_of(tmp_path: Path) -> Any:
     return find
 
 
-def test_gpus_are_nvidias_display_and_3d_controllers(gpus_of: Any) -> None:
+def test_gpus_switches_and_rdma_are_told_by_vendor_and_class(gpus_of: Any) -> None:
     found = gpus_of(
         {
             "0000:01:00.0": ("0x10de", "0x030000"),
             "0000:01:00.1": ("0x10de", "0x040300"),  # its audio
             "0000:07:00.0": ("0x10de", "0x068000"),  # an NVSwitch
+            "0000:08:00.0": ("0x8086", "0x068000"),
             "0000:0a:00.0": ("0x10de", "0x030200"),
             "0000:0b:00.0": ("0x1002", "0x030000"),
-            "0000:0c:00.0": ("0x15b3", "0x020700"),
+            "0000:0c:00.0": ("0x15b3", "0x020700"),  # InfiniBand
+            "0000:0c:00.1": ("0x15b3", "0x020000"),  # its Ethernet
+            "0000:0c:00.2": ("0x8086", "0x020000"),
             "0000:0d:00.0": (None, "0x030200"),
             "0000:0e:00.0": ("0x10de", None),
             "0000:0f:00.0": ("", ""),
         }
     )
-    assert found == ["0000:01:00.0", "0000:0a:00.0"]
+    assert found == [
+        "gpu 0000:01:00.0",
+        "nvswitch 0000:07:00.0",
+        "gpu 0000:0a:00.0",
+        "rdma 0000:0c:00.0",
+        "rdma 0000:0c:00.1",
+    ]
 
 
 @pytest.mark.parametrize("devices", [None, {}])
@@ -338,6 +393,121 @@ def set_kernel(file: Path, value: str, check: str) -> str:
     return done.stdout.strip()
 
 
+# ---------------------------------------------------------------- packages by distribution
+
+DEBIAN = {"distribution": "Debian", "architecture": "x86_64", "kernel": "6.1.0-41-amd64"}
+UBUNTU = {"distribution": "Ubuntu", "architecture": "x86_64", "kernel": "6.8.0-90-generic"}
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "bookworm": DEBIAN | {"distribution_major_version": "12"},
+    "trixie": DEBIAN | {"distribution_major_version": "13", "kernel": "6.12.57+deb13-cloud-amd64"},
+    "arm": DEBIAN
+    | {
+        "distribution_major_version": "13",
+        "architecture": "aarch64",
+        "kernel": "6.12.57-arm64-16k",
+    },
+    "self-built": DEBIAN | {"distribution_major_version": "13", "kernel": "6.18.44"},
+    "jammy": UBUNTU | {"distribution_major_version": "22"},
+    "noble": UBUNTU | {"distribution_major_version": "24"},
+}
+
+
+def test_docker_and_its_compose_plugin_by_distribution() -> None:
+    # What their archives had in November 2026; docker-compose of Debian 12 is 1.29, no plugin.
+    names = ["docker_packages", "docker_compose_packages"]
+    hosts: dict[str, dict[str, Any]] = {host: {"facts": facts} for host, facts in SYSTEMS.items()}
+    hosts["own"] = {"facts": SYSTEMS["bookworm"], "docker_source": "Types: deb"}
+    found = filled_in("docker", names, hosts)
+    assert {host: tuple(found[host].values()) for host in found} == {
+        "bookworm": (["docker.io"], []),
+        "trixie": (["docker.io", "docker-cli"], ["docker-compose"]),
+        "arm": (["docker.io", "docker-cli"], ["docker-compose"]),
+        "self-built": (["docker.io", "docker-cli"], ["docker-compose"]),
+        "jammy": (["docker.io"], ["docker-compose-v2"]),
+        "noble": (["docker.io"], ["docker-compose-v2"]),
+        "own": (["docker-ce", "docker-ce-cli", "containerd.io", "docker-compose-plugin"], []),
+    }
+
+
+HEADERS = {
+    "bookworm": "linux-headers-amd64",
+    "trixie": "linux-headers-cloud-amd64",
+    "arm": "linux-headers-arm64-16k",
+    "self-built": "linux-headers-amd64",
+}
+KERNELS = {
+    "none": ("noble", [], []),  # and is refused
+    "generic": ("noble", ["generic"], ["generic"]),
+    "newer": ("jammy", ["generic", "generic-hwe-22.04"], ["generic", "generic-hwe-22.04"]),
+    "cloud": ("noble", ["aws"], ["aws"]),
+    "guest": ("noble", ["virtual", "generic"], ["generic"]),
+}
+IMAGES = [
+    "linux-image-6.8.0-90-generic installed",
+    "linux-image-unsigned-6.11.0-19-generic installed",
+    "linux-image-gcp config-files",
+    "linux-image-extra-virtual installed",
+]
+
+
+def test_the_drivers_packages_by_distribution_kernel_and_source() -> None:
+    hosts: dict[str, dict[str, Any]] = {}
+    for host in HEADERS:
+        hosts[host] = {"facts": SYSTEMS[host]}
+        hosts[f"{host}-source"] = {"facts": SYSTEMS[host], "nvidia_driver_source": "Types: deb"}
+    for host, (system, kernels, _) in KERNELS.items():
+        lines = [*IMAGES, *(f"linux-image-{kernel} installed" for kernel in kernels)]
+        images = {"stdout_lines": lines}
+        hosts[host] = {"facts": SYSTEMS[system], "nvidia_driver_images": images}
+    names = ["nvidia_driver_packages", "nvidia_driver_pinning", "nvidia_driver_components"]
+    found = {k: tuple(v.values()) for k, v in filled_in("nvidia_driver", names, hosts).items()}
+    for host, headers in HEADERS.items():
+        packages, pinning, components = found[host]
+        assert (packages[0], packages[-1]) == (headers, "nvidia-smi")
+        assert (pinning, components) == ([], ALL.split()[1:])
+        nvidias = ["nvidia-kernel-open-dkms", "nvidia-persistenced", "nvidia-driver-cuda"]
+        pinning = ["nvidia-driver-pinning-580"]
+        assert found[f"{host}-source"] == ([headers, *nvidias], pinning, ["contrib"])
+    for host, (_, _, kernels) in KERNELS.items():
+        assert found[host][0] == [
+            *(f"linux-modules-nvidia-580-server-open-{kernel}" for kernel in kernels),
+            "nvidia-headless-no-dkms-580-server-open",
+            "nvidia-utils-580-server",
+        ]
+
+
+@pytest.mark.parametrize(
+    ("license", "dmabuf", "loads", "said"),
+    [
+        (None, "yes", True, "no driver"),
+        ("Dual MIT/GPL", "yes", False, "dma-buf"),
+        ("Dual MIT/GPL", "no", True, "nvidia-peermem"),
+        ("NVIDIA", "yes", True, "nvidia-peermem"),
+        ("NVIDIA", "yes", False, "neither"),
+    ],
+)
+def test_the_way_from_infiniband_to_gpu_memory(
+    tmp_path: Path, license: str | None, dmabuf: str, loads: bool, said: str
+) -> None:
+    step = task("Look how InfiniBand gets at", role("rdma", "tasks", "install.yml"))
+    modinfo = f"echo '{license}'" if license else "exit 1"
+    scripts = {
+        "modinfo": f'test "$*" = "-F license nvidia" && {modinfo}',
+        "modprobe": f'test "$*" = "--dry-run nvidia-peermem" && exit {0 if loads else 1}',
+    }
+    for name, text in scripts.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        ["/bin/sh", "-c", step["ansible.builtin.shell"]],
+        env={"PATH": str(tmp_path), "DMABUF": dmabuf, "CHECK": "--dry-run"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout.strip(), done.stderr) == (said, "")
+
+
 # ---------------------------------------------------------------- regular expressions
 
 
@@ -381,7 +551,7 @@ def with_components(text: str, form: str) -> str:
     path = role("nvidia_driver", "tasks", "install.yml")
     (step,) = (t for t in tasks(path) if form in t["name"])
     replace = step["ansible.builtin.replace"]
-    for component in defaults("nvidia_driver")["nvidia_driver_components"]:
+    for component in ALL.split()[1:]:
         text = re.sub(
             replace["regexp"].replace("{{ item }}", component),
             replace["replace"].replace("{{ item }}", component),

@@ -43,7 +43,13 @@ WHEN_CHANGED = tested.when_changed("ansible")
 
 PLAYBOOK = CHECKOUT / "ansible" / "site.yml"
 BIN = Path(sys.executable).parent
-GPUS = ("0000:17:00.0", "0000:3d:00.0")
+DEVICES = (
+    ("0000:17:00.0", "0x10de", "0x030200"),
+    ("0000:3d:00.0", "0x10de", "0x030200"),
+    ("0000:3e:00.0", "0x10de", "0x068000"),
+    ("0000:3f:00.0", "0x15b3", "0x020700"),
+)
+"""Of h1: two GPUs, an NVSwitch and InfiniBand."""
 VENV = "/opt/clusterkit/venv"
 NODES = ("h0", "h1")
 PACKAGES = ["transformers", "PyYAML"]
@@ -71,20 +77,36 @@ test -e /etc/munge/munge.key || head -c 1024 /dev/urandom >/etc/munge/munge.key
 chown -R munge: /etc/munge
 chmod 0400 /etc/munge/munge.key
 """
+PERSISTENCED = """[Unit]
+StopWhenUnneeded=true
+[Service]
+Type=forking
+ExecStart=/usr/bin/nvidia-persistenced --user nvidia-persistenced --no-persistence-mode --verbose
+"""
+"""As Ubuntu has it."""
 PROGRAMS = {
     "slurmd": {"usr/sbin/slurmd": SLURMD, "etc/slurm/.keep": ""},
     "nvidia-container-toolkit": {"usr/bin/nvidia-ctk": NVIDIA_CTK},
     # No kernel module is loaded before the restart.
-    "nvidia-smi": {"usr/bin/nvidia-smi": "#!/bin/sh\nexit 9\n"},
+    "nvidia-driver-cuda": {"usr/bin/nvidia-smi": "#!/bin/sh\nexit 9\n"},
+    "nvidia-persistenced": {"usr/lib/systemd/system/nvidia-persistenced.service": PERSISTENCED},
     "docker.io": {"usr/bin/dockerd": "#!/bin/sh\nexit 1\n"},
 }
 """Files of packages that roles look for or call."""
-COMPONENTS = {
-    "contrib": ["nvidia-persistenced"],
-    "non-free-firmware": ["firmware-nvidia-gsp"],
-    "non-free": ["libcuda1", "nvidia-kernel-dkms", "nvidia-smi"],
-}
-"""Where Debian has what is not in main."""
+NEW = "999:1"
+"""Newer than any: others break with old ones."""
+NVIDIAS = [
+    ("nvidia-driver-cuda", "580.95.05-1"),
+    ("nvidia-driver-pinning-580", "580-1"),
+    ("nvidia-fabricmanager", "580.95.05-1"),
+    ("nvidia-fabricmanager", "590.44.01-1"),
+    ("nvidia-kernel-open-dkms", "580.95.05-1"),
+    ("nvidia-persistenced", "580.95.05-1"),
+]
+"""Of NVIDIA's package source, where the newest fabric manager is not the driver's."""
+OTHERS = [("nvidia-driver-old", "535.261.03-1"), ("nvidia-fabricmanager-580", "580.65.06-1")]
+"""What the distribution has of them."""
+SOURCE = "Types: deb\nURIs: file:/srv/archive\nSuites: {}\nComponents: main\nTrusted: yes\n"
 
 
 def defaults(role: str) -> dict[str, Any]:
@@ -99,13 +121,13 @@ def headers() -> str:
     return f"linux-headers-{'cloud-' if 'cloud' in platform.release() else ''}{processor}"
 
 
-def make_deb(folder: Path, name: str) -> Path:
-    """A package that holds next to nothing, newer than any: others break with old ones."""
+def make_deb(folder: Path, name: str, version: str) -> Path:
+    """A package that holds next to nothing."""
     tree = folder / name
     (tree / "DEBIAN").mkdir(parents=True)
     (tree / "DEBIAN" / "control").write_text(
-        f"Package: {name}\nVersion: 999:1\nArchitecture: all\nMaintainer: test <test@example.org>\n"
-        "Description: made for a test\n"
+        f"Package: {name}\nVersion: {version}\nArchitecture: all\n"
+        "Maintainer: test <test@example.org>\nDescription: made for a test\n"
     )
     for path, text in PROGRAMS.get(name, {}).items():
         (tree / path).parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +136,7 @@ def make_deb(folder: Path, name: str) -> Path:
     if name == "munge":
         (tree / "DEBIAN" / "postinst").write_text(MUNGE)
         (tree / "DEBIAN" / "postinst").chmod(0o755)
-    file = folder / f"{name}.deb"
+    file = folder / f"{name}_{version.replace(':', '-')}.deb"
     subprocess.run(["dpkg-deb", "--root-owner-group", "--build", tree, file], check=True,
                    capture_output=True)  # fmt: skip
     shutil.rmtree(tree)
@@ -122,42 +144,43 @@ def make_deb(folder: Path, name: str) -> Path:
 
 
 def make_archive(folder: Path) -> None:
-    """An archive of every package that a role installs, in the form of Debian's."""
-    names = set(defaults("base")["base_packages"])
-    for role in ("chrony", "docker", "nfs", "nvidia_container_toolkit", "slurm"):
+    """An archive of every package that a role installs, as Debian's are made; NVIDIA's beside it."""
+    names = {"docker.io", "docker-cli", "docker-compose", "python3-packaging", headers()}
+    names |= set(defaults("base")["base_packages"])
+    for role in ("chrony", "docker", "nfs", "nvidia_container_toolkit", "rdma", "slurm"):
         for key, value in defaults(role).items():
             if key.endswith("_packages") and isinstance(value, list):
                 names |= set(value)
-    names |= {"docker.io", "docker-cli", "python3-packaging", headers()} | {
-        n for part in COMPONENTS.values() for n in part
-    }
-    component = {name: part for part, listed in COMPONENTS.items() for name in listed}
-    indexes = dict.fromkeys(["main", *COMPONENTS], "")
-    pool = folder / "pool"
-    pool.mkdir(parents=True)
-    for name in sorted(names):
-        deb = make_deb(pool, name)
-        control = subprocess.run(["dpkg-deb", "--field", deb], check=True, capture_output=True,
-                                 text=True).stdout  # fmt: skip
-        indexes[component.get(name, "main")] += (
-            f"{control.strip()}\nFilename: pool/{deb.name}\nSize: {deb.stat().st_size}\n"
-            f"SHA256: {hashlib.sha256(deb.read_bytes()).hexdigest()}\n\n"
-        )
-    suite = folder / "dists" / "stable"
+    (folder / "pool").mkdir(parents=True)
+    make_suite(folder, "stable", {"main": [*((n, NEW) for n in names), *OTHERS], "contrib": []})
+    make_suite(folder, "nvidia", {"main": NVIDIAS})
+
+
+def make_suite(folder: Path, name: str, components: dict[str, list[tuple[str, str]]]) -> None:
+    suite = folder / "dists" / name
     sums = ""
     architecture = subprocess.run(["dpkg", "--print-architecture"], check=True, text=True,
                                   capture_output=True).stdout.strip()  # fmt: skip
-    for part, text in indexes.items():
+    for part, packages in components.items():
+        index = ""
+        for package, version in sorted(packages):
+            deb = make_deb(folder / "pool", package, version)
+            control = subprocess.run(["dpkg-deb", "--field", deb], check=True, capture_output=True,
+                                     text=True).stdout  # fmt: skip
+            index += (
+                f"{control.strip()}\nFilename: pool/{deb.name}\nSize: {deb.stat().st_size}\n"
+                f"SHA256: {hashlib.sha256(deb.read_bytes()).hexdigest()}\n\n"
+            )
         file = suite / part / f"binary-{architecture}" / "Packages.gz"
         file.parent.mkdir(parents=True)
         for path, data in (
-            (file, gzip.compress(text.encode())),
-            (file.with_suffix(""), text.encode()),
+            (file, gzip.compress(index.encode())),
+            (file.with_suffix(""), index.encode()),
         ):
             path.write_bytes(data)
             sums += f" {hashlib.sha256(data).hexdigest()} {len(data)} {path.relative_to(suite)}\n"
     (suite / "Release").write_text(
-        f"Suite: stable\nCodename: stable\nComponents: {' '.join(indexes)}\n"
+        f"Suite: {name}\nCodename: {name}\nComponents: {' '.join(components)}\n"
         f"Architectures: {architecture}\nDate: Sat, 01 Jan 2022 00:00:00 UTC\nSHA256:\n{sums}"
     )
 
@@ -355,8 +378,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yaml.safe_dump(
             {
                 "base_authorized_keys": ["ssh-ed25519 AAAAC3Nza someone@example.org"],
+                "base_keys_between_hosts": True,
                 "chrony_follow_first_host": True,
                 "cluster_aliases": ["{{ inventory_hostname }}.cluster.example"],
+                "cluster_containers": True,
                 "cluster_pci_devices": "/srv/pci",
                 "network_limits": {"nofile": 8192, "memlock": "unlimited"},
                 "network_mtu": 1400,
@@ -366,6 +391,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
                     "net.no.such": 1,
                 },
                 "nfs_enabled": True,
+                "nvidia_driver_secure_boot": "/srv/secure-boot",
+                "nvidia_driver_source": SOURCE.format("nvidia"),
                 "python_env_packages": PACKAGES,
                 "python_env_python": f"{VENV}/bin/python",
                 "python_env_wheelhouse_source": str(folder / "wheels"),
@@ -389,10 +416,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
                 gone = lab.ssh(host, "dpkg", "--force-all", "--remove", "docker.io")
                 assert gone.returncode == 0, gone.stderr
             shutil.copytree(archive, root / "srv/archive")
-            (sources / "debian.sources").write_text(
-                "Types: deb\nURIs: file:/srv/archive\nSuites: stable\n"
-                "Components: main\nTrusted: yes\n"
-            )
+            (sources / "debian.sources").write_text(SOURCE.format("stable"))
+            # One that has no plugins, whatever this machine has.
+            docker = root / "usr/local/bin/docker"
+            docker.write_text("#!/bin/sh\nexit 1\n")
+            docker.chmod(0o755)
             updated = lab.ssh(host, "apt-get", "update")
             assert updated.returncode == 0, updated.stderr
             hosts = root / "etc/hosts"
@@ -400,11 +428,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             (root / "etc/docker").mkdir(exist_ok=True)
             (root / "etc/docker/daemon.json").write_text('{"mtu": 1400, "log-opts": {"tag": "x"}}')
         (lab.root("h1") / "etc/cloud/cloud.cfg.d").mkdir(parents=True)
-        for gpu in GPUS:
-            device = lab.root("h1") / "srv/pci" / gpu
+        for name, vendor, kind in DEVICES:
+            device = lab.root("h1") / "srv/pci" / name
             device.mkdir(parents=True)
-            (device / "vendor").write_text("0x10de\n")
-            (device / "class").write_text("0x030200\n")
+            (device / "vendor").write_text(f"{vendor}\n")
+            (device / "class").write_text(f"{kind}\n")
+        (lab.root("h1") / "srv/secure-boot").write_bytes(b"\x06\0\0\0\x01")
         made = Site(lab, folder, variables, Path(home))
         yield made
         made.hang_up()
@@ -589,7 +618,57 @@ def test_gpu_roles_act_only_where_there_is_a_gpu(story: Story) -> None:
     for host, there in (("h0", False), ("h1", True)):
         assert (story.site.lab.root(host) / "usr/bin/nvidia-ctk").exists() is there
         sources = story.site.read(host, "/etc/apt/sources.list.d/debian.sources")
-        assert ("Components: main contrib non-free non-free-firmware" in sources) is there
+        assert ("Components: main contrib\n" in sources) is there
+
+
+def installed(story: Story, host: str) -> dict[str, str]:
+    """The packages of a host, with their versions."""
+    form = "${Package} ${Version} ${db:Status-Status}\\n"
+    listed = story.site.lab.ssh(host, "dpkg-query", "--show", "--showformat", form)
+    assert listed.returncode == 0, listed.stderr
+    rows = (line.split() for line in listed.stdout.splitlines())
+    return {row[0]: row[1] for row in rows if row[-1] == "installed"}
+
+
+def test_the_driver_is_nvidias_with_the_fabric_manager_of_its_version(story: Story) -> None:
+    packages = installed(story, "h1")
+    assert (
+        packages.items()
+        >= {
+            "nvidia-driver-cuda": "580.95.05-1",
+            "nvidia-driver-pinning-580": "580-1",
+            "nvidia-fabricmanager": "580.95.05-1",
+            headers(): NEW,
+        }.items()
+    )
+    assert not [name for name in installed(story, "h0") if name.startswith("nvidia")]
+    assert "h1 has Secure Boot on" in story.first.flat()
+    assert "h0 has Secure Boot on" not in story.first.flat()
+
+
+def test_the_persistence_daemon_keeps_persistence_mode_on(story: Story) -> None:
+    units = story.site.lab.root("h1") / "etc/systemd/system"
+    lines = (units / "nvidia-persistenced.service.d/clusterkit.conf").read_text().splitlines()
+    start = "ExecStart=/usr/bin/nvidia-persistenced --user nvidia-persistenced --verbose"
+    assert lines[lines.index("ExecStart=") + 1] == start
+    assert "StopWhenUnneeded=no" in lines
+    wanted = units / "multi-user.target.wants/nvidia-persistenced.service"
+    assert wanted.readlink() == Path("/lib/systemd/system/nvidia-persistenced.service")
+
+
+def test_infiniband_brings_its_packages(story: Story) -> None:
+    packages = defaults("rdma")["rdma_packages"]
+    assert all(installed(story, "h1").get(name) for name in packages)
+    assert "infiniband-diags" not in installed(story, "h0")
+
+
+def test_a_distribution_without_a_compose_plugin_is_named(story: Story) -> None:
+    if platform.freedesktop_os_release().get("VERSION_ID") == "12":
+        assert "h0 has no compose plugin of 2.20 or newer, and Debian 12 packages none" in (
+            story.first.flat()
+        )
+    else:
+        assert "docker-compose" in installed(story, "h0")
 
 
 def test_dockers_settings_hold_everybodys(read: Callable[[str, str], str]) -> None:
@@ -666,6 +745,19 @@ def later(story: Story) -> dict[str, Play]:
             "--tags nvidia_container_toolkit",
             {"nvidia_container_toolkit_packages": ["no-such-toolkit"]},
         ),
+        "no containers": ("--limit h1 --tags docker,nvidia", {"cluster_containers": False}),
+        "old driver": (
+            "--limit h1 --tags nvidia_driver",
+            {
+                "nvidia_driver_components": [],
+                "nvidia_driver_packages": ["nvidia-driver-old"],
+                "nvidia_driver_source": "",
+            },
+        ),
+        "fabric": (
+            "--limit h1 --tags nvidia_driver",
+            {"nvidia_driver_fabric_packages": ["nvidia-fabricmanager-580"]},
+        ),
         "address": ("--tags hosts", {"clusterkit_address": story.site.lab.hosts[0].address}),
         "names": ("--tags hosts", {"cluster_aliases": ["node"]}),
         "theirs": ("--tags python_env", {"python_env_python": "/srv/theirs/bin/python"}),
@@ -715,6 +807,37 @@ def test_a_toolkit_without_a_source_is_refused_with_what_to_set(later: dict[str,
     assert play.code == 2
     assert "apt on h1 knows no no-such-toolkit. Set nvidia_container_toolkit_source" in play.flat()
     assert play.recap["h0"]["failed"] == 0
+
+
+@WHEN_CHANGED
+def test_a_gpu_host_without_containers_needs_no_toolkit(later: dict[str, Play]) -> None:
+    play = later["no containers"]
+    assert play.code == 0, play.said
+    assert play.flat().count("h1: containers are not wanted (cluster_containers)") == 2
+    assert play.changes() == {"h1": 0}
+
+
+@WHEN_CHANGED
+def test_a_driver_that_is_too_old_is_refused_before_it_is_installed(
+    story: Story, later: dict[str, Play]
+) -> None:
+    play = later["old driver"]
+    assert play.code == 2
+    assert (
+        "h1: apt knows driver 535.261.03 (nvidia-driver-old), and torch's CUDA needs 580 "
+        "(nvidia_driver_minimum). Set nvidia_driver_source"
+    ) in play.flat()
+    assert play.changes() == {"h1": 0}
+    assert "nvidia-driver-old" not in installed(story, "h1")
+
+
+@WHEN_CHANGED
+def test_a_fabric_manager_of_another_version_is_refused(later: dict[str, Play]) -> None:
+    play = later["fabric"]
+    assert play.code == 2
+    assert "h1 has NVSwitches and driver 580.95.05: without the fabric manager" in play.flat()
+    assert "apt knows nvidia-fabricmanager-580=580.65.06-1." in play.flat()
+    assert play.changes() == {"h1": 0}
 
 
 @WHEN_CHANGED
