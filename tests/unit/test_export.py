@@ -94,6 +94,15 @@ def test_a_batch_script_unpacks_the_plan_s_files_and_keeps_its_options(handed, c
     assert text[rest:].count("srun") == 2
 
 
+def test_a_manifest_says_how_its_run_gets_a_token_of_its_own(handed):
+    """Without one, a pod of an earlier `kubectl apply` is taken for one of this run."""
+    text = handed("pytorchjob")
+    (line,) = [line for line in text.splitlines() if line.startswith("# First: ")]
+    assert line.endswith("--from-literal=CLUSTERKIT_PEER_TOKEN=$(openssl rand -hex 16)")
+    (name,) = re.findall(r"create secret generic (\S+) --from-literal=TOKEN=\.\.\. ", line)
+    assert f"name: {name}\n" in text
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

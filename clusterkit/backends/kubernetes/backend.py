@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
+from clusterkit.agent import PEER_TOKEN
 from clusterkit.backends.base import (
     IMAGE_NOTE,
     Backend,
@@ -131,7 +132,10 @@ class KubernetesBackend(
                 cluster="code",
             )
         assert isinstance(plan.native, KubernetesNative)
-        secrets = "".join(f" --from-literal={name}=..." for name in plan.steps[-1].secrets)
+        # Each time it is applied another one: it tells the pods of an earlier time from these.
+        values = {PEER_TOKEN: "$(openssl rand -hex 16)"}
+        names = plan.steps[-1].secrets
+        secrets = "".join(f" --from-literal={name}={values.get(name, '...')}" for name in names)
         if secrets:
             create = f"kubectl --namespace {plan.native.namespace} create secret generic"
             head = [*head, f"First: {create} {plan.native.name}{secrets}"]
