@@ -144,7 +144,7 @@ def make_deb(folder: Path, name: str, version: str) -> Path:
 
 
 def make_archive(folder: Path) -> None:
-    """An archive of every package that a role installs, as Debian's are made; NVIDIA's beside it."""
+    """An archive of all that roles install, as Debian's are made, and NVIDIA's beside it."""
     names = {"docker.io", "docker-cli", "docker-compose", "python3-packaging", headers()}
     names |= set(defaults("base")["base_packages"])
     for role in ("chrony", "docker", "nfs", "nvidia_container_toolkit", "rdma", "slurm"):
