@@ -330,7 +330,7 @@ def bench(
             hint=(status.failure and status.failure.hint) or f"clusterkit logs {run.id}",
             exit_code=status.exit_code or EXIT_FAILURE,
         )
-    return bandwidth.report(run.id, run.marks(), [node.host for node in status.nodes])
+    return bandwidth.report(run.id, run.reported_events(), [node.host for node in status.nodes])
 
 
 def _read_job(

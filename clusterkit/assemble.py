@@ -19,14 +19,14 @@ from clusterkit.agent import COORDINATOR, PEER_TOKEN
 from clusterkit.agent.archive import ARCHIVE
 from clusterkit.batch import Batch
 from clusterkit.cluster import ClusterSpec, Facts, HostFacts
-from clusterkit.errors import BadInput, Unavailable, about, counted
+from clusterkit.errors import BadInput, Unavailable, error_key, pluralize
 from clusterkit.plan import Native, Note, Plan, PlanFile, Step, Tree
 from clusterkit.program import deepspeed_config, interpreter_words, program_argv, solve_batch
 from clusterkit.rendezvous import (
     IS_HOST,
     NODE_ADDRESS,
     NODE_DIR,
-    RESET,
+    VARIABLES_TO_UNSET,
     Endpoint,
     Topology,
     hostfile,
@@ -34,10 +34,10 @@ from clusterkit.rendezvous import (
     node_environment,
     rank_script,
 )
-from clusterkit.shell import Default, Joined, Var, Word
+from clusterkit.shell import Concat, Default, Var, Word
 from clusterkit.spec import JobSpec, Launcher, launcher_of
 
-OWNED = frozenset({
+RESERVED_VARIABLES = frozenset({
     "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE",
     "LOCAL_WORLD_SIZE", "CLUSTERKIT_ATTEMPT", "CLUSTERKIT_GPUS", "CLUSTERKIT_PIPE",
     IS_HOST.name, NODE_ADDRESS.name, NODE_DIR.name, COORDINATOR, PEER_TOKEN,
@@ -50,7 +50,7 @@ TERMINATION_LOG = "/dev/termination-log"
 
 
 @dataclass(frozen=True)
-class Places:
+class NodePaths:
     """Absolute paths on the nodes."""
 
     run_dir: str
@@ -99,7 +99,7 @@ class Placement:
     """The job, with the program's path on the nodes."""
     topology: Topology
     endpoint: Endpoint
-    places: Places
+    places: NodePaths
     device: str
     threads: int
     where: str
@@ -186,7 +186,7 @@ class Placement:
     def plan(self, backend: str, facts: Facts | None = None) -> Plan:
         """Return the plan. Raises as `assemble`."""
         assembly, topology, address = assemble(self), self.topology, self.endpoint.address
-        spares = f" and {counted(self.job.spares, 'spare')}" if self.job.spares else ""
+        spares = f" and {pluralize(self.job.spares, 'spare')}" if self.job.spares else ""
         return Plan(
             run_id=self.endpoint.run_id,
             run_dir=self.places.run_dir,
@@ -283,8 +283,8 @@ def _environment(placement: Placement, run_env: Mapping[str, str]) -> dict[str, 
     """
     job = placement.job
     given = {**placement.cluster.env, **job.env}
-    if clash := sorted((OWNED | run_env.keys()) & given.keys()):
-        with about("job" if clash[0] in job.env else "cluster", "env", clash[0]):
+    if clash := sorted((RESERVED_VARIABLES | run_env.keys()) & given.keys()):
+        with error_key("job" if clash[0] in job.env else "cluster", "env", clash[0]):
             raise BadInput(f"env.{clash[0]}: clusterkit sets it", f"take {clash[0]} out of env")
     return {
         "PYTHONUNBUFFERED": "1",
@@ -304,7 +304,7 @@ def _coordinator_address(placement: Placement) -> dict[str, Word]:
     coordinator = placement.coordinator
     if coordinator is None or not placement.watched or placement.launchers == 1:
         return {}
-    return {COORDINATOR: Joined((coordinator.address, f":{coordinator.port}"))}
+    return {COORDINATOR: Concat((coordinator.address, f":{coordinator.port}"))}
 
 
 def _threads(placement: Placement) -> Word:
@@ -428,7 +428,11 @@ def _node_script(
     topology, places = placement.topology, placement.places
     lines = " \\\n    ".join(shell.join(words) for words in commands if words)
     # A plan for GPUs hands CLUSTERKIT_GPUS to each node by its step.
-    stale = RESET if placement.device == "cuda" else (*RESET, "CLUSTERKIT_GPUS")
+    stale = (
+        VARIABLES_TO_UNSET
+        if placement.device == "cuda"
+        else (*VARIABLES_TO_UNSET, "CLUSTERKIT_GPUS")
+    )
     is_host = (
         f'{IS_HOST.name}=0; if [ "$NODE_RANK" = 0 ]; then {IS_HOST.name}=1; fi\n'
         f'{NODE_ADDRESS.name}="${{{NODE_ADDRESS.name}:-$MASTER_ADDR}}"\n'

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from clusterkit.errors import BadInput, counted
+from clusterkit.errors import BadInput, pluralize
 
 DEEPSPEED_KEYS = {
     "global_size": "train_batch_size",
@@ -81,8 +81,9 @@ def solve(
     if accumulation is not None and accumulation != worked_out:
         raise BadInput(
             f"batch: global {global_size} = micro {micro} x accumulation {accumulation} x "
-            f"{counted(data_parallel, 'rank')} does not hold",
-            hint=f"leave accumulation out: it is {worked_out} on {counted(data_parallel, 'rank')}",
+            f"{pluralize(data_parallel, 'rank')} does not hold",
+            hint="leave accumulation out: "
+            f"it is {worked_out} on {pluralize(data_parallel, 'rank')}",
             job="batch",
         )
     return Batch(global_size, micro, worked_out, data_parallel)
@@ -94,7 +95,7 @@ def _does_not_divide(
     below, above = global_size // product * product, (global_size // product + 1) * product
     near = f"{below} or {above}" if below else str(above)
     what = (
-        f"{unit} = {product} on {counted(ranks, 'rank')}" if unit != "ranks" else f"{ranks} ranks"
+        f"{unit} = {product} on {pluralize(ranks, 'rank')}" if unit != "ranks" else f"{ranks} ranks"
     )
     message = f"batch: global {global_size} is not a multiple of {what}"
     hints = [f"nearest global sizes that are: {near}"]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-Place = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 Source = Literal["job", "cluster"]
 
 EXIT_FAILURE = 1
@@ -18,12 +18,12 @@ EXIT_UNAVAILABLE = 3
 EXIT_INTERRUPTED = 130
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """Return ``1 rank`` or ``2 ranks``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def listed(words: Iterable[str], most: int = 6) -> str:
+def join_some(words: Iterable[str], most: int = 6) -> str:
     """Join words as ``a, b and 3 more``, at most ``most`` of them by name."""
     words = list(words)
     more = f" and {len(words) - most} more" if len(words) > most else ""
@@ -82,12 +82,12 @@ class BadInput(ClusterkitError, ValueError):
         message: str,
         hint: str | None = None,
         *,
-        job: str | Place = (),
-        cluster: str | Place = (),
+        job: str | KeyPath = (),
+        cluster: str | KeyPath = (),
     ) -> None:
         super().__init__(message, hint)
         key = job or cluster
-        self.key: Place = (key,) if isinstance(key, str) else key
+        self.key: KeyPath = (key,) if isinstance(key, str) else key
         """Path of keys to the value; empty if the error is about no key."""
         self.source: Source = "job" if job else "cluster"
         """Whether `key` is a key of the job or of the cluster's entry."""
@@ -99,14 +99,14 @@ class BadInput(ClusterkitError, ValueError):
         self.where, self.message, self.args = where, message, (message,)
 
 
-def dotted(place: Place) -> str:
+def dotted(place: KeyPath) -> str:
     """Return a path of keys as text: ``("args", 1)`` is ``args[1]``."""
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in place]
     return "".join(parts).lstrip(".")
 
 
 @contextmanager
-def about(source: Source, *key: str | int) -> Iterator[None]:
+def error_key(source: Source, *key: str | int) -> Iterator[None]:
     """Give every `BadInput` raised in the ``with`` block this key, unless it has one."""
     try:
         yield

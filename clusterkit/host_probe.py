@@ -79,7 +79,7 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def refusal(port: int) -> OSError | None:
+def bind_error(port: int) -> OSError | None:
     """Return why no process can listen on a port; None: it is free."""
     # SO_REUSEADDR, as torch's store sets it: the connections of the attempt that has just ended are
     # in TIME_WAIT for a minute. Both families: that store listens on [::] where there is IPv6.
@@ -99,12 +99,12 @@ def refusal(port: int) -> OSError | None:
 
 def free_port(wanted: int | None) -> int | None:
     """Return ``wanted`` if it is free, else two free ports' first one; None: none was found."""
-    if wanted is not None and refusal(wanted) is None:
+    if wanted is not None and bind_error(wanted) is None:
         return wanted
     # At random, so that two submits at the same moment do not get the same port; by the system's
     # generator, because a program that submits may have seeded Python's.
     ports = random.SystemRandom().sample(PORTS, 200)
-    return next((port for port in ports if refusal(port) is refusal(port + 1) is None), None)
+    return next((port for port in ports if bind_error(port) is bind_error(port + 1) is None), None)
 
 
 def machine() -> str:

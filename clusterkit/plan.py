@@ -142,12 +142,12 @@ class Plan(Struct, frozen=True, kw_only=True):
     """The job, with its program's folder, so that `clusterkit convert` can write it again."""
 
     @property
-    def places(self) -> int:
+    def nodes_with_ranks(self) -> int:
         """Return how many nodes have ranks; 1 if mpirun starts the ranks of all nodes."""
         return min(self.nodes, self.topology.get("nodes", self.nodes))
 
     @property
-    def least(self) -> int:
+    def min_nodes(self) -> int:
         """Return how many nodes have to succeed."""
         return min(self.nodes, self.topology.get("min_nodes", self.nodes))
 

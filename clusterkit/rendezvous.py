@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clusterkit import agent
-from clusterkit.errors import counted
-from clusterkit.shell import Joined, Var, Word, join, quote
+from clusterkit.errors import pluralize
+from clusterkit.shell import Concat, Var, Word, join, quote
 from clusterkit.spec import Launcher
 
 NODE_RANK = Var("NODE_RANK")
@@ -36,7 +36,7 @@ RANK_HEADER = agent.RANK_HEADER.decode()
 RANK_ENDED = agent.RANK_ENDED.decode()
 """Last line of a rank that ended under deepspeed or mpirun: this word, its rank, its exit code."""
 
-RESET = (
+VARIABLES_TO_UNSET = (
     "CLUSTERKIT_GLOBAL_BATCH", "CLUSTERKIT_MICRO_BATCH", "CLUSTERKIT_ACCUMULATION",
     "CLUSTERKIT_DEEPSPEED_CONFIG", "CLUSTERKIT_CHECKPOINT_DIR", "CLUSTERKIT_CHECKPOINT_EVERY",
     "CLUSTERKIT_CHECKPOINT_KEEP", "CLUSTERKIT_CHECKPOINT_RESUME", "CLUSTERKIT_PIPE",
@@ -89,9 +89,11 @@ class Topology:
 
     def __str__(self) -> str:
         nodes = (
-            f"{self.min_nodes}:{self.nodes} nodes" if self.elastic else counted(self.nodes, "node")
+            f"{self.min_nodes}:{self.nodes} nodes"
+            if self.elastic
+            else pluralize(self.nodes, "node")
         )
-        return f"{nodes} x {counted(self.nproc_per_node, 'rank')}"
+        return f"{nodes} x {pluralize(self.nproc_per_node, 'rank')}"
 
 
 @dataclass(frozen=True)
@@ -203,8 +205,8 @@ def _torchrun(topology: Topology, endpoint: Endpoint, python: str, grace: str) -
             "--nnodes", f"{topology.min_nodes}:{topology.nodes}",
             "--nproc-per-node", str(topology.nproc_per_node),
             "--rdzv-backend", "c10d", "--rdzv-id", endpoint.run_id,
-            "--rdzv-endpoint", Joined((endpoint.address, f":{endpoint.port}")),
-            "--rdzv-conf", Joined((f"{_ELASTIC_CONF},is_host=", IS_HOST)),
+            "--rdzv-endpoint", Concat((endpoint.address, f":{endpoint.port}")),
+            "--rdzv-conf", Concat((f"{_ELASTIC_CONF},is_host=", IS_HOST)),
             # The default is the host's name, which other nodes may not be able to resolve.
             "--local-addr", NODE_ADDRESS,
             # For nodes that are lost: the agent ends it when a rank fails by itself.
@@ -220,7 +222,7 @@ def _torchrun(topology: Topology, endpoint: Endpoint, python: str, grace: str) -
             "--max-restarts", "0",
         ]  # fmt: skip
     # Without --log-dir every run leaves a folder in /tmp.
-    argv += ["--log-dir", Joined((NODE_DIR, "/torchrun")), "--shutdown-timeout", grace]
+    argv += ["--log-dir", Concat((NODE_DIR, "/torchrun")), "--shutdown-timeout", grace]
     return [*argv, "--no-python"]
 
 
@@ -320,7 +322,7 @@ def _with_local_rank(word: Word) -> Word:
     if not isinstance(word, str) or agent.LOCAL_RANK_WORD not in word:
         return word
     before, *others = word.split(agent.LOCAL_RANK_WORD)
-    return Joined((before, *(part for text in others for part in (Var("LOCAL_RANK"), text))))
+    return Concat((before, *(part for text in others for part in (Var("LOCAL_RANK"), text))))
 
 
 def hostfile(hosts: Sequence[str], slots: int) -> str:

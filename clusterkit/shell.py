@@ -32,7 +32,7 @@ class Var:
 
 
 @dataclass(frozen=True)
-class Joined:
+class Concat:
     """Several words joined to one: ``Joined(("n=", Var("N")))`` is written ``n="$N"``."""
 
     parts: tuple[str | Var, ...]
@@ -50,7 +50,7 @@ class Default:
             raise ValueError(f"not a shell variable with a plain value: {self}")
 
 
-Word = str | Var | Joined | Default
+Word = str | Var | Concat | Default
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def quote(word: Word) -> str:
             return f'"${word.name}"'
         case Default():
             return f'"${{{word.name}-{word.otherwise}}}"'
-        case Joined():
+        case Concat():
             return "".join(map(quote, word.parts))
         case _:
             return shlex.quote(word)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from clusterkit.errors import BadInput, Place, Source, about, dotted
+from clusterkit.errors import BadInput, KeyPath, Source, dotted, error_key
 from clusterkit.shell import NAME, check_text, is_name
 
 Launcher = Literal["forkserver", "torchrun", "deepspeed", "mpirun"]
@@ -322,7 +322,7 @@ def check_job(job: JobSpec) -> None:
         raise BadInput(f"gpus_per_node: {job.gpus_per_node}: a node {rule}", job="gpus_per_node")
     for key, length in (("time_limit", job.time_limit), ("hang_timeout", job.hang_timeout)):
         if length is not None:
-            with about("job", key):
+            with error_key("job", key):
                 parse_duration(length, key, zero=key == "hang_timeout")
     _check_node_loss(job)
     _check_texts(job)
@@ -370,7 +370,7 @@ def _check_texts(job: JobSpec) -> None:
             raise BadInput(
                 f"secrets: {name!r} is not a valid name of an environment variable", job="secrets"
             )
-    texts: list[tuple[Place, str]] = [
+    texts: list[tuple[KeyPath, str]] = [
         ((key,), getattr(job, key) or "") for key in ("program", "module", "python", "workdir")
     ]
     if job.checkpoint is not None:
@@ -378,7 +378,7 @@ def _check_texts(job: JobSpec) -> None:
     for key in ("args", "command"):
         texts += [((key, number), word) for number, word in enumerate(getattr(job, key) or ())]
     for place, text in texts:
-        with about("job", *place):
+        with error_key("job", *place):
             check_text(dotted(place), text)
     twice = sorted(set(job.env) & set(job.secrets))
     if twice:
@@ -392,7 +392,7 @@ def check_environment(env: Mapping[str, str], source: Source = "job") -> None:
         BadInput: about the key ``env.NAME`` of ``source``.
     """
     for name, value in env.items():
-        with about(source, "env", name):
+        with error_key(source, "env", name):
             if not is_name(name):
                 raise BadInput(f"env: {name!r} is not a valid name of an environment variable")
             check_text(f"env.{name}", value)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from clusterkit.errors import ClusterkitError, SubmitFailed, counted
+from clusterkit.errors import ClusterkitError, SubmitFailed, pluralize
 from clusterkit.files import write_atomic
 from clusterkit.host_probe import PORTS, free_port
 
@@ -51,7 +51,7 @@ class Stream(Protocol):
     """The input and output of a command that runs on a host; a context manager."""
 
     @property
-    def near(self) -> bool:
+    def low_latency(self) -> bool:
         """Whether the host is this machine: compressing what is sent takes longer than it saves."""
         return False
 
@@ -222,7 +222,7 @@ class LocalStream(Stream):
         self._input, self._output = self._process.stdin, self._process.stdout
 
     @property
-    def near(self) -> bool:
+    def low_latency(self) -> bool:
         return True
 
     def write(self, data: bytes) -> None:
@@ -294,6 +294,6 @@ def in_order(outcomes: Mapping[str, Result | ClusterkitError]) -> dict[str, Resu
     for error in errors.values():
         if len(errors) > 1:
             others = ", ".join(list(errors)[1:4]) + (", ..." if len(errors) > 4 else "")
-            error.message += f" (and {counted(len(errors) - 1, 'further host')}: {others})"
+            error.message += f" (and {pluralize(len(errors) - 1, 'further host')}: {others})"
         raise error
     return {h: found for h, found in outcomes.items() if not isinstance(found, ClusterkitError)}

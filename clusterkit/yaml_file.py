@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from clusterkit.errors import BadInput, Place, did_you_mean, dotted
+from clusterkit.errors import BadInput, KeyPath, did_you_mean, dotted
 from clusterkit.files import read_file, reason
 
 MAX_VALUES = 100_000
@@ -28,18 +28,18 @@ VERBATIM = frozenset({"env", "args", "command"})
 class Document:
     """A parsed YAML file: its data and the line of every key."""
 
-    def __init__(self, name: str, data: Any, lines: Mapping[Place, int]) -> None:
+    def __init__(self, name: str, data: Any, lines: Mapping[KeyPath, int]) -> None:
         self.name = name
         self.data = data
         self._lines = lines
         self._parts: dict[str | int, Document] = {}
 
-    def error(self, place: Place, message: str, hint: str | None = None) -> BadInput:
+    def error(self, place: KeyPath, message: str, hint: str | None = None) -> BadInput:
         """Return an error that begins with the file, the line and the key of a place."""
         key = dotted(place)
         return BadInput(f"{self.where(place)}: {key + ': ' if key else ''}{message}", hint)
 
-    def where(self, place: Place) -> str:
+    def where(self, place: KeyPath) -> str:
         """Return ``file:line`` of a place, or of the nearest key above it that has a line."""
         if place and place[0] in self._parts:
             return self._parts[place[0]].where(place)
@@ -71,9 +71,9 @@ class _Loader(yaml.SafeLoader):
         super().__init__(text)
         self.file = file
         self.depth = depth
-        self.lines: dict[Place, int] = {}
+        self.lines: dict[KeyPath, int] = {}
 
-    def build(self, node: yaml.Node, place: Place) -> Any:
+    def build(self, node: yaml.Node, place: KeyPath) -> Any:
         """Convert a node at ``place``, and all nodes below it, to Python values."""
         line = node.start_mark.line + 1
         self.lines.setdefault(place, line)
@@ -102,7 +102,7 @@ class _Loader(yaml.SafeLoader):
             message = f"{self.file}:{line}: {dotted(place)}: {shown} is not a valid {kind}"
             raise BadInput(message) from None
 
-    def _refuse_repeated_keys(self, node: yaml.MappingNode, place: Place) -> None:
+    def _refuse_repeated_keys(self, node: yaml.MappingNode, place: KeyPath) -> None:
         own: dict[str, int] = {}
         for key_node, _ in node.value:
             key, line = key_node.value, key_node.start_mark.line + 1
@@ -142,7 +142,7 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _float)
 _Loader.add_constructor("tag:yaml.org,2002:int", _int)
 
 
-def read_yaml(path: Path, *, depth: int = 0, base: Place = ()) -> Document:
+def read_yaml(path: Path, *, depth: int = 0, base: KeyPath = ()) -> Document:
     """Read one YAML or JSON file; ``depth`` and ``base`` as for `parse_yaml`.
 
     Raises:
@@ -162,7 +162,7 @@ def read_yaml(path: Path, *, depth: int = 0, base: Place = ()) -> Document:
     return parse_yaml(text, name, depth=depth, base=base)
 
 
-def parse_yaml(text: str, name: str, *, depth: int = 0, base: Place = ()) -> Document:
+def parse_yaml(text: str, name: str, *, depth: int = 0, base: KeyPath = ()) -> Document:
     """Parse YAML text.
 
     Args:
@@ -194,7 +194,7 @@ def _javascript_comment(where: str) -> BadInput:
     return BadInput(f"{where}: a JavaScript comment (// or /*)", "remove it, or begin it with #")
 
 
-def is_text(place: Place, depth: int) -> bool:
+def is_text(place: KeyPath, depth: int) -> bool:
     """Return whether a scalar at this place is text exactly as written: ``env.X``, ``args[0]``."""
     return len(place) > depth + 1 and place[depth] in VERBATIM
 

@@ -24,7 +24,7 @@ class Recorded:
             topology={"min_nodes": nodes, "nodes": nodes, "nproc_per_node": nproc},
         )  # fmt: skip
         self.folder.write("plan.json", self.plan.to_json())
-        self.lock = self.folder.hold()
+        self.lock = self.folder.acquire_supervisor_lock()
         self.logs = {}
         self.status = RunStatus(**about, state=State.RUNNING, started_at=1.0)
         self.attempt(1)

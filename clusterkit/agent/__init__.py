@@ -15,7 +15,7 @@ by the job's own Python, so that a node needs nothing installed. `__main__` has 
 This module exports what the rest of clusterkit uses of it.
 """
 
-from clusterkit.agent.clock import Awake
+from clusterkit.agent.clock import PauseAwareClock
 from clusterkit.agent.files import next_attempt, write_json
 from clusterkit.agent.processes import (
     boot_id,
@@ -49,7 +49,8 @@ from clusterkit.agent.protocol import (
 __all__ = [
     "COORDINATOR", "HANG_NOTE", "HANG_OVER", "LOCAL_RANK_WORD", "NODE_FILE", "OVER_TIME_LIMIT",
     "PEER_TOKEN", "PREEMPTED_EXIT", "RANK_ENDED", "RANK_HEADER", "SLOW_NOTE", "SLOW_OVER",
-    "STARTING_AGAIN", "STOPPED", "STOPPED_BY_PEERS", "TIME_LIMIT_EXIT", "Awake", "boot_id",
+    "STARTING_AGAIN", "STOPPED", "STOPPED_BY_PEERS", "TIME_LIMIT_EXIT", "PauseAwareClock",
+    "boot_id",
     "descendants", "identity", "is_alive", "next_attempt", "processes_of", "send", "start_ticks",
     "wait_gone", "write_json",
 ]  # fmt: skip

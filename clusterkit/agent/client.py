@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from clusterkit.agent import clock, limits, protocol
 from clusterkit.agent.connections import Line, Listener
 from clusterkit.agent.coordinator import Server
-from clusterkit.agent.member import Terms
+from clusterkit.agent.member import RestartPolicy
 from clusterkit.agent.membership import Membership
 from clusterkit.agent.messages import Directive, Order, Warn
 from clusterkit.agent.peer import Peer
@@ -64,7 +64,7 @@ class Client:
         address: tuple[str, int],
         *,
         node: int,
-        terms: Terms,
+        terms: RestartPolicy,
         run: dict[str, str],
         token: bytes,
         spare: bool = False,

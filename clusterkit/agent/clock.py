@@ -10,7 +10,7 @@ from collections.abc import Callable
 from clusterkit.agent import limits
 
 
-class Awake:
+class PauseAwareClock:
     """A clock of the seconds that this process has been running, without pauses.
 
     After a pause (SIGSTOP, a suspended machine) the other nodes would seem to have been silent,
@@ -32,7 +32,7 @@ class Awake:
             return self._awake
 
 
-awake = Awake()
+awake = PauseAwareClock()
 """The clock by which the silence of other nodes is measured."""
 
 

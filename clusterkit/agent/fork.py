@@ -24,7 +24,7 @@ from clusterkit.agent.protocol import (
     WORKER_SOCKET,
     Document,
 )
-from clusterkit.agent.signals import end_with_parent
+from clusterkit.agent.signals import die_with_parent
 
 _HANDLES = 200  # that go into one message; unix(7) allows 253
 
@@ -104,7 +104,7 @@ class ForkLauncher(Launcher):
         target = Target(self._python, self._program, self._environment(), self._options.preload)
         try:
             process = forkserver_process.start(
-                target, other.fileno(), output, level=level, preexec=end_with_parent
+                target, other.fileno(), output, level=level, preexec=die_with_parent
             )
         except BaseException:
             channel.close()

@@ -17,7 +17,7 @@ from clusterkit.agent import limits
 from clusterkit.agent.ending import Ending, ask, started_by_programs
 from clusterkit.agent.failure import RankOutput, shell_code, start_failure
 from clusterkit.agent.node_log import NodeLog
-from clusterkit.agent.processes import all_below, is_alive
+from clusterkit.agent.processes import descendants_except, is_alive
 from clusterkit.agent.protocol import Document
 from clusterkit.agent.stopped import StoppedRanks
 from clusterkit.agent.streams import Stream
@@ -237,7 +237,7 @@ class Launcher:
         """Kill all that is left, again and again, but not for ever."""
         self._kill_at = now + 1
         if self._ending is None:
-            self._ending = Ending(partial(all_below, self.kept), 0.0)
+            self._ending = Ending(partial(descendants_except, self.kept), 0.0)
         if self._ending.step() and self._ending.stuck:
             self.stuck = self._ending.stuck
             ends, self.running = [pid for pid in self.running.values() if pid], {}
@@ -260,7 +260,7 @@ class Launcher:
         if self.running or self.stuck:
             return not self.running
         if self._ending is None:
-            left = all_below(self.kept)
+            left = descendants_except(self.kept)
             if self.exit_code == 0 and any(rank["pid"] in left for rank in self._log.ranks):
                 self.ends.append({"pid": 0, "exit_code": 1, "at": time.time()})
                 self.failure = "the launcher ended with 0 but left ranks running"
@@ -270,7 +270,7 @@ class Launcher:
                 seconds = max(seconds, self._kill_at - time.monotonic())
             elif self.exit_code == 0 and (names := started_by_programs(left)):
                 self._log.line(f"the ranks have left processes running, which end now: {names}")
-            self._ending = Ending(partial(all_below, self.kept), seconds, self._told)
+            self._ending = Ending(partial(descendants_except, self.kept), seconds, self._told)
         if not self._ending.step():
             return False
         self.stuck = self._ending.stuck

@@ -11,7 +11,7 @@ from clusterkit.agent.messages import AgentState
 from clusterkit.agent.protocol import Document
 
 
-class Terms(NamedTuple):
+class RestartPolicy(NamedTuple):
     """The options of a run that all of its nodes share."""
 
     nodes: int
@@ -95,7 +95,7 @@ class Member:
 class Members:
     """The nodes of a run: which have ranks, which are spares, and what is known of each."""
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: RestartPolicy) -> None:
         nodes = terms.nodes
         self._places: list[int | None] = list(range(nodes))
         """By place, in the order of ranks, the node that has it; None: it is vacant."""

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from clusterkit.agent import limits
-from clusterkit.agent.member import Ending, Member, Members, Terms, node_names, not_returned
+from clusterkit.agent.member import Ending, Member, Members, RestartPolicy, node_names, not_returned
 from clusterkit.agent.messages import AgentState, Directive
 from clusterkit.agent.protocol import STARTING_AGAIN
 from clusterkit.agent.retries import Retries
@@ -39,7 +39,7 @@ class Membership:
     Touches neither sockets nor clocks: ``now`` is a time of a monotonic clock, in seconds.
     """
 
-    def __init__(self, terms: Terms) -> None:
+    def __init__(self, terms: RestartPolicy) -> None:
         self.identity = os.urandom(8).hex()
         self.round = 1
         self.members = Members(terms)
@@ -228,7 +228,10 @@ class Membership:
         final = None  # with another port the supervisor may start all nodes again
         if not self._cannot_restart:
             final = (
-                self._retries.refusal(*self.members.failures(), ending.since - self._began) or ""
+                self._retries.reason_not_to_restart(
+                    *self.members.failures(), ending.since - self._began
+                )
+                or ""
             )
             if not final and self._retries.left:
                 return False

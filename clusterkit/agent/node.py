@@ -19,7 +19,7 @@ from clusterkit.agent.failure import start_failure
 from clusterkit.agent.fork import ForkLauncher
 from clusterkit.agent.guard import Guard
 from clusterkit.agent.launcher import Phase
-from clusterkit.agent.member import Terms
+from clusterkit.agent.member import RestartPolicy
 from clusterkit.agent.node_files import NodeFiles, restarts_left, write_last_words
 from clusterkit.agent.signals import STOPS, read_signals, sender, signal_handle
 from clusterkit.agent.spawn import SpawnLauncher
@@ -39,7 +39,7 @@ class Node:
     def __init__(self, options: argparse.Namespace, folder: Path, *, returns: bool) -> None:
         self.options = options
         self.first_attempt = int(os.environ.get("CLUSTERKIT_ATTEMPT", "1"))
-        self.terms = Terms(
+        self.terms = RestartPolicy(
             options.nodes, options.lost_after, options.rejoin,
             restarts_left(options.restarts, folder), options.retry_on, options.min_nodes,
             options.spares,

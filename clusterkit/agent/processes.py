@@ -172,7 +172,7 @@ def send(pids: Iterable[int], signum: int) -> None:
             os.kill(pid, signum)
 
 
-def all_below(kept: Collection[int] = ()) -> list[int]:
+def descendants_except(kept: Collection[int] = ()) -> list[int]:
     """Return every descendant of this process and of those ``kept``, without the latter."""
     return [pid for pid in descendants(os.getpid(), *kept) if pid not in kept]
 

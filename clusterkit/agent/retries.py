@@ -51,7 +51,7 @@ class Retries:
         self._in_a_row += 1
         return name
 
-    def refusal(
+    def reason_not_to_restart(
         self, failures: Iterable[Document], step: int | None, lasted: float = 0.0
     ) -> str | None:
         """Return why no restart may be used after this round; None: one may.

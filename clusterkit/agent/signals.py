@@ -69,18 +69,18 @@ def adopt_orphans(on: bool = True) -> None:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
 
 
-def end_with_parent() -> None:
+def die_with_parent() -> None:
     """As `fresh_signals`; the child gets SIGTERM if the agent is killed with -9.
 
     Maybe several times: once for each thread of the agent that dies before the others do, as the
     child then has another thread for a parent (Linux, kernel/exit.c, forget_original_parent). So it
     is for a child that ends at the first one, not for ranks: these are the guard's to end.
     """
-    fresh_signals()
+    unblock_signals()
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
-def fresh_signals() -> None:
+def unblock_signals() -> None:
     """Prepare a new child: it ignores and blocks no signal.
 
     A shell without job control has what it starts in the background ignore SIGINT and SIGQUIT,

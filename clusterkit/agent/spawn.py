@@ -15,10 +15,10 @@ from clusterkit.agent import limits, recorder
 from clusterkit.agent.ending import Ending
 from clusterkit.agent.failure import shell_code
 from clusterkit.agent.launcher import Launcher
-from clusterkit.agent.processes import all_below
+from clusterkit.agent.processes import descendants_except
 from clusterkit.agent.protocol import Document
 from clusterkit.agent.retries import Retries
-from clusterkit.agent.signals import fresh_signals
+from clusterkit.agent.signals import unblock_signals
 
 _NETWORK = re.compile(r"NCCL|[Gg]loo|Dist\w*Error")
 
@@ -40,7 +40,7 @@ class SpawnLauncher(Launcher):
                 self._start_one(number)
         except OSError:
             # Their ends are not why the others did not start: they are not reported.
-            Ending(all_below, 0.0).complete()
+            Ending(descendants_except, 0.0).complete()
             for handle in list(self._children):
                 self._reap(handle)
             raise
@@ -56,7 +56,7 @@ class SpawnLauncher(Launcher):
         try:
             child = subprocess.Popen(
                 self._options.argv, env=env, stdin=subprocess.DEVNULL, stdout=output,
-                stderr=output, process_group=0, preexec_fn=fresh_signals,
+                stderr=output, process_group=0, preexec_fn=unblock_signals,
             )  # fmt: skip
         finally:
             os.close(output)

@@ -341,7 +341,7 @@ class SupportsForget(ABC):
     """A backend whose runs leave a folder on other machines."""
 
     @abstractmethod
-    def forget(self, handle: RunHandle, transport: Transport) -> None:
+    def remove_remote_files(self, handle: RunHandle, transport: Transport) -> None:
         """Remove the folders of a run that has ended from those machines.
 
         Raises:

@@ -10,7 +10,7 @@ import msgspec
 
 from clusterkit.backends.gpus import names
 from clusterkit.cluster import Facts, HostFacts, Project
-from clusterkit.errors import BadInput, counted
+from clusterkit.errors import BadInput, pluralize
 from clusterkit.plan import Tree
 from clusterkit.spec import JobSpec
 from clusterkit.sync import snapshot
@@ -113,8 +113,8 @@ def split_gpus(
             possible = available // nodes
             fewer = f"{flag.format(possible)}, or " if possible else ""
             raise BadInput(
-                f"gpus_per_node: {counted(nodes, 'node')} x {job.gpus_per_node} = "
-                f"{counted(wanted, 'GPU')}, but {place} has {available}",
+                f"gpus_per_node: {pluralize(nodes, 'node')} x {job.gpus_per_node} = "
+                f"{pluralize(wanted, 'GPU')}, but {place} has {available}",
                 hint=f"{fewer}--set device=cpu to run on CPU threads",
                 job="gpus_per_node",
             )
@@ -123,18 +123,18 @@ def split_gpus(
         return 1, "without GPUs one rank per node"
     if available < nodes:
         raise BadInput(
-            f"nodes: {nodes} nodes cannot share {counted(available, 'GPU')} of {place}",
+            f"nodes: {nodes} nodes cannot share {pluralize(available, 'GPU')} of {place}",
             hint=f"--nodes {available}, or --set device=cpu to run on CPU threads",
             job="nodes",
         )
-    return available // nodes, f"{counted(available, 'GPU')} / {counted(nodes, 'node')}"
+    return available // nodes, f"{pluralize(available, 'GPU')} / {pluralize(nodes, 'node')}"
 
 
 def threads_of(job: JobSpec, cpus: int, ranks: int) -> tuple[int, str]:
     """Return the CPU threads of each rank, and where the number comes from."""
     if job.threads_per_rank != "auto":
         return job.threads_per_rank, "job: threads_per_rank"
-    return max(1, cpus // ranks), f"{counted(cpus, 'core')} / {counted(ranks, 'rank')}"
+    return max(1, cpus // ranks), f"{pluralize(cpus, 'core')} / {pluralize(ranks, 'rank')}"
 
 
 def interface_env(interface: str | None) -> dict[str, str]:

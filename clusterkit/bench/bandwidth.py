@@ -19,7 +19,7 @@ from msgspec import Struct, field
 
 from clusterkit.bench.slow_links import Finding, judge
 from clusterkit.cluster import Facts
-from clusterkit.errors import BadInput, ClusterkitError, choices, counted
+from clusterkit.errors import BadInput, ClusterkitError, choices, pluralize
 from clusterkit.plan import Plan
 from clusterkit.spec import JobSpec
 
@@ -285,7 +285,7 @@ def check(options: Options, plan: Plan, facts: Facts) -> None:
             a host's or a GPU's whole memory.
     """
     nodes, nproc = plan.topology["nodes"], plan.topology["nproc_per_node"]
-    shape = f"{counted(nodes, 'node')} x {counted(nproc, 'rank')}"
+    shape = f"{pluralize(nodes, 'node')} x {pluralize(nproc, 'rank')}"
     if plan.world_size < 2:
         raise BadInput(f"bench: {shape}: there is nothing to measure between", hint="--nodes 2")
     if options.pairwise and nodes < 2:
@@ -447,7 +447,7 @@ def size_text(size: int) -> str:
     for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if size >= 1 << power and size % (1 << power) == 0:
             return f"{size >> power} {unit}"
-    return counted(size, "byte")
+    return pluralize(size, "byte")
 
 
 def doing_text(mark: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ def command(
     logs are read from the beginning, and status, logs, metrics and cancel work. Its former
     supervisor stops.
     """
-    watched = cluster is None and api.get(run).watched
+    watched = cluster is None and api.get(run).supervised
     with spinner(f"asking cluster {cluster}" if cluster else "attaching"):
         found = api.attach(run, cluster=cluster, clusters_file=clusters_file)
     if watched:

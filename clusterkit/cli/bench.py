@@ -21,7 +21,7 @@ from clusterkit.cli.common import (
     table,
     verb,
 )
-from clusterkit.errors import EXIT_FAILURE, counted
+from clusterkit.errors import EXIT_FAILURE, pluralize
 from clusterkit.run.status import RunStatus
 from clusterkit.ui.spinner import spinner
 
@@ -90,7 +90,7 @@ def command(output: Path | None, as_json: bool, **options: Any) -> int:
         click.echo(f"drawn: {plots.draw_bandwidth(report, output)}", err=True)
     if report.wrong:
         click.echo(
-            f"{counted(report.wrong, 'element')} came out WRONG: do not train on this", err=True
+            f"{pluralize(report.wrong, 'element')} came out WRONG: do not train on this", err=True
         )
         return EXIT_FAILURE
     return 0
@@ -193,7 +193,7 @@ def _print_pairs(report: bandwidth.Report, pairs: bandwidth.Pairs) -> None:
 
 def _print_setup(report: bandwidth.Report) -> None:
     click.echo(
-        f"{counted(report.world_size, 'rank')} on {counted(len(report.nodes), 'node')}: "
+        f"{pluralize(report.world_size, 'rank')} on {pluralize(len(report.nodes), 'node')}: "
         f"{report.backend} on {report.device}, {report.dtype}, torch {report.torch}",
         err=True,
     )

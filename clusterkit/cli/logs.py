@@ -62,7 +62,7 @@ def command(
         return
     clean = terminal_filter(sys.stdout)
     # In batches of thousands of lines: one by one, two million lines would take a minute.
-    for batch in batches if as_json or raw else tracebacks.folded(batches):
+    for batch in batches if as_json or raw else tracebacks.collapse_torchrun_reports(batches):
         if as_json:
             text = msgspec.json.Encoder().encode_lines(batch).decode()
         elif raw:

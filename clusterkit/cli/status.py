@@ -22,7 +22,7 @@ def command(run: str, as_json: bool) -> None:
     RUN is a run's id, the beginning of one, or `last`.
     """
     found = api.get(run)
-    status = found.accounted(found.status())
+    status = found.with_goodput(found.status())
     if as_json:
         print_json(status)
         return

@@ -16,7 +16,7 @@ from clusterkit.convert import lines
 from clusterkit.convert.draft import LOGS, Draft, all_unknown, shown, unknown_in, variable
 from clusterkit.convert.options import RENDEZVOUS, apply_option, assigned, job_name
 from clusterkit.convert.shell_text import Command, Unfinished, commands
-from clusterkit.errors import BadInput, counted
+from clusterkit.errors import BadInput, pluralize
 from clusterkit.jobfile.command import Used, options
 from clusterkit.jobfile.command import read as read_line
 from clusterkit.jobfile.launcher_options import AGAIN, PASSED, SBATCH, SPECIAL, SRUN
@@ -231,7 +231,7 @@ class _Batch:
             draft.refuse(written, f"{total} tasks cannot be divided among {nodes} nodes")
         elif most.isdecimal() and total // nodes != int(most):
             why = f"--ntasks-per-node={most} beside it is only a limit, and Slurm starts "
-            draft.refuse(written, f"{why}{counted(total, 'task')} in all: write one of them")
+            draft.refuse(written, f"{why}{pluralize(total, 'task')} in all: write one of them")
 
     def _known(self) -> dict[str, str]:
         """Return the SLURM_* variables that follow from the options, as sbatch(1) has them."""
@@ -405,7 +405,7 @@ class _Batch:
                 draft.key("tasks of srun", "gpus_per_node", tasks)
                 self._check_program(inside=inside)
         if launcher and str(draft.job.get("nodes", 1)) != str(self.nodes):
-            draft.refuse(shown(rest[0]), f"the job has {counted(self.nodes, 'node')}")
+            draft.refuse(shown(rest[0]), f"the job has {pluralize(self.nodes, 'node')}")
         for name in ("ntasks", "ntasks-per-node"):
             if name in self.asked:
                 _, written, draft.at = self.asked[name]

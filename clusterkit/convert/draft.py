@@ -11,7 +11,7 @@ from msgspec.structs import asdict, replace
 
 from clusterkit import addresses, shell
 from clusterkit.cluster import Host
-from clusterkit.errors import BadInput, Place, dotted
+from clusterkit.errors import BadInput, KeyPath, dotted
 from clusterkit.jobfile.command import Used
 from clusterkit.yaml_file import Document
 
@@ -237,7 +237,7 @@ class Tree:
     def __init__(self, draft: Draft, document: Document) -> None:
         self.draft = draft
         self.document = document
-        self.seen: set[Place] = set()
+        self.seen: set[KeyPath] = set()
 
     def expect(self, *tables: Mapping[str, type | tuple[type, ...]]) -> None:
         """Check the types of values.
@@ -284,7 +284,7 @@ class Tree:
         value = self._find(place)
         return None if value is _ABSENT else value
 
-    def _find(self, place: Place) -> Any:
+    def _find(self, place: KeyPath) -> Any:
         value: Any = self.document.data
         for part in place:
             try:
@@ -297,7 +297,7 @@ class Tree:
         """Refuse every key that was not read."""
         self._rest((), self.document.data, why)
 
-    def _rest(self, place: Place, value: Any, why: str) -> None:
+    def _rest(self, place: KeyPath, value: Any, why: str) -> None:
         if place in self.seen:
             return
         if not any(seen[: len(place)] == place for seen in self.seen):
@@ -313,7 +313,7 @@ _ABSENT = object()
 _TYPES: dict[type, str] = {dict: "a mapping", list: "a list", str: "text"}
 
 
-def _below(place: Place, value: Any, parts: list[str]) -> Iterator[tuple[Place, Any]]:
+def _below(place: KeyPath, value: Any, parts: list[str]) -> Iterator[tuple[KeyPath, Any]]:
     """Yield the places and values that a pattern matches, without null values."""
     if not parts:
         yield place, value

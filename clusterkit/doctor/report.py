@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from clusterkit.doctor.base import LEVELS, Finding, Level, shortened, worst
-from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
+from clusterkit.errors import BadInput, ClusterkitError, Unavailable, pluralize
 
 WIDTH = 100
 Progress = Callable[[int, Sequence[str]], None]
@@ -35,7 +35,7 @@ class Report(Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         verdict = "ok" if self.ok else "not ok"
-        return f"<Report on {self.cluster}: {counted(len(self.hosts), 'host')}, {verdict}>"
+        return f"<Report on {self.cluster}: {pluralize(len(self.hosts), 'host')}, {verdict}>"
 
     @property
     def ok(self) -> bool:
@@ -61,13 +61,13 @@ class Report(Struct, frozen=True, kw_only=True):
 
     def summary(self) -> str:
         """Return one line: the number of hosts, of checks, and of those that warn or fail."""
-        where = self.everything or counted(len(self.hosts), "host")
-        where += f", {counted(len(self.checks), 'check')}"
+        where = self.everything or pluralize(len(self.hosts), "host")
+        where += f", {pluralize(len(self.checks), 'check')}"
         bad = []
         for level, one, several in (("fail", "fails", "fail"), ("warn", "warns", "warn")):
             number = len({finding.check for finding in self.findings if finding.level == level})
             if number:
-                bad.append(f"{counted(number, 'check')} {one if number == 1 else several}")
+                bad.append(f"{pluralize(number, 'check')} {one if number == 1 else several}")
         return f"{self.cluster}: {where}: {', '.join(bad) if bad else 'all is well'}"
 
     def _matrix(self, width: int, style: Style) -> str:
@@ -114,14 +114,14 @@ class Report(Struct, frozen=True, kw_only=True):
         for _, hosts in sorted(groups, key=lambda group: (bool(group[0]), -len(group[1]))):
             title = ranges(hosts, self.hosts, self.everything)
             if len(title) > 30 and len(hosts) > 3:
-                title = counted(len(hosts), "host")
+                title = pluralize(len(hosts), "host")
             room -= 2 + max(len(title), 4)
             if room >= 0 or not columns:
                 columns.append((title, hosts))
             else:
                 others += hosts
         if others:
-            columns.append((counted(len(others), "other"), others))
+            columns.append((pluralize(len(others), "other"), others))
         return columns
 
     def _remarks(self) -> dict[str, str]:

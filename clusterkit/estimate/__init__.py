@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from clusterkit.cluster import Facts
-from clusterkit.errors import BadInput, ClusterkitError, counted
+from clusterkit.errors import BadInput, ClusterkitError, pluralize
 from clusterkit.estimate import advice, jobs, models
 from clusterkit.estimate.advice import Advice, Row
 from clusterkit.estimate.memory import predict
@@ -207,7 +207,7 @@ def warning(job: JobSpec, facts: Facts) -> str | None:
     if memory.total <= limit:
         return None
     return (
-        f"{model.name} with {advice.label(setup)} on {counted(nodes * local, 'GPU')} takes about "
+        f"{model.name} with {advice.label(setup)} on {pluralize(nodes * local, 'GPU')} takes about "
         f"{gib(memory.total)} GiB of each, and they have {gib(limit)} GiB: clusterkit estimate "
         "says what fits"
     )

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from clusterkit.errors import counted
+from clusterkit.errors import pluralize
 from clusterkit.estimate.memory import Memory, largest_micro, predict
 from clusterkit.estimate.mesh import Mesh
 from clusterkit.estimate.setup import Model, Setup
@@ -178,7 +178,7 @@ def _gpus_needed(model: Model, own: Setup, limit: int) -> str:
         )  # fmt: skip
         if predict(model, setup).total <= limit:
             return (
-                f"fsdp on {counted(ranks, 'GPU')} would, with a micro batch of 1 and "
+                f"fsdp on {pluralize(ranks, 'GPU')} would, with a micro batch of 1 and "
                 "activation checkpointing"
             )
         ranks *= 2

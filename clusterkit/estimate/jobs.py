@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from clusterkit.batch import DEEPSPEED_KEYS, solve
-from clusterkit.errors import BadInput, counted
+from clusterkit.errors import BadInput, pluralize
 from clusterkit.estimate import mesh as meshes
 from clusterkit.estimate import models
 from clusterkit.estimate.mesh import Mesh
@@ -197,7 +197,7 @@ def _check_cuts(mesh: Mesh, model: Model, *, sequence: bool) -> None:
             f"{model.name} is not cut into layers or stages; fsdp or deepspeed divide it"
         )
     if mesh.pp > model.layers:
-        raise BadInput(f"--mesh pp={mesh.pp}: {model.name} has {counted(model.layers, 'layer')}")
+        raise BadInput(f"--mesh pp={mesh.pp}: {model.name} has {pluralize(model.layers, 'layer')}")
     if model.heads % mesh.tp:
         raise BadInput(
             f"--mesh tp={mesh.tp} does not divide the {model.heads} heads of {model.name}"

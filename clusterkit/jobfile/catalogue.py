@@ -8,7 +8,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from clusterkit.errors import BadInput, counted
+from clusterkit.errors import BadInput, pluralize
 from clusterkit.jobfile import loader, sources
 from clusterkit.spec import JobSpec
 
@@ -105,7 +105,7 @@ def _ranks(job: JobSpec) -> str:
     if job.gpus_per_node == "auto":
         return "any number"
     if low == high:
-        return counted(low * job.gpus_per_node, "rank")
+        return pluralize(low * job.gpus_per_node, "rank")
     return f"{low * job.gpus_per_node} to {high * job.gpus_per_node} ranks"
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from clusterkit import shell
-from clusterkit.errors import BadInput, counted
+from clusterkit.errors import BadInput, pluralize
 from clusterkit.jobfile.launcher_options import (
     ACCELERATE,
     AGAIN,
@@ -440,7 +440,7 @@ def _values(started: Started, job: JobSpec, given: Mapping[str, str]) -> dict[st
         nodes = found["nodes"][0] if "nodes" in found else job.nodes
         if not str(nodes).isdecimal() or not int(nodes) or ranks % int(nodes):
             raise BadInput(
-                f"command: {started.launcher} {written}: {counted(ranks, 'rank')} cannot be "
+                f"command: {started.launcher} {written}: {pluralize(ranks, 'rank')} cannot be "
                 f"divided among {nodes} nodes",
                 hint="--gpus N says how many ranks a node has",
                 job="command",

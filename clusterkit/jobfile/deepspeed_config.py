@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from clusterkit import batch as batches
-from clusterkit.errors import BadInput, Place, did_you_mean, dotted
+from clusterkit.errors import BadInput, KeyPath, did_you_mean, dotted
 
 _TABLE = json.loads(Path(__file__).with_name("deepspeed_keys.json").read_bytes())
 VERSION: str = _TABLE["version"]
@@ -35,7 +35,7 @@ _SIGNS = {">": float.__gt__, ">=": float.__ge__, "<": float.__lt__, "<=": float.
 _BOOLEANS = ("true", "false", "yes", "no", "on", "off", "t", "f", "y", "n", "1", "0")
 
 
-def _error(place: Place, message: str, hint: str | None = None) -> BadInput:
+def _error(place: KeyPath, message: str, hint: str | None = None) -> BadInput:
     at = ("deepspeed", *place)
     return BadInput(f"{dotted(at)}: {message}", hint, job=at)
 
@@ -71,7 +71,7 @@ def _enabled(section: Any) -> bool:
 
 
 def _check(
-    config: Mapping[str, Any], keys: Mapping[str, Any], place: Place, remarks: list[str]
+    config: Mapping[str, Any], keys: Mapping[str, Any], place: KeyPath, remarks: list[str]
 ) -> None:
     for key, value in config.items():
         at = (*place, key)
@@ -143,7 +143,7 @@ def _in_words(kind: str) -> str:
     return " ".join([words.get(name, f"one of {', '.join(name.split('|'))}"), *bounds])
 
 
-def walk(config: Mapping[str, Any], place: Place = ()) -> Iterator[tuple[Place, Any]]:
+def walk(config: Mapping[str, Any], place: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
     """Yield the path and the value of every key, of all sections."""
     for key, value in config.items():
         yield (*place, key), value
@@ -151,7 +151,7 @@ def walk(config: Mapping[str, Any], place: Place = ()) -> Iterator[tuple[Place, 
             yield from walk(value, (*place, key))
 
 
-def autos(config: Mapping[str, Any]) -> list[Place]:
+def autos(config: Mapping[str, Any]) -> list[KeyPath]:
     """Return the places of ``auto`` that the program has to replace by a number."""
     return [at for at, value in walk(config) if value == "auto" and at not in _OWN_AUTO]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from clusterkit.batch import DEEPSPEED_KEYS
 from clusterkit.cluster import Facts
-from clusterkit.errors import BadInput, ClusterkitError, Place, RunFolderError
+from clusterkit.errors import BadInput, ClusterkitError, KeyPath, RunFolderError
 from clusterkit.files import read_file, write_atomic
 from clusterkit.jobfile import deepspeed_config, sources
 from clusterkit.plan import Note, Plan
@@ -151,7 +151,7 @@ def _refusal(found: Mapping[str, Any], config: Mapping[str, Any], version: str) 
     )
 
 
-def _place(found: Mapping[str, Any], config: Mapping[str, Any]) -> Place:
+def _place(found: Mapping[str, Any], config: Mapping[str, Any]) -> KeyPath:
     """Return the path of an error's key: pydantic gives its end, other errors mention the key."""
     end = tuple(str(key) for key in found["place"])
     for place, _ in deepspeed_config.walk(config):

@@ -17,7 +17,7 @@ from msgspec import inspect
 
 from clusterkit import shell
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, LocalCluster
-from clusterkit.errors import BadInput, Place, choices, did_you_mean
+from clusterkit.errors import BadInput, KeyPath, choices, did_you_mean
 from clusterkit.files import read_file, reason
 from clusterkit.jobfile import command
 from clusterkit.spec import JobSpec, check_environment, check_job
@@ -57,7 +57,7 @@ def locating(
 # ---------------------------------------------------------------- specs
 
 
-def convert(document: Document, place: Place, data: Any, kind: type[Spec]) -> Spec:
+def convert(document: Document, place: KeyPath, data: Any, kind: type[Spec]) -> Spec:
     """Convert ``data``, which is at ``place`` of the document, to a spec.
 
     Raises:
@@ -105,7 +105,7 @@ _NAMES = {"str": "text", "int": "a whole number", "float": "a number", "bool": "
 
 
 def _type_error(
-    document: Document, base: Place, data: Any, kind: type[Spec], error: msgspec.ValidationError
+    document: Document, base: KeyPath, data: Any, kind: type[Spec], error: msgspec.ValidationError
 ) -> BadInput:
     """Turn an error of msgspec into one with file, line, key, value and allowed values."""
     match = _MESSAGE.match(str(error))
@@ -134,9 +134,9 @@ def _type_error(
     return document.error(place, message, _allowed(expected, value))
 
 
-def _place_and_value(path: str, data: Any) -> tuple[Place, Any]:
+def _place_and_value(path: str, data: Any) -> tuple[KeyPath, Any]:
     """Return the keys of msgspec's path ``.env[...]`` and the value at that place in ``data``."""
-    place: Place = ()
+    place: KeyPath = ()
     for name, index in _SEGMENT.findall(path):
         part: str | int = name or (0 if index == "..." else int(index))
         if index == "...":
@@ -165,7 +165,7 @@ def _allowed(expected: inspect.Type, value: Any) -> str | None:
     return choices(allowed, value) if allowed else None
 
 
-def _type_at(kind: type[Spec], place: Place) -> inspect.Type:
+def _type_at(kind: type[Spec], place: KeyPath) -> inspect.Type:
     """Return the type of a place in a struct; any type below a mapping with free keys."""
     found: inspect.Type = inspect.type_info(kind)
     for part in place:

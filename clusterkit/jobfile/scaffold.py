@@ -19,7 +19,7 @@ from msgspec import Struct
 from clusterkit import backends
 from clusterkit.backends.probing import PROJECT_ENVIRONMENTS
 from clusterkit.cluster import CLUSTER_TYPES, HostFacts, LocalCluster
-from clusterkit.errors import BadInput, choices, listed
+from clusterkit.errors import BadInput, choices, join_some
 from clusterkit.files import source_of, write_new
 from clusterkit.jobfile import catalogue, loader
 from clusterkit.jobfile.command import SPAWN
@@ -138,7 +138,7 @@ def only_script() -> Script:
     found = scripts()
     likely = [script for script in found if script.distributed] or found
     if len(likely) != 1:
-        names = listed(script.path for script in likely)
+        names = join_some(script.path for script in likely)
         raise BadInput(
             f"which program? {f'there are {names}' if names else 'none in this folder'}",
             hint=f"clusterkit init {likely[0].path if likely else 'train.py'}",

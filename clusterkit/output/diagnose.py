@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from clusterkit.agent import STARTING_AGAIN
 from clusterkit.agent.failure import ECHOES, TIMED_OUT, shell_code
-from clusterkit.errors import listed
+from clusterkit.errors import join_some
 from clusterkit.output.logs import LogLine
 from clusterkit.output.tracebacks import REPORT, Output
 from clusterkit.run.status import Failure, NodeCause, NodeStatus, RankExit, State
@@ -100,7 +100,7 @@ class _Suspect:
     @property
     def message(self) -> str:
         """The message of its last exception; without one its last output that may say why."""
-        return self.output.message or self.output.last_words()[0]
+        return self.output.message or self.output.final_lines()[0]
 
     @property
     def handled(self) -> bool:
@@ -267,7 +267,7 @@ def _cause(suspect: _Suspect, exit_code: int | None, oom_kills: int) -> tuple[st
     elif number:
         words, is_error = output.error_line() if number in _CRASHES else "", True
     else:
-        words, is_error = output.last_words()
+        words, is_error = output.final_lines()
     if not words:
         return cause, hint
     return f"{cause}{': ' if is_error else '; its last output: '}{words}", _hint(words) or hint
@@ -277,7 +277,7 @@ def _launcher_error(output: Output) -> str:
     """Return the error of a launcher itself; empty if it only reports how its ranks ended."""
     if output.message:
         return "" if REPORT.match(output.message) else output.message
-    words, is_error = output.last_words()
+    words, is_error = output.final_lines()
     return words if is_error else ""
 
 
@@ -308,7 +308,7 @@ def _left_early(blamed: _Suspect, ends: Sequence[RankExit]) -> str | None:
     left = [end for end in ends if not (end.exit_code or end.asked) and end.at <= first]
     if not left:
         return None
-    ranks = listed(map(str, sorted({end.rank for end in left})))
+    ranks = join_some(map(str, sorted({end.rank for end in left})))
     return (
         f"rank{'s' if len(left) > 1 else ''} {ranks} ended with exit code 0 before that, and a "
         "collective needs every rank: do all of them take the same number of steps?"
@@ -324,7 +324,7 @@ def _missing_file(
         return None
     if len(lacks) == len(nodes):
         return "it is on none of the nodes"
-    some = listed((f"node {node}" for node in sorted(lacks)), len(lacks))
+    some = join_some((f"node {node}" for node in sorted(lacks)), len(lacks))
     return (
         f"missing on {some} only, of {len(nodes)} nodes: put it on every node, or where all see it"
     )

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clusterkit.agent import Awake
+from clusterkit.agent import PauseAwareClock
 from clusterkit.agent.protocol import GROWING_FILES, WHOLE_FILES
 from clusterkit.errors import ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.files import locked, size_of, write_atomic
@@ -39,7 +39,7 @@ SWITCH_SECONDS = 5e-5
 """Part of Python's thread switch interval for each host."""
 _LARGEST = 1 << 24
 """Far more than `agent.report.report` writes in a frame."""
-awake = Awake()
+awake = PauseAwareClock()
 """The clock that measures silence: seconds in which this process was stopped do not count."""
 
 

@@ -69,7 +69,7 @@ class Series:
         self.values = array("d", (values[each] for each in keep))
         self.replaced += 1
 
-    def thinned(self, columns: int) -> list[Bucket]:
+    def downsample(self, columns: int) -> list[Bucket]:
         """Return at most ``columns`` buckets of equal numbers of points; peaks are kept."""
         size = max(1, -(-len(self) // max(1, columns)))
         found = []

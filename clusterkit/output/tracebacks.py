@@ -164,7 +164,7 @@ class Output:
         end = next((n for n, text in enumerate(after) if _is_noise(text) and text), len(after))
         return _bounded(_trimmed(after[:end]), MESSAGE_LINES)
 
-    def last_words(self) -> tuple[str, bool]:
+    def final_lines(self) -> tuple[str, bool]:
         """Return `error_line`, or the last line with text and the block to which it belongs: the
         text between two rulers, or an unindented line and the indented ones below it.
 
@@ -192,7 +192,7 @@ def begins(text: str) -> bool:
     return _BEGINS.match(without_rank(text)) is not None
 
 
-def folded(batches: Iterable[list[LogLine]]) -> Iterator[list[LogLine]]:
+def collapse_torchrun_reports(batches: Iterable[list[LogLine]]) -> Iterator[list[LogLine]]:
     """Yield the same lines, with torchrun's own traceback about a failed rank as one line.
 
     Another traceback of a launcher may be the failure itself, and is kept.

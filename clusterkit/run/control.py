@@ -23,7 +23,7 @@ from clusterkit.backends.base import (
     SupportsSync,
 )
 from clusterkit.cluster import ClusterSpec, Facts, LocalCluster
-from clusterkit.errors import EXIT_INTERRUPTED, ClusterkitError, RunFolderError, counted
+from clusterkit.errors import EXIT_INTERRUPTED, ClusterkitError, RunFolderError, pluralize
 from clusterkit.plan import Plan
 from clusterkit.run.evidence import Terms, Verdict, verdict
 from clusterkit.run.folder import (
@@ -70,13 +70,13 @@ def current(folder: RunFolder) -> RunStatus | None:
     Returns:
         None if the record may be out of date: call `reconcile`.
     """
-    supervised = folder.is_held()
+    supervised = folder.has_supervisor()
     # In this order: where no supervisor runs any more, this is the last status that it wrote.
     saved = folder.saved_status()
     if saved is not None and (supervised or saved.state.final):
         return saved
     with contextlib.suppress(RunFolderError):
-        return folder.read_json("run.json", Submission).pending() if supervised else None
+        return folder.read_json("run.json", Submission).initial_status() if supervised else None
     return None
 
 
@@ -118,7 +118,7 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
             failure = Failure(exit_code=1, cause=UNSTARTED, hint=hint)
             return _replace(unknown, state=State.FAILED, exit_code=1, failure=failure)
         return _replace(unknown, state=State.UNKNOWN, remark=error.message)
-    base = saved or submission.pending()
+    base = saved or submission.initial_status()
     if (host := elsewhere(folder)) is not None:
         remark = f"its processes are on {host}: `clusterkit status {folder.run_id}` there shows it"
         return _replace(base, state=State.UNKNOWN, remark=remark)
@@ -140,7 +140,9 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
     if seen.state not in _RUNNING:
         _sync(backend, handle, transport)
     found, can_attach = _unsupervised(_replace(base, nodes=seen.nodes), handle, seen)
-    if folder.is_held():  # since `current`: its submit was still recording it, or `attach` began
+    if (
+        folder.has_supervisor()
+    ):  # since `current`: its submit was still recording it, or `attach` began
         return current(folder) or base
     if found.state.final and not can_attach and isinstance(backend, SupportsCleanup):
         _record_end(found, backend, handle, transport)
@@ -152,7 +154,7 @@ def _unrecorded(folder: RunFolder) -> bool:
 
     Submit holds the lock from when it makes the file: where there is none, nothing is known.
     """
-    if not folder.file(LOCK).exists() or folder.is_held():
+    if not folder.file(LOCK).exists() or folder.has_supervisor():
         return False
     return not any(folder.file(name).exists() for name in ("run.json", "state.json", "attempts"))
 
@@ -173,7 +175,7 @@ def _record_end(
         handle.folder.record_end(found)
 
 
-def unfinished(folder: RunFolder, connections: Connections | None = None) -> bool:
+def needs_supervisor(folder: RunFolder, connections: Connections | None = None) -> bool:
     """Return whether a supervisor would have anything left to do."""
     return not (folder.saved_status() or reconcile(folder, connections)).state.final
 
@@ -218,7 +220,7 @@ def _unsupervised(base: RunStatus, handle: RunHandle, seen: Observation) -> tupl
     if begun:
         failure = diagnosis(handle, seen)
         can_attach = found is not Verdict.FAILED
-        remark = f"it was not restarted ({counted(restarts, 'restart')} left): {attach} does"
+        remark = f"it was not restarted ({pluralize(restarts, 'restart')} left): {attach} does"
     else:
         can_attach = folder.file("state.json").exists()
         remark = f"it was not started: {attach} does"
@@ -240,7 +242,7 @@ def _unsupervised(base: RunStatus, handle: RunHandle, seen: Observation) -> tupl
 
 def _missing(handle: RunHandle, restarts: int) -> str:
     """Return what is not done for a run that continues without its supervisor."""
-    again = f" ({counted(restarts, 'restart')} left)" if restarts else ""
+    again = f" ({pluralize(restarts, 'restart')} left)" if restarts else ""
     if again and handle.plan.restarts:
         lost = "" if handle.plan.rejoin else ", nobody starts lost nodes again"
         return f"its nodes start failed ranks again{again}{lost}"
@@ -261,7 +263,7 @@ def cancel(folder: RunFolder) -> RunStatus:
         saved = folder.saved_status()
         if saved is not None and saved.state.final and not leftovers.exists():
             return _replace(before, remark=None)  # of why it ended; here it says what is left
-        if before.state.final and not folder.is_held():
+        if before.state.final and not folder.has_supervisor():
             # An agent that was killed may have left ranks. And `attach` is not to start it again.
             before = _replace(before, remark=None)
             backend, handle, transport = _access(folder, before.attempt, connections)
@@ -278,7 +280,7 @@ def cancel(folder: RunFolder) -> RunStatus:
         if found is not None and found.state is State.CANCELLED and not leftovers.exists():
             # Its supervisor has ended it everywhere: no need to log in to every host.
             return _replace(found, remark=None)
-        if not folder.is_held():
+        if not folder.has_supervisor():
             _sync(backend, handle, transport)
         error, remark = folder.stop(partial(backend.cancel, handle, transport))
         if error is None:
@@ -293,7 +295,7 @@ def cancel(folder: RunFolder) -> RunStatus:
 def _await_end(folder: RunFolder, seconds: float) -> None:
     """Return when the supervisor has recorded the run's end, is gone, or after ``seconds``."""
     deadline = time.monotonic() + seconds
-    while folder.is_held() and time.monotonic() < deadline:
+    while folder.has_supervisor() and time.monotonic() < deadline:
         if (found := current(folder)) is not None and found.state.final:
             return
         time.sleep(POLL_SECONDS / 2)
@@ -322,7 +324,7 @@ def _access(
     return backends.backend(cluster.backend), handle, connections.to(cluster)
 
 
-def forget(folder: RunFolder) -> None:
+def remove_remote_files(folder: RunFolder) -> None:
     """Remove what a run that has ended left on other machines, and with a service.
 
     Raises:
@@ -338,13 +340,13 @@ def forget(folder: RunFolder) -> None:
         if saved is None or not saved.state.final or folder.file(LEFTOVERS).exists():
             # An agent that was killed may have left ranks.
             backend.cancel(handle, connections.to(cluster))
-        if isinstance(backend, SupportsCleanup) and unfinished(folder, connections):
+        if isinstance(backend, SupportsCleanup) and needs_supervisor(folder, connections):
             backend.clean_up(handle, connections.to(cluster))
         if isinstance(backend, SupportsForget):
-            backend.forget(handle, connections.to(cluster))
+            backend.remove_remote_files(handle, connections.to(cluster))
 
 
-def abandon(folder: RunFolder) -> None:
+def undo_submit(folder: RunFolder) -> None:
     """End what an interrupted submit may have started: nodes and a supervisor."""
     if folder.file("state.json").exists():
         with contextlib.suppress(ClusterkitError):

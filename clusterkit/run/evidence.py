@@ -52,8 +52,8 @@ class Terms(Struct, frozen=True, kw_only=True):
         lease = plan.lost_after + plan.stop_grace + LEASE_MARGIN if watched and ours else None
         return cls(
             nodes=plan.nodes,
-            places=plan.places,
-            least=plan.least,
+            places=plan.nodes_with_ranks,
+            least=plan.min_nodes,
             replaces_lost=job.on_node_loss != "fail" and (plan.restarts > 0 or job.spares > 0),
             ends_with_loss=job.on_node_loss == "fail",
             ends_with_rank=elastic,

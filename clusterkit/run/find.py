@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from clusterkit.errors import RunFolderError, RunNotFound, listed
+from clusterkit.errors import RunFolderError, RunNotFound, join_some
 from clusterkit.run.folder import HOME_HINT, LAST, RUN_ID, RunFolder, home
 
 _TIMESTAMP = re.compile(r"-\d{10}-")
@@ -80,7 +80,7 @@ def resolve_id(name: str, ids: Sequence[str], where: str) -> str:
     if len(matching) == 1:
         return matching[0]
     if matching:
-        shown = listed(matching, 5)
+        shown = join_some(matching, 5)
         raise RunNotFound(f"run {name!r} is ambiguous: {shown}", hint="give more of its id")
     raise RunNotFound(
         f"run {name!r} is unknown {where}",

@@ -49,7 +49,7 @@ RUN_ID = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?\Z")
 RUN_ID_MAX = 63
 LOCK = "supervisor.lock"
 _LOCK_TRIES = 20
-MADE = "made"
+OWNS_CLUSTER_OBJECTS = "made"
 """File that exists where this run, and not one of the same id from another machine, made what the
 cluster keeps under the run's id."""
 LEFTOVERS = "leftovers"
@@ -82,7 +82,7 @@ class Submission(Struct, frozen=True, kw_only=True):
     """The machine that submitted it, and its boot: processes there are no other machine's."""
     boot_id: str = ""
 
-    def pending(self, restarts_left: int | None = None) -> RunStatus:
+    def initial_status(self, restarts_left: int | None = None) -> RunStatus:
         """Return the status of a run that was submitted and has not started."""
         return RunStatus(
             run=self.run,
@@ -280,7 +280,7 @@ class RunFolder:
         saved, begun = self.maybe_json("state.json", RunStatus), Begun.read(self.path)
         if saved is None and begun is not None:
             submission = self.maybe_json("run.json", Submission)
-            saved = submission.pending() if submission is not None else None
+            saved = submission.initial_status() if submission is not None else None
         return since(saved, begun) if saved is not None else None
 
     def append(self, name: str, record: object) -> None:
@@ -351,7 +351,7 @@ class RunFolder:
 
     # -- the supervisor's lock ---------------------------------------------
 
-    def hold(self) -> IO[bytes] | None:
+    def acquire_supervisor_lock(self) -> IO[bytes] | None:
         """Take the lock of the run's supervisor. Return None if another process holds it.
 
         The lock is released when the file is closed in this process and in all that inherited it,
@@ -363,7 +363,7 @@ class RunFolder:
         path = self.path / LOCK
         try:
             file = path.open("ab")
-            for _ in range(_LOCK_TRIES):  # `is_held` holds it for a moment
+            for _ in range(_LOCK_TRIES):  # `has_supervisor` holds it for a moment
                 if locked(file):
                     return file
                 time.sleep(0.01)
@@ -373,7 +373,7 @@ class RunFolder:
             raise RunFolderError(why, hint=HOME_HINT) from error
         return None
 
-    def is_held(self) -> bool:
+    def has_supervisor(self) -> bool:
         """Return whether a supervisor runs, on this machine or (over NFS) another."""
         try:
             with (self.path / LOCK).open("rb") as file:

@@ -264,7 +264,7 @@ def _start(
     try:
         with ready:
             folder = RunFolder.create(ready.plan.run_id, ready.backend.home(ready.facts))
-            lock = folder.hold()
+            lock = folder.acquire_supervisor_lock()
             assert lock is not None  # the folder is new
             with lock:
                 _record(folder, ready, created_at)
@@ -276,7 +276,7 @@ def _start(
             started = True
     except BaseException:  # also Ctrl-C while the connections are being closed: it runs by then
         if folder is not None and not adopt:
-            control.abandon(folder)
+            control.undo_submit(folder)
         if folder is not None and not started:
             shutil.rmtree(folder.path, ignore_errors=True)
         raise
@@ -417,10 +417,10 @@ def take_over(run: str, cluster: str, clusters_file: str | os.PathLike[str] | No
             execute.write_files(plan, transport)
             if found.project is not None:
                 _unpack(found.project, Path(plan.trees[0].path))
-            status = folder.read_json("run.json", Submission).pending()
+            status = folder.read_json("run.json", Submission).initial_status()
             status = msgspec.structs.replace(status, state=State.RUNNING, attempt=found.attempt)
             folder.write_json("state.json", status)
-            folder.write(run_folder.MADE, "")
+            folder.write(run_folder.OWNS_CLUSTER_OBJECTS, "")
             text = f"taken up on this machine, in attempt {found.attempt}"
             folder.append("events.jsonl", Event(at=time.time(), attempt=found.attempt, text=text))
 

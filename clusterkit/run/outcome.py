@@ -36,12 +36,12 @@ def without_spares(plan: Plan, seen: Observation) -> Observation:
     """
     nodes = tuple(
         replace(node, spare=True)
-        if node.state is State.PENDING and node.node >= plan.places
+        if node.state is State.PENDING and node.node >= plan.nodes_with_ranks
         else node
         for node in seen.nodes
     )
     states = [node.state for node in nodes if not node.spare]
-    enough = states.count(State.SUCCEEDED) >= plan.least and seen.next_attempt is None
+    enough = states.count(State.SUCCEEDED) >= plan.min_nodes and seen.next_attempt is None
     succeeded = enough and not _running(seen) & set(states)
     return replace(seen, nodes=nodes, state=State.SUCCEEDED if succeeded else overall({*states}))
 

@@ -121,12 +121,12 @@ class Reconciler:
     restarts_left: int
     attempt: int = 1
     stage: Stage = Stage.START
-    followed: bool = False
+    started_by_agents: bool = False
     """Whether the agents of the previous attempt have started this one."""
     running_since: float | None = None
     ran_seconds: float = 0.0
     """How long the earlier attempts have run."""
-    late: bool = False
+    over_time_limit: bool = False
     """Whether it was stopped at its time limit from here."""
     port_tries: int = PORT_TRIES
     missing: dict[int, float] = field(default_factory=dict)
@@ -175,7 +175,7 @@ class Reconciler:
             # Its supervisor was killed while it started the nodes: which ones run is not known.
             made.stage, made.seen, made.verdict = Stage.SETTLE, None, Verdict.REPLACE
         else:
-            made.stage, made.followed = Stage.WATCH, newest is None
+            made.stage, made.started_by_agents = Stage.WATCH, newest is None
         return made
 
     # -- the next actions -------------------------------------------------
@@ -227,7 +227,7 @@ class Reconciler:
         if cancelled:
             return self._end_nodes(CANCELLED, now, 0.0)
         if self._over_limit(now):
-            self.late = True
+            self.over_time_limit = True
             return self._end_nodes(LIMIT, now, 0.0)
         if reached is Phase.ENDING:
             self.ending_since = now if self.ending_since is None else self.ending_since
@@ -263,7 +263,7 @@ class Reconciler:
         """
         pending = [n.node for n in seen.nodes if n.state is State.PENDING and not n.spare]
         enough = len(seen.nodes) - len(pending) >= self.terms.least
-        if seen.state is State.SUCCEEDED or (self.followed and (stopping or enough)):
+        if seen.state is State.SUCCEEDED or (self.started_by_agents and (stopping or enough)):
             return []
         return pending
 
@@ -272,14 +272,18 @@ class Reconciler:
         has connected to node 0, and over SSH its files arrive late."""
         pending = [node for node in seen.nodes if node.state is State.PENDING]
         started = any(
-            node.spare or node.node in self.joins or not self.followed for node in pending
+            node.spare or node.node in self.joins or not self.started_by_agents for node in pending
         )
         return started or now < self.reported_at
 
     def joining(self, seen: Observation, now: float) -> list[int]:
         """Return the nodes to start again now, so that they join the others."""
         running = seen.nodes[0].state is State.RUNNING and not (seen.final or seen.late)
-        states = {State.FAILED, State.CANCELLED, *([State.PENDING] if self.followed else [])}
+        states = {
+            State.FAILED,
+            State.CANCELLED,
+            *([State.PENDING] if self.started_by_agents else []),
+        }
         missing = [node.node for node in seen.nodes[1:] if node.state in states]
         if not (self.terms.rejoins and running):
             missing = []
@@ -336,14 +340,14 @@ class Reconciler:
         if seen.next_attempt is not None:
             following = seen.next_attempt
             self._begin(following, Stage.WATCH, now)
-            self.followed = True
+            self.started_by_agents = True
             return [Next(following, None)]
         if lost(seen) and seen.state is not State.SUCCEEDED:
             self.losses = self.losses + 1 if ran < STEADY_SECONDS else 1
             self.early_losses = self.early_losses + 1 if ran < EARLY_SECONDS else 0
         self.verdict = verdict(
             self.terms,
-            msgspec.structs.replace(seen, final=seen.final or self.late),
+            msgspec.structs.replace(seen, final=seen.final or self.over_time_limit),
             restarts_left=self.restarts_left,
             cancelled=cancelled,
             losses_allowed=self.early_losses <= EARLY_LOSSES and self.losses <= LOSSES,
@@ -352,7 +356,7 @@ class Reconciler:
         self.stage = Stage.SETTLE
         self.settled_at = now if self.ending_since is None else self.ending_since
         self.stops, self.stop_at = 0, None
-        self.living = may_live(seen, started=not self.followed)
+        self.living = may_live(seen, started=not self.started_by_agents)
         self.acknowledged = cleaned and not self.living
         return self._settle(now, cancelled)
 
@@ -395,7 +399,7 @@ class Reconciler:
         return [Next(following, found, without)]
 
     def _begin(self, attempt: int, stage: Stage, now: float) -> None:
-        self.attempt, self.stage, self.followed = attempt, stage, False
+        self.attempt, self.stage, self.started_by_agents = attempt, stage, False
         self.fresh = self.looked = False
         self.seen = self.verdict = None
         self.stops, self.stop_at, self.acknowledged, self.living = 0, None, False, True

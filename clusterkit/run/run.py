@@ -59,7 +59,7 @@ class Run:
         """Return its status now."""
         return control.reconcile(self._folder)
 
-    def accounted(self, status: RunStatus) -> RunStatus:
+    def with_goodput(self, status: RunStatus) -> RunStatus:
         """Return a status of this run with ``goodput``, and steps in ``attempts``, from its
         logs."""
         from clusterkit.run.goodput import with_goodput  # deferred: `wait` does without
@@ -91,15 +91,15 @@ class Run:
                 time.sleep(POLL_SECONDS / 2)
 
     @property
-    def watched(self) -> bool:
+    def supervised(self) -> bool:
         """Whether its supervisor runs."""
-        return self._folder.is_held()
+        return self._folder.has_supervisor()
 
     def _has_processes(self) -> bool:
         """Return whether any process of the run exists on this machine."""
         from clusterkit import agent
 
-        return self.watched or bool(agent.processes_of(str(self.path)))
+        return self.supervised or bool(agent.processes_of(str(self.path)))
 
     def wait_started(self, timeout: float = 60.0) -> RunStatus:
         """Wait until every node runs or the run has ended. Return the status then."""
@@ -203,10 +203,10 @@ class Run:
     def metrics(self) -> list[dict[str, Any]]:
         """Return what rank 0 reported: a dict per step with ``step``, ``loss``,
         ``tokens_per_second``. A run that resumed from a checkpoint reports some steps twice."""
-        found = [mark for mark in self.marks() if mark["event"] == "metrics"]
+        found = [mark for mark in self.reported_events() if mark["event"] == "metrics"]
         return [{key: mark[key] for key in mark if key != "event"} for mark in found]
 
-    def marks(self) -> list[dict[str, Any]]:
+    def reported_events(self) -> list[dict[str, Any]]:
         """Return every marked line's object (`clusterkit.output.logs`), with metrics."""
         return [event for line in self.logs() if (event := line.event) is not None]
 
@@ -220,11 +220,11 @@ class Run:
         Raises:
             BadInput: a secret that a restart needs is not in the environment.
         """
-        if not control.unfinished(self._folder):
+        if not control.needs_supervisor(self._folder):
             return False
         self._refuse_elsewhere("attach")
         check_secrets(self._folder.read_json("job.json", JobSpec))
-        if (lock := self._folder.hold()) is None:
+        if (lock := self._folder.acquire_supervisor_lock()) is None:
             return False
         from clusterkit.run import supervise
 
@@ -259,7 +259,7 @@ class Run:
         if not status.state.final and (status.state is not State.UNKNOWN or self._has_processes()):
             raise BadInput(f"run {self.id} is {status.state}", hint=f"clusterkit cancel {self.id}")
         try:
-            control.forget(self._folder)
+            control.remove_remote_files(self._folder)
         except ClusterkitError:
             if not force:
                 raise

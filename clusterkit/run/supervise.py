@@ -47,7 +47,7 @@ def spawn(folder: RunFolder, lock: IO[bytes], *, adopt: bool = False) -> None:
     """Start the supervisor, detached from this process and from the terminal.
 
     Args:
-        lock: the result of `RunFolder.hold`; the supervisor keeps it while it lives.
+        lock: of `RunFolder.acquire_supervisor_lock`; the supervisor keeps it while it lives.
         adopt: take over a run whose supervisor is gone.
 
     Raises:

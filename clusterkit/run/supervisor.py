@@ -23,7 +23,13 @@ from clusterkit.agent import PEER_TOKEN
 from clusterkit.backends.base import Backend, Monitor, Observation, SupportsCleanup
 from clusterkit.backends.ports import move_port
 from clusterkit.cluster import Facts
-from clusterkit.errors import EXIT_INTERRUPTED, ClusterkitError, RunFolderError, counted, listed
+from clusterkit.errors import (
+    EXIT_INTERRUPTED,
+    ClusterkitError,
+    RunFolderError,
+    join_some,
+    pluralize,
+)
 from clusterkit.files import write_atomic
 from clusterkit.output import mirror
 from clusterkit.output.track import tracking
@@ -73,7 +79,7 @@ class Supervisor:
         self.backend: Backend[Any] = backends.backend(submission.backend)
         self.transport = transport or backends.transport_for(self.cluster)
         self.secrets = {name: Secret(name, os.environ[name]) for name in self.job.secrets}
-        self.status = submission.pending(restarts_left=self.job.restarts)
+        self.status = submission.initial_status(restarts_left=self.job.restarts)
         self.machine = Reconciler(self._terms(), self.job.restarts)
         self.terminated = False
         self.monitor: Monitor | None = None
@@ -284,11 +290,13 @@ class Supervisor:
         self._update(restarts_left=self.machine.restarts_left)
         cancelled = self.folder.is_cancelled()
         if seen.state is State.SUCCEEDED:
-            failed = self.plan.places - sum(n.state is State.SUCCEEDED for n in seen.nodes)
+            failed = self.plan.nodes_with_ranks - sum(
+                n.state is State.SUCCEEDED for n in seen.nodes
+            )
             if failed > 0:
-                self._event(f"{failed} of {self.plan.places} elastic nodes failed")
+                self._event(f"{failed} of {self.plan.nodes_with_ranks} elastic nodes failed")
         elif not cancelled or seen.next_attempt is not None:
-            self.failure = diagnosis(handle, seen, late=self.machine.late)
+            self.failure = diagnosis(handle, seen, late=self.machine.over_time_limit)
         taken = self.cluster.port == "auto" and port_was_taken(self.failure, self.plan.port)
         return self.machine.judged(
             mirror.awake(), cancelled=cancelled, cleaned=cleaned, port_taken=taken
@@ -315,7 +323,7 @@ class Supervisor:
 
     def _tell(self, action: Next, failure: Failure) -> None:
         """Write the event of an attempt that has failed."""
-        attempt, left = self.status.attempt, counted(self.machine.restarts_left, "restart")
+        attempt, left = self.status.attempt, pluralize(self.machine.restarts_left, "restart")
         if action.verdict is Verdict.REPLACE:
             what = "could not be started" if self.machine.not_starting else "has lost nodes"
             text = f"attempt {attempt} {what}: {failure.summary}; starting again, "
@@ -396,11 +404,11 @@ class Supervisor:
 
     def _save_progress(self, seen: Observation) -> None:
         begun = sum(node.state is not State.PENDING for node in seen.nodes)
-        if self.status.running_since is None and begun >= self.plan.least:
+        if self.status.running_since is None and begun >= self.plan.min_nodes:
             self._update(running_since=time.time())
         if seen.nodes != self.status.nodes:
             self._update(nodes=seen.nodes)
-            if seen.state is State.PENDING and not self.machine.followed:
+            if seen.state is State.PENDING and not self.machine.started_by_agents:
                 self._save(State.PENDING)
             elif seen.state is State.RESTARTING:
                 self._save(State.RESTARTING)
@@ -419,9 +427,9 @@ class Supervisor:
         if self.without:
             others = facts_without(self.without, self.job, self.facts)
             assert others is not None  # `Terms.dispensable`
-            used = listed([host.host for host in others[0].hosts], 4)
+            used = join_some([host.host for host in others[0].hosts], 4)
             why = f"starting again on {used}, which costs no restart"
-            self._plan_anew(others[0], why, others[1])
+            self._replan(others[0], why, others[1])
             self.without = []
 
     def _check_again(self) -> None:
@@ -429,17 +437,17 @@ class Supervisor:
         if self.moves:
             why = f"port {self.plan.port} was taken before the run could listen there"
             port = self.transport.free_port(self.facts.hosts[0].host)
-            self._plan_anew(*move_port(self.cluster, self.facts, port, why))
+            self._replan(*move_port(self.cluster, self.facts, port, why))
             self.moves = False
         age = time.time() - (self.status.started_at or 0.0)
         fresh = self.status.attempt == 1 and age <= PROBED_SECONDS
         changed = self.backend.before_attempt(self.cluster, self.facts, self.transport, fresh=fresh)
         if changed is not None:
-            self._plan_anew(*changed)
+            self._replan(*changed)
         elif self.machine.restarts_left < self.plan.restarts:
-            self._plan_anew(self.facts)
+            self._replan(self.facts)
 
-    def _plan_anew(self, facts: Facts, why: str | None = None, spares: int | None = None) -> None:
+    def _replan(self, facts: Facts, why: str | None = None, spares: int | None = None) -> None:
         """Plan the next attempt. Its agents get the restarts and spares that are left.
 
         Raises:

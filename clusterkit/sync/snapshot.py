@@ -25,7 +25,7 @@ import msgspec
 
 import clusterkit
 from clusterkit.cluster import Project
-from clusterkit.errors import BadInput, RunFolderError, counted
+from clusterkit.errors import BadInput, RunFolderError, pluralize
 from clusterkit.run.folder import home
 from clusterkit.sync import receiver
 
@@ -309,4 +309,4 @@ def _unreadable(path: str | Path, error: OSError) -> RunFolderError:
 
 def summary(project: Project) -> str:
     """Return a project's size in words: ``312 files, 4.2 MB``."""
-    return f"{counted(project.files, 'file')}, {project.bytes / 1e6:.1f} MB"
+    return f"{pluralize(project.files, 'file')}, {project.bytes / 1e6:.1f} MB"

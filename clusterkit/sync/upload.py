@@ -93,7 +93,7 @@ class Upload:
             size = sum(entries[number].size for number in missing)
 
             def send_files(numbers: Sequence[int]) -> dict[str, Any]:
-                for done, data in _batches(self.pieces(numbers, zipped=not stream.near)):
+                for done, data in _batches(self.pieces(numbers, zipped=not stream.low_latency)):
                     stream.write(data)
                     progress(host, done, size)
                 return next(answers)

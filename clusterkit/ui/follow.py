@@ -13,7 +13,7 @@ from rich.text import Text
 
 from clusterkit import api
 from clusterkit.agent import HANG_NOTE, HANG_OVER, SLOW_NOTE, SLOW_OVER
-from clusterkit.errors import counted
+from clusterkit.errors import pluralize
 from clusterkit.output import tracebacks
 from clusterkit.output.live import Reported
 from clusterkit.output.logs import LogLine
@@ -90,7 +90,9 @@ class View(Reported):
     def summary(self, status: RunStatus) -> list[str]:
         """Summarize a run that has ended: result, loss, speed, times, commands to see more."""
         spent = (status.finished_at or time.time()) - (status.started_at or time.time())
-        restarts = f" after {counted(status.attempt - 1, 'restart')}" if status.attempt > 1 else ""
+        restarts = (
+            f" after {pluralize(status.attempt - 1, 'restart')}" if status.attempt > 1 else ""
+        )
         lines = [f"{status.run} {status.state} in {duration(spent)}{restarts}"]
         if losses := self.series.get("loss"):
             first, last = (

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TextIO
 
-from clusterkit.errors import listed
+from clusterkit.errors import join_some
 from clusterkit.output.logs import LogLine, readable
 from clusterkit.run.status import Goodput, RunStatus, State
 
@@ -116,7 +116,9 @@ def remark_lines(status: RunStatus) -> list[str]:
     for node in status.nodes:
         for text in node.remarks:
             nodes.setdefault(text, []).append(str(node.node))
-    found = [f"node{'s' if len(of) > 1 else ''} {listed(of)}: {text}" for text, of in nodes.items()]
+    found = [
+        f"node{'s' if len(of) > 1 else ''} {join_some(of)}: {text}" for text, of in nodes.items()
+    ]
     if not any(node.hang or node.slow for node in status.nodes):
         return found
     from clusterkit.agent import HANG_NOTE, SLOW_NOTE  # `ls` and `status` start without it

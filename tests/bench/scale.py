@@ -28,7 +28,7 @@ import clusterkit
 from clusterkit import backends
 from clusterkit.agent.client import Client
 from clusterkit.agent.files import allow_open_files
-from clusterkit.agent.member import Terms
+from clusterkit.agent.member import RestartPolicy
 from clusterkit.agent.messages import EndLauncher, Order, Start
 from clusterkit.cli.common import table
 from clusterkit.cluster import (
@@ -165,7 +165,7 @@ def new_run(nodes: int) -> RunFolder:
 @contextlib.contextmanager
 def supervised(address: str, folder: RunFolder) -> Iterator[int]:
     """The run's supervisor, as `supervise.spawn` starts it; its process id."""
-    lock = folder.hold()
+    lock = folder.acquire_supervisor_lock()
     assert lock is not None
     _with_fakes(address)
     Supervisor(folder).start()  # as submit does; the process takes it up
@@ -231,7 +231,7 @@ class Member:
     def __init__(self, port: int, node: int, nodes: int, started: queue.SimpleQueue[int]) -> None:
         self._node, self._started = node, started
         self.client = Client(
-            ("127.0.0.1", port), node=node, terms=Terms(nodes, 60.0, 600.0), run=RUN,
+            ("127.0.0.1", port), node=node, terms=RestartPolicy(nodes, 60.0, 600.0), run=RUN,
             token=b"0123456789abcdef", on_order=self._handle,
         )  # fmt: skip
         self.client.start()

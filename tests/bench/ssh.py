@@ -23,7 +23,7 @@ from pathlib import Path
 
 from clusterkit import api
 from clusterkit.cli.common import table
-from clusterkit.errors import counted
+from clusterkit.errors import pluralize
 from clusterkit.run.find import find_run
 from clusterkit.run.folder import StepRecord, Submission
 from clusterkit.run.launch import send_trees
@@ -177,7 +177,7 @@ def sync(rounds: int, sizes: Sequence[int]) -> list[Row]:
             os.chdir(source)
             try:
                 for size in sizes:
-                    hosts = counted(size, "host")
+                    hosts = pluralize(size, "host")
                     for fresh, what in (
                         (True, f"50 MB, 2,000 files to {hosts} / rsync -a in parallel"),
                         (False, f"the same after a change of one file, {hosts} / rsync -a"),
@@ -187,7 +187,7 @@ def sync(rounds: int, sizes: Sequence[int]) -> list[Row]:
                 # As from a laptop: hosts are near to each other, and far from the submitter.
                 limit = f"qdisc add dev {lab.name} root tbf rate 100mbit burst 128k latency 100ms"
                 machine.call("tc", *limit.split())
-                what = f"50 MB to {counted(max(sizes), 'host')} / to 1, uplink of 100 Mbit/s"
+                what = f"50 MB to {pluralize(max(sizes), 'host')} / to 1, uplink of 100 Mbit/s"
                 all_of, one = partial(send, True, max(sizes)), partial(send, True, 1)
                 rows.append(compare(what, all_of, one, rounds))
                 return rows

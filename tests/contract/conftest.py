@@ -338,7 +338,7 @@ class KubernetesStage(LocalStage):
 
     def begin(self, plan: Plan) -> None:
         super().begin(plan)
-        self.transport.put("localhost", f"{plan.run_dir}/{run_folder.MADE}", b"")
+        self.transport.put("localhost", f"{plan.run_dir}/{run_folder.OWNS_CLUSTER_OBJECTS}", b"")
 
     def plan(
         self,

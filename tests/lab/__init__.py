@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
+from clusterkit.errors import BadInput, ClusterkitError, Unavailable, pluralize
 from tests.lab import faults, machine
 from tests.lab.disk import Contents, Disk
 
@@ -217,7 +217,7 @@ class Lab:
             if self.is_up():
                 if self.size != len(self.hosts):
                     raise BadInput(
-                        f"{self.dir}: there is a lab of {counted(len(self.hosts), 'host')}",
+                        f"{self.dir}: there is a lab of {pluralize(len(self.hosts), 'host')}",
                         hint="take it down first: python -m tests.lab down, or make lab-down",
                     )
                 return False

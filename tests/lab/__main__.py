@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from clusterkit.errors import BadInput, ClusterkitError, counted
+from clusterkit.errors import BadInput, ClusterkitError, pluralize
 from tests.lab import MOST_HOSTS, Lab, faults, labs, remove_by_name
 
 
@@ -75,7 +75,7 @@ def _up(options: argparse.Namespace) -> None:
     if lab.up():
         took = f"{time.monotonic() - start:.1f} s"
         ends = dict.fromkeys((lab.hosts[0].address, lab.hosts[-1].address))
-        print(f"{counted(len(lab.hosts), 'host')}, {' to '.join(ends)}, {took}")
+        print(f"{pluralize(len(lab.hosts), 'host')}, {' to '.join(ends)}, {took}")
     else:
         print(f"{lab.dir}: the lab is up already")
     print(f"  ssh -F {shlex.quote(str(lab.ssh_config))} h0")

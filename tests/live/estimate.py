@@ -192,7 +192,7 @@ def measured(job: JobSpec) -> dict[str, int]:
         status = run.wait(SECONDS)
     finally:
         run.cancel()
-    ranks = [mark for mark in run.marks() if mark["event"] == "memory"]
+    ranks = [mark for mark in run.reported_events() if mark["event"] == "memory"]
     if status.state is not State.SUCCEEDED or len(ranks) != job.gpus_per_node:
         raise RuntimeError(f"{' '.join(job.args)}: {status}")
     return max(ranks, key=lambda mark: int(mark["peak"]))

@@ -166,7 +166,7 @@ def measure(
         raise
     if status.state is not State.SUCCEEDED:
         raise RuntimeError(f"{case.name}: {status}")
-    optimizers = [mark for mark in run.marks() if mark["event"] == "optimizer"]
+    optimizers = [mark for mark in run.reported_events() if mark["event"] == "optimizer"]
     return Result(
         [row["loss"] for row in run.metrics()],
         {mark["rank"]: mark["parameters"] for mark in optimizers},

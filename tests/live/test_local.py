@@ -943,7 +943,7 @@ def test_a_restarted_run_resumes_from_its_checkpoint_as_if_nothing_had_happened(
             break
     status = broken.wait(SOON)
     assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
-    (resumed,) = (mark for mark in broken.marks() if mark["event"] == "resumed")
+    (resumed,) = (mark for mark in broken.reported_events() if mark["event"] == "resumed")
     assert resumed["step"] >= 10
     whole = gpt(restarts=0)
     whole.wait(SOON)

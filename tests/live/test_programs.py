@@ -201,7 +201,7 @@ def test_the_trainer_computes_the_same_with_ddp_and_zero(
         # A mean over ranks and accumulation: their sum would begin at 4 x ln 2.
         assert losses(run)[0] == pytest.approx(0.693, abs=0.1)
         assert losses(run) == pytest.approx(losses(runs[0]), abs=1e-5)
-        (evaluation,) = (mark for mark in run.marks() if mark["event"] == "evaluation")
+        (evaluation,) = (mark for mark in run.reported_events() if mark["event"] == "evaluation")
         rows = evaluation["accuracy"] * 21
         assert rows == pytest.approx(round(rows), abs=1e-6)
         kept = [re.findall(r"keeps (\d+) of (\d+)", line) for line in said(run) if "keeps" in line]
@@ -278,7 +278,7 @@ def test_an_elastic_run_survives_a_node_that_leaves_and_comes_back(run_job) -> N
     run.cancel()
     back.wait(SECONDS)
     assert worlds == [2, 1, 2]
-    resumed = [mark["step"] for mark in run.marks() if mark["event"] == "resumed"]
+    resumed = [mark["step"] for mark in run.reported_events() if mark["event"] == "resumed"]
     assert resumed[0] == 10
     assert len(set(resumed)) >= 2
 

@@ -3,8 +3,8 @@
 import time
 
 from clusterkit.agent import limits
-from clusterkit.agent.clock import Awake
-from clusterkit.agent.member import Terms
+from clusterkit.agent.clock import PauseAwareClock
+from clusterkit.agent.member import RestartPolicy
 from clusterkit.agent.membership import Membership
 from clusterkit.agent.messages import AgentState, Directive, EndLauncher, Finish, Start
 from clusterkit.agent.peer import Peer
@@ -117,7 +117,7 @@ class Agent:
         self.world, self.node = world, node
         schedule = world.schedule
         self.leap, self.frozen = 0.0, 0.0
-        self.clock = Awake(lambda: world.now + self.leap)
+        self.clock = PauseAwareClock(lambda: world.now + self.leap)
         self.wait = WAIT if schedule.back or schedule.least or schedule.spares else 0.0
         self.rank, self.nodes = node, schedule.nodes  # of the ranks that it starts
         self.again = bool(self.wait or schedule.restarts)
@@ -136,7 +136,7 @@ class Agent:
         self.lines, self.told, self.server_beat = {}, 0, 0.0
         self.server, self.verdict, self.look, self.due = None, None, 0.0, False
         if node == 0:
-            terms = Terms(
+            terms = RestartPolicy(
                 schedule.nodes, LOST_AFTER, self.wait, schedule.restarts,
                 min_nodes=schedule.least or None, spares=schedule.spares,
             )  # fmt: skip

@@ -309,7 +309,7 @@ def test_metrics_and_marks_come_from_the_log(unstarted_run, by_hand):
     by_hand(run).node(log=text, exit_code=0)
     final(run)
     assert run.metrics() == api.metrics(run.id) == [{"step": 1, "loss": 2.0}]
-    assert run.marks() == marks
+    assert run.reported_events() == marks
 
 
 def test_a_run_that_has_not_ended_is_not_deleted(unstarted_run):

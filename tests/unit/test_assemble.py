@@ -11,10 +11,10 @@ import pytest
 
 from clusterkit import agent
 from clusterkit.assemble import (
-    OWNED,
+    RESERVED_VARIABLES,
     Coordinator,
+    NodePaths,
     Placement,
-    Places,
     assemble,
     require_packages,
 )
@@ -27,7 +27,7 @@ from clusterkit.shell import Var
 from clusterkit.spec import BatchSpec, CheckpointSpec, JobSpec
 
 ONE = Topology(1, 1, 1)
-PLACES = Places("/runs/r1", "/work", "/venv/bin/python")
+PLACES = NodePaths("/runs/r1", "/work", "/venv/bin/python")
 
 
 def job(**fields):
@@ -85,7 +85,7 @@ def test_the_job_goes_before_the_cluster_and_the_cluster_before_the_defaults():
     assert env["PYTHONUNBUFFERED"] == "1"
 
 
-@pytest.mark.parametrize("name", sorted(OWNED))
+@pytest.mark.parametrize("name", sorted(RESERVED_VARIABLES))
 @pytest.mark.parametrize("where", ["job", "cluster"])
 def test_nobody_else_may_set_a_variable_of_the_rendezvous(name, where):
     spec = job(env={name: "1"} if where == "job" else {})
@@ -440,7 +440,7 @@ def test_the_first_host_may_be_known_on_the_nodes_alone(launcher, topology, tmp_
     head = Var("FIRST_HOST")
     placement = Placement(
         job=job(launcher=launcher), topology=topology, endpoint=Endpoint(head, 29501, "r1"),
-        places=Places(str(run_dir), "/work", str(dump)), device="cpu", threads=1, where="there",
+        places=NodePaths(str(run_dir), "/work", str(dump)), device="cpu", threads=1, where="there",
         hosts=("h",) * 2, names=("node-0", "node-1"), cluster=LocalCluster(), network_env={},
         coordinator=Coordinator(head, 29502),
     )  # fmt: skip

@@ -82,7 +82,7 @@ def unattributed() -> Iterator[str]:
         attributed = {
             inner
             for block in ast.walk(tree)
-            if isinstance(block, ast.With) and "about(" in ast.unparse(block.items[0])
+            if isinstance(block, ast.With) and "error_key(" in ast.unparse(block.items[0])
             for inner in ast.walk(block)
         }
         for call in ast.walk(tree):
@@ -105,9 +105,13 @@ def test_an_error_knows_the_key_and_what_has_it(kind):
     error = kind("port: 7", "8", cluster="port")
     assert (error.key, error.source, error.hint) == (("port",), "cluster", "8")
     assert kind("no key").key == ()
-    with pytest.raises(kind) as raised, errors.about("cluster", "hosts"), errors.about("job", "x"):
+    with (
+        pytest.raises(kind) as raised,
+        errors.error_key("cluster", "hosts"),
+        errors.error_key("job", "x"),
+    ):
         raise error
     assert raised.value.key == ("port",)
-    with pytest.raises(kind) as raised, errors.about("cluster", "hosts"):
+    with pytest.raises(kind) as raised, errors.error_key("cluster", "hosts"):
         raise kind("two alike")
     assert (raised.value.key, raised.value.source) == (("hosts",), "cluster")

@@ -224,7 +224,7 @@ def test_no_peak_is_lost_where_there_are_fewer_columns_than_points():
     series = Series()
     for step in range(10_000):
         series.add(step, 100.0 if step == 4321 else float(step % 7))
-    found = series.thinned(80)
+    found = series.downsample(80)
     assert len(found) == 80
     assert max(bucket.high for bucket in found) == 100.0
 

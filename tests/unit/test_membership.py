@@ -8,7 +8,7 @@ import pytest
 
 from clusterkit.agent import limits
 from clusterkit.agent.coordinator import Server
-from clusterkit.agent.member import Terms
+from clusterkit.agent.member import RestartPolicy
 from clusterkit.agent.membership import Membership
 from clusterkit.agent.messages import (
     AgentState,
@@ -43,7 +43,7 @@ class Table:
         self.new_node_0()
 
     def new_node_0(self):
-        terms = Terms(
+        terms = RestartPolicy(
             self.nodes, 30.0, self.wait, self.restarts, self.retry_on, self.least, self.spares
         )
         self.membership = Membership(terms)
@@ -289,7 +289,10 @@ def test_a_start_that_cannot_work_is_tried_twice():
 
 def test_words_of_a_program_that_ran_for_long_are_not_those_of_a_start():
     retries = Retries(5)
-    found = [retries.refusal([failure("", 3, "preempted")["failure"]], None, 3600.0) for _ in "ab"]
+    found = [
+        retries.reason_not_to_restart([failure("", 3, "preempted")["failure"]], None, 3600.0)
+        for _ in "ab"
+    ]
     assert found == [None, None]
 
 

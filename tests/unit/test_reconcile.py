@@ -306,7 +306,7 @@ def test_the_time_limit_counts_running_time_over_all_attempts():
     assert made.decide(seen(UP, UP), over + 1, False) == [Stop(reconcile.LIMIT)]
     made.stopped(over + 1, acknowledged=True)
     assert ended(made, seen(STOPPED, STOPPED), over + 2) == [Finish(BAD)]
-    assert made.late
+    assert made.over_time_limit
 
 
 def test_the_others_are_given_time_to_end_by_themselves():
@@ -342,7 +342,7 @@ EARLIER = AttemptStatus(attempt=1, state=BAD, failure=None, started_at=1.0, fini
 )
 def test_where_the_next_supervisor_begins(status, begun, stage, followed):
     made = Reconciler.adopt(TERMS, since(status, begun), begun, 3)
-    assert (made.stage, made.followed, made.restarts_left) == (stage, followed, 3)
+    assert (made.stage, made.started_by_agents, made.restarts_left) == (stage, followed, 3)
     assert made.attempt == max(status.attempt, begun.attempt if begun else 1)
     if stage is Stage.SETTLE:
         assert made.decide(None, 5.0, False) == [Stop(reconcile.OTHER_ENDED)]

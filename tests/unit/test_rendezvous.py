@@ -21,7 +21,7 @@ from clusterkit.rendezvous import (
     node_environment,
     rank_script,
 )
-from clusterkit.shell import Joined, Var, join
+from clusterkit.shell import Concat, Var, join
 from clusterkit.spec import Launcher
 
 LAUNCHERS = typing.get_args(Launcher)
@@ -69,7 +69,7 @@ def test_torchrun_with_a_range_of_nodes_uses_c10d_and_names_its_host():
     assert "--node-rank" not in line
     assert "--master-addr" not in line
     (conf,) = [
-        word for word in argv if isinstance(word, Joined) and rendezvous.IS_HOST in word.parts
+        word for word in argv if isinstance(word, Concat) and rendezvous.IS_HOST in word.parts
     ]
     assert conf.parts[-1] == rendezvous.IS_HOST
 
@@ -330,7 +330,9 @@ def test_the_node_agent_knows_the_header_that_the_rank_script_writes():
 def test_stale_variables_of_every_rank_of_the_submitter_are_reset():
     for launcher in LAUNCHERS:
         completed = set(SET_BY[launcher]) - {"NODE_RANK"}
-        assert {name for name in completed if not name.startswith("OMPI_")} <= set(rendezvous.RESET)
+        assert {name for name in completed if not name.startswith("OMPI_")} <= set(
+            rendezvous.VARIABLES_TO_UNSET
+        )
 
 
 def test_a_hostfile_has_a_line_per_node():

@@ -341,7 +341,7 @@ def test_a_record_that_could_not_follow_is_known_to_be_old(folder, state):
     folder.write_json("run.json", submission)
     assert folder.saved_status() is None
     if state is not None:
-        before = submission.pending(restarts_left=3)
+        before = submission.initial_status(restarts_left=3)
         folder.write_json("state.json", replace(before, state=state, running_since=5.0))
         assert folder.saved_status().attempt == 1
     Begun(2, whole=False).record(folder.path)

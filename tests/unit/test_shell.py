@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clusterkit import shell
-from clusterkit.shell import Joined, Secret, Var
+from clusterkit.shell import Concat, Secret, Var
 
 # What an argument of a process can hold: everything but NUL, and no half surrogates.
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=30)
@@ -54,7 +54,7 @@ def test_exported_values_reach_a_child_process_unchanged(ugly_values):
 
 
 def test_a_variable_is_read_where_the_line_runs_and_is_not_split_there():
-    line = shell.join(["a", Var("B"), Joined(("n=", Var("B"), ";x y"))])
+    line = shell.join(["a", Var("B"), Concat(("n=", Var("B"), ";x y"))])
     assert words_that_sh_reads(line, {"B": "two  words *"}) == [
         "a",
         "two  words *",

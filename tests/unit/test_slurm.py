@@ -311,7 +311,7 @@ def test_only_what_an_agent_of_this_start_says_of_node_0_counts(tmp_path, later,
     pid.touch()
     os.utime(pid, (began, began))
     done = subprocess.run(
-        ["/bin/sh", "-c", place._UNLESS_LOST.format(then="echo again"), tmp_path, "false"],
+        ["/bin/sh", "-c", place._OUTLIVE_NODE_0.format(then="echo again"), tmp_path, "false"],
         env={**os.environ, "NODE_RANK": "1", "CLUSTERKIT_ATTEMPT": "2"},
         capture_output=True, text=True,
     )  # fmt: skip

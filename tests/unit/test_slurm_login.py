@@ -304,7 +304,7 @@ def test_why_a_job_is_ended_is_said_there_and_here(handle, write):
     backends.backend("slurm").cancel(handle, transport, "cancelled")
     assert Path(handle.plan.run_dir, "stop-7").read_text() == "cancelled\n"
     assert here(handle)["stop-7"] == b"cancelled\n"
-    backends.backend("slurm").forget(handle, transport)
+    backends.backend("slurm").remove_remote_files(handle, transport)
     assert not Path(handle.plan.run_dir).exists()
     assert handle.folder.path.exists()
 
@@ -314,7 +314,7 @@ def test_a_run_of_this_machine_copies_and_removes_nothing(handle):
     local = run_folder.RunHandle(handle.folder, own, 1)
     assert login.copy_once(local, LoginNode()) is None
     assert login.follow(local, LoginNode()) is None
-    backends.backend("slurm").forget(local, LoginNode())
+    backends.backend("slurm").remove_remote_files(local, LoginNode())
     assert local.folder.path.exists()
     assert probe.folder(SlurmCluster()) == str(run_folder.home())
     assert observe.read(local) is not None

@@ -872,7 +872,7 @@ def test_a_jump_host(sshd, other_sshd, home, monkeypatch):
     assert done.stdout.split()[3] == str(behind.port)
     outer, inner = transport._connections.values()
     ended = []
-    monkeypatch.setattr("clusterkit.backends.ssh.transport.hang_up", ended.append)
+    monkeypatch.setattr("clusterkit.backends.ssh.transport.close_now", ended.append)
     transport.close()
     assert ended == [inner, outer]
     for connection in ended:

@@ -1015,7 +1015,7 @@ def test_a_host_that_answers_otherwise_is_unknown_for_that_reason(error):
 def test_a_pause_of_this_process_is_nobody_s_silence():
     """SIGSTOP, a suspended machine: the hosts have spoken, this process has not listened."""
     now = [100.0]
-    clock = mirror.Awake(lambda: now[0])
+    clock = mirror.PauseAwareClock(lambda: now[0])
     views = [view(0), view(1)]
     for each in views:
         each.clock = clock
@@ -1108,8 +1108,8 @@ def test_a_run_on_two_hosts_that_are_this_machine(tmp_path, entry_of, cwd):
     local = tmp_path / "mirror" / "attempts" / "1" / "node-1" / "log"
     assert local.read_bytes() == Path(node_dir(made.run_dir, 1, 1), "log").read_bytes()
     SSH.cancel(handle, transport)
-    SSH.forget(handle, transport)
-    SSH.forget(handle, transport)
+    SSH.remove_remote_files(handle, transport)
+    SSH.remove_remote_files(handle, transport)
     assert not Path(made.run_dir).exists()
     assert Path(made.trees[0].path).exists()
     assert SSH.status(RunHandle(RunFolder(tmp_path / "other"), made), transport) is None
@@ -1132,7 +1132,7 @@ def test_all_hosts_of_a_shared_folder_remove_a_run_at_once(tmp_path, monkeypatch
         path = Path(made.run_dir, "attempts", str(number % 10), f"node-{number}", "log")
         path.parent.mkdir(parents=True)
         path.write_text("line\n")
-    SSH.forget(handle, LocalTransport())
+    SSH.remove_remote_files(handle, LocalTransport())
     assert os.listdir(tmp_path / "runs") == []
     # Two that remove the same files would each report those that the other has removed.
     asked = (tmp_path / "asked").read_text().splitlines()

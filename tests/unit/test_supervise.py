@@ -88,7 +88,7 @@ def test_a_run_whose_submit_was_killed_while_it_recorded_it_has_failed(folder, w
         if path.name not in written:
             path.unlink()
     assert reconcile(folder).state is State.UNKNOWN  # it may be about to take the lock
-    with folder.hold():
+    with folder.acquire_supervisor_lock():
         assert reconcile(folder).state is State.UNKNOWN
     status = reconcile(folder)
     assert (status.state, status.failure.cause) == (State.FAILED, control.UNSTARTED)
@@ -118,7 +118,7 @@ def test_a_run_that_somebody_attaches_to_meanwhile_has_not_ended(folder, hand, m
     told = LocalBackend.status
 
     def late(*a):
-        HELD[folder.path] = folder.hold()
+        HELD[folder.path] = folder.acquire_supervisor_lock()
         return told(*a)
 
     monkeypatch.setattr(LocalBackend, "status", late)
@@ -659,7 +659,7 @@ def test_a_run_that_its_nodes_ended_at_the_time_limit_says_so_and_is_over(superv
 
 def test_a_pause_of_the_supervisor_is_no_node_s_fault(supervise_with, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(mirror, "awake", mirror.Awake(lambda: now[0]))
+    monkeypatch.setattr(mirror, "awake", mirror.PauseAwareClock(lambda: now[0]))
     status = Scripted.status
 
     def paused(self, handle, transport):
@@ -924,7 +924,7 @@ def test_which_nodes_are_started_again_and_when():
     rejoin = Reconciler(terms, 0)
 
     def due(seen, now, followed):
-        rejoin.followed = followed
+        rejoin.started_by_agents = followed
         return rejoin.joining(seen, now)
 
     wait = 5.0 + machine.REJOIN_SECONDS
@@ -1062,7 +1062,7 @@ def test_a_restart_changes_the_plan_on_record_when_it_changes_the_port(unstarted
     before = folder.plan()
     supervisor = Supervisor(folder)
     moved = move_port(supervisor.cluster, supervisor.facts, 30123, "port was taken")
-    supervisor._plan_anew(*moved)
+    supervisor._replan(*moved)
     after = folder.plan()
     assert (before.port, after.port) == (29501, 30123)
     assert "30123" in folder.read("plan.txt").decode()
@@ -1146,20 +1146,20 @@ def made(run):
 
 
 def test_a_folder_is_held_by_one(folder, hand):
-    assert folder.is_held()
-    assert folder.hold() is None
+    assert folder.has_supervisor()
+    assert folder.acquire_supervisor_lock() is None
     hand.unwatched()
-    assert not folder.is_held()
-    with folder.hold():
-        assert folder.hold() is None
+    assert not folder.has_supervisor()
+    with folder.acquire_supervisor_lock():
+        assert folder.acquire_supervisor_lock() is None
 
 
 def test_a_supervisor_holds_the_folder_until_it_ends(made):
     made.mark_cancelled()  # it has something to do, and nothing to start
-    with made.hold() as lock:
+    with made.acquire_supervisor_lock() as lock:
         supervise.spawn(made, lock)
     agent.wait_gone([made.read_json("supervisor.json", dict)["pid"]], 60)
-    assert not made.is_held()
+    assert not made.has_supervisor()
     assert reconcile(made).state is State.CANCELLED
     assert made.read("supervisor.log") == b""
 
@@ -1167,7 +1167,7 @@ def test_a_supervisor_holds_the_folder_until_it_ends(made):
 def test_one_that_cannot_start_says_why(made):
     spoil(made.path / "facts.json", b"[]")
     words = r"did not start: run .*: facts.json is damaged"
-    with pytest.raises(SubmitFailed, match=words) as error, made.hold() as lock:
+    with pytest.raises(SubmitFailed, match=words) as error, made.acquire_supervisor_lock() as lock:
         supervise.spawn(made, lock)
     assert error.value.hint == f"look into {made.path} by hand"
 
@@ -1189,7 +1189,10 @@ def test_one_that_is_killed_while_it_starts_is_noticed_at_once(made, monkeypatch
     killed.write_text("#!/bin/sh\nkill -9 $$\n")
     killed.chmod(0o755)
     monkeypatch.setattr(supervise.sys, "executable", str(killed))
-    with pytest.raises(SubmitFailed, match="did not start: no output"), made.hold() as lock:
+    with (
+        pytest.raises(SubmitFailed, match="did not start: no output"),
+        made.acquire_supervisor_lock() as lock,
+    ):
         supervise.spawn(made, lock)
 
 
@@ -1220,7 +1223,10 @@ def test_a_disk_that_is_nearly_full_refuses_the_start(fill, unstarted_run, make_
     HELD.pop(made.path).close()
     fill(40)
     words = rf"cannot write {made.path}/.reserve: No space left on device"
-    with pytest.raises(ClusterkitError, match=words) as error, made.hold() as lock:
+    with (
+        pytest.raises(ClusterkitError, match=words) as error,
+        made.acquire_supervisor_lock() as lock,
+    ):
         getattr(supervise, start)(made, lock, *([LocalTransport()] if start == "launch" else []))
     assert not made.file("supervisor.log").exists()
     assert error.value.hint == (
@@ -1231,7 +1237,7 @@ def test_a_disk_that_is_nearly_full_refuses_the_start(fill, unstarted_run, make_
 def test_a_run_that_is_watched_over_gets_no_second_supervisor(run, monkeypatch):
     monkeypatch.setattr(supervise, "spawn", lambda *_, **__: pytest.fail("it was started"))
     RunFolder(run.path).write_json("state.json", said_of(run, State.RUNNING))
-    assert run.watched
+    assert run.supervised
     assert not run.attach()
 
 
@@ -1669,7 +1675,7 @@ def test_a_signal_ends_at_most_the_supervisor(made, hand, signum):
     """A shutdown of the submitter's machine cancelled runs on other machines."""
     node = hand.node(started=hand.alive())
     made.write_json("state.json", said_of(api.Run(made), State.RUNNING))
-    with made.hold() as lock:
+    with made.acquire_supervisor_lock() as lock:
         supervise.spawn(made, lock, adopt=True)
     pid = made.read_json("supervisor.json", dict)["pid"]
     deadline = time.monotonic() + 60
@@ -1679,7 +1685,7 @@ def test_a_signal_ends_at_most_the_supervisor(made, hand, signum):
     os.kill(pid, signum)
     if signum == signal.SIGTERM:
         agent.wait_gone([pid], 60)
-        assert not made.is_held()
+        assert not made.has_supervisor()
     hand.node(started=hand.dead(), exit_code=0)
     if signum != signal.SIGTERM:
         agent.wait_gone([pid], 60)

@@ -390,9 +390,15 @@ ASKED = (
 
 
 def folded(lines: list[LogLine]) -> list[LogLine]:
-    """As `tracebacks.folded`, with batches of one line and of all of them."""
-    one = [line for batch in tracebacks.folded([line] for line in lines) for line in batch]
-    assert one == [line for batch in tracebacks.folded([lines]) for line in batch]
+    """As `tracebacks.collapse_torchrun_reports`, with batches of one line and of all of them."""
+    one = [
+        line
+        for batch in tracebacks.collapse_torchrun_reports([line] for line in lines)
+        for line in batch
+    ]
+    assert one == [
+        line for batch in tracebacks.collapse_torchrun_reports([lines]) for line in batch
+    ]
     return one
 
 

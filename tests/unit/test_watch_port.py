@@ -17,7 +17,7 @@ import pytest
 from clusterkit.agent import clock, limits
 from clusterkit.agent.client import Client
 from clusterkit.agent.connections import Line, Listener
-from clusterkit.agent.member import Terms
+from clusterkit.agent.member import RestartPolicy
 from clusterkit.agent.messages import EndLauncher, Finish, Log, Pause, Start, Warn
 from clusterkit.agent.peer import Peer
 
@@ -49,7 +49,7 @@ class Watched:
     def __init__(self, port, node=0, lost_after=30.0):
         self.said = queue.SimpleQueue()
         self.thread = Client(
-            ("127.0.0.1", port), node=node, terms=Terms(2, lost_after, self.wait), run=RUN,
+            ("127.0.0.1", port), node=node, terms=RestartPolicy(2, lost_after, self.wait), run=RUN,
             token=TOKEN, on_order=self.take,
         )  # fmt: skip
         self.thread.start()
@@ -430,7 +430,7 @@ def test_node_0_and_another_meet(port):
 def test_a_pause_of_node_0_is_nobody_s_silence(port, kind, monkeypatch):
     """As when all machines of a host are suspended: nobody has spoken, and nobody could hear."""
     pause = [0.0]
-    paused = clock.Awake(lambda: time.monotonic() + pause[0])
+    paused = clock.PauseAwareClock(lambda: time.monotonic() + pause[0])
     monkeypatch.setattr(clock, "awake", paused)
     there = kind(port)
     with Wire(connect(port)) as one:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from clusterkit.assemble import Coordinator, Places, require_packages
+from clusterkit.assemble import Coordinator, NodePaths, require_packages
 from clusterkit.backends.base import OWN_IMAGE
 from clusterkit.backends.compose.compose_file import (
     CONTAINER_DIR,
@@ -22,7 +22,7 @@ from clusterkit.backends.compose.engine import HOST
 from clusterkit.backends.placing import device_of, interface_env, split_gpus, threads_of
 from clusterkit.backends.ports import default_ports
 from clusterkit.cluster import ComposeCluster, Engine, Facts
-from clusterkit.errors import BadInput, counted
+from clusterkit.errors import BadInput, pluralize
 from clusterkit.plan import ComposeNative, Note
 from clusterkit.rendezvous import NODE_ADDRESS, Endpoint, Topology
 from clusterkit.spec import JobSpec
@@ -62,7 +62,7 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
         job=program,
         topology=topology,
         endpoint=Endpoint(names[0], facts.port, run_id),
-        places=Places(run_dir, workdir, host.python, python_origin=host.python_origin),
+        places=NodePaths(run_dir, workdir, host.python, python_origin=host.python_origin),
         device=device,
         threads=threads,
         where=f"in containers of docker {engine.version}".rstrip(),
@@ -100,7 +100,7 @@ def _check_subnet_size(cluster: ComposeCluster, nodes: int) -> None:
     room = max(0, IPv4Network(cluster.subnet).num_addresses - 3)
     if nodes > room:
         raise BadInput(
-            f"subnet: {cluster.subnet} has room for {counted(room, 'node')}, not {nodes}",
+            f"subnet: {cluster.subnet} has room for {pluralize(room, 'node')}, not {nodes}",
             hint="a larger one, or auto",
             cluster="subnet",
         )

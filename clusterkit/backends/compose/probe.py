@@ -32,7 +32,7 @@ from clusterkit.backends.probing import (
     probe_request,
 )
 from clusterkit.cluster import ComposeCluster, Engine, Facts, HostFacts
-from clusterkit.errors import BadInput, ClusterkitError, Unavailable, counted
+from clusterkit.errors import BadInput, ClusterkitError, Unavailable, pluralize
 from clusterkit.files import write_atomic
 from clusterkit.run.folder import home
 from clusterkit.spec import JobSpec
@@ -169,7 +169,7 @@ def _gpus(cluster: ComposeCluster, job: JobSpec | None, info: Mapping[str, Any])
     found = read_gpus(listed, complaint, os.environ.get("CUDA_VISIBLE_DEVICES"))
     facts = gpu_facts(found, cluster.gpus)
     if facts["gpus"] and not _has_nvidia_runtime(info) and not _has_cdi_gpus(info):
-        number = counted(len(facts["gpus"]), "GPU")
+        number = pluralize(len(facts["gpus"]), "GPU")
         raise Unavailable(
             f"this machine has {number}, but the docker engine lacks NVIDIA's runtime, and "
             "has no GPU of the Container Device Interface",

@@ -36,7 +36,7 @@ from clusterkit.backends.kubernetes.pods import STOP_EXTRA, code_of
 from clusterkit.backends.node_status import folder_exists
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.plan import Plan
-from clusterkit.run.folder import MADE, RunHandle
+from clusterkit.run.folder import OWNS_CLUSTER_OBJECTS, RunHandle
 from clusterkit.transport import Transport
 
 UNREACHABLE_SECONDS = 40.0
@@ -80,7 +80,7 @@ def apply(to: RunObjects, folder: Path, env: Mapping[str, str]) -> None:
     bindings = [each for each in others if each["kind"] == "RoleBinding"]
 
     with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
-        made_before = folder.parent / MADE
+        made_before = folder.parent / OWNS_CLUSTER_OBJECTS
         if not made_before.exists():
             # Nothing was created yet: an object of the same name is of another run. (The
             # submitter's role does not allow to read other kinds.)
@@ -212,7 +212,7 @@ def remove(handle: RunHandle, transport: Transport) -> None:
         Unavailable: the API server does not answer or refuses, or pods do not end.
     """
     plan, objects = handle.plan, RunObjects(handle.plan, transport)
-    if folder_exists(handle) and not handle.folder.file(MADE).exists():
+    if folder_exists(handle) and not handle.folder.file(OWNS_CLUSTER_OBJECTS).exists():
         return
     job, *others = _paths(plan, objects)
     try:

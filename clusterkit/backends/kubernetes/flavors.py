@@ -45,7 +45,7 @@ class Flavor(ABC):
         host: format of the name by which the other pods reach a node's.
         container: name of a pod's container that runs the node; as the operator wants it.
         operator: the controller that creates its pods; empty: Kubernetes itself.
-        besides: further kinds of its API of which a run has an object.
+        extra_kinds: further kinds of its API of which a run has an object.
     """
 
     kind: ClassVar[str]
@@ -54,7 +54,7 @@ class Flavor(ABC):
     host: ClassVar[str]
     container: ClassVar[str]
     operator: ClassVar[str] = ""
-    besides: ClassVar[tuple[str, ...]] = ()
+    extra_kinds: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def render(self, shape: Shape) -> list[Object]:
@@ -232,13 +232,13 @@ class TrainJob(JobSet):
 
     kind, api = "TrainJob", "trainer.kubeflow.org/v1alpha1"
     operator = "Kubeflow's trainer"
-    besides = ("TrainingRuntime",)
+    extra_kinds = ("TrainingRuntime",)
 
     def render(self, shape: Shape) -> list[Object]:
         job = _replicated(shape)
         labels = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
         job["template"]["metadata"] = {"labels": labels}
-        (kind,), nodes = self.besides, {"numNodes": shape.topology.nodes}
+        (kind,), nodes = self.extra_kinds, {"numNodes": shape.topology.nodes}
         policy = {"mlPolicy": nodes, "template": {"spec": {"replicatedJobs": [job]}}}
         runtime = new_object(self.api, kind, metadata(shape, shape.name), spec=policy)
         named = {"apiGroup": self.group, "kind": kind, "name": shape.name}
@@ -306,7 +306,7 @@ def choose(job: JobSpec, cluster: KubernetesCluster, facts: KubernetesFacts) -> 
 
 # ---------------------------------------------------------------- the watcher
 
-PROGRAM = "lost_pods.py"
+WATCHER_FILE = "lost_pods.py"
 """The watcher's file in the run's config map."""
 RBAC = "rbac.authorization.k8s.io"
 
@@ -341,7 +341,7 @@ def watcher(shape: Shape, flavor: Flavor, python: str) -> list[Object]:
 def _watcher_pod(shape: Shape, account: str, python: str) -> Object:
     cluster, files = shape.cluster, "/clusterkit"
     selector = f"{RUN}={shape.labels[RUN]},{ROLE}=node"
-    command = [python, "-I", "-S", posixpath.join(files, PROGRAM), shape.namespace, selector]
+    command = [python, "-I", "-S", posixpath.join(files, WATCHER_FILE), shape.namespace, selector]
     # By then the ranks of a lost pod, which do not hear of node 0, have ended.
     seconds = f"{cluster.lost_after + cluster.stop_grace:g}"
     container = {

@@ -127,7 +127,7 @@ def observation(
             replaceable=replaces(plan),
             rejoin=rejoin,
             waits_for=waits_for,
-            ours=removed.complete if pod is None else pod.name in removed.ended,
+            removed_by_clusterkit=removed.complete if pod is None else pod.name in removed.ended,
         )
         if pod is not None and pod.name in incomplete_logs and found.state.final:
             found = replace(found, state=State.RUNNING, reason=None)

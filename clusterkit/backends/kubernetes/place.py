@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import msgspec
 
 import clusterkit
-from clusterkit.assemble import Assembly, Coordinator, Placement, Places, require_packages
+from clusterkit.assemble import Assembly, Coordinator, NodePaths, Placement, require_packages
 from clusterkit.backends.kubernetes.apply import KUSTOMIZATION, MANIFESTS
-from clusterkit.backends.kubernetes.flavors import FLAVORS, PROGRAM, choose, watcher
+from clusterkit.backends.kubernetes.flavors import FLAVORS, WATCHER_FILE, choose, watcher
 from clusterkit.backends.kubernetes.objects import (
     ATTEMPT,
     JOB,
@@ -36,7 +36,7 @@ from clusterkit.backends.placing import (
 )
 from clusterkit.backends.ports import default_ports
 from clusterkit.cluster import Facts, HostFacts, KubernetesCluster, KubernetesFacts
-from clusterkit.errors import BadInput, counted
+from clusterkit.errors import BadInput, pluralize
 from clusterkit.plan import KubernetesNative, Note, PlanFile, Step, Tree
 from clusterkit.rendezvous import Endpoint, Topology, mpirun_interface
 from clusterkit.run.folder import slug
@@ -93,7 +93,7 @@ def place(
         job=program,
         topology=topology,
         endpoint=Endpoint(names[0], facts.port, run_id),
-        places=Places(
+        places=NodePaths(
             shape.run_dir,
             workdir,
             host.python,
@@ -259,7 +259,7 @@ def _ranks_per_node(job: JobSpec, host: HostFacts, device: str) -> tuple[int, st
         return job.gpus_per_node, "job: gpus_per_node"
     if device == "cpu":
         return 1, "without GPUs one rank per node"
-    return gpus, f"{counted(gpus, 'GPU')} of a node"
+    return gpus, f"{pluralize(gpus, 'GPU')} of a node"
 
 
 def _threads(
@@ -379,8 +379,8 @@ class KubernetesPlacement(Placement):
         files.append(self._file("pod.sh", PlanFile("", text=script, mode=0o755)))
         if native.watched:
             objects = [*watcher(shape, flavor, self.places.python), *objects]
-            program = PlanFile("", resource=f"backends/kubernetes/{PROGRAM}")
-            files.append(self._file(PROGRAM, program))
+            program = PlanFile("", resource=f"backends/kubernetes/{WATCHER_FILE}")
+            files.append(self._file(WATCHER_FILE, program))
         if (own := self.own_program) is not None:
             files.append(self._file(posixpath.basename(own), PlanFile("", resource=own)))
         files.append(self._file(RECORD, PlanFile("", text=self.record.text())))

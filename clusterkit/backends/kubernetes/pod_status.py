@@ -154,7 +154,7 @@ def native_state(
     replaceable: bool = False,
     rejoin: Rejoin | None = None,
     waits_for: str | None = None,
-    ours: bool = False,
+    removed_by_clusterkit: bool = False,
 ) -> NativeState:
     """Return what Kubernetes says of a node by its pod.
 
@@ -163,23 +163,27 @@ def native_state(
         replaceable: whether another pod may take its place (elastic runs).
         rejoin: how a replacement is waited for; None: it is not.
         waits_for: why there is no pod yet, if known.
-        ours: whether clusterkit itself has removed the pod.
+        removed_by_clusterkit: whether clusterkit itself has removed the pod.
     """
 
     def state(of: State, reason: str | None = None) -> NativeState:
         return NativeState(state=of, reason=reason, ended_at=pod.finished_at if pod else None)
 
     if pod is None:
-        return state(State.CANCELLED, NOT_BEGUN) if ours else state(State.PENDING, waits_for)
-    if rejoin is not None and not ours:
+        return (
+            state(State.CANCELLED, NOT_BEGUN)
+            if removed_by_clusterkit
+            else state(State.PENDING, waits_for)
+        )
+    if rejoin is not None and not removed_by_clusterkit:
         if (reason := rejoin.waits(pod)) is not None:
             return state(State.PENDING, reason)
         if pod.gone:
-            return _ended(pod, ours=ours)
+            return _ended(pod, removed_by_clusterkit=removed_by_clusterkit)
     if pod.exit_code is not None:
         if pod.restartable and pod.phase == "Running" and not pod.gone:
             return state(State.RUNNING)
-        return _ended(pod, ours=ours)
+        return _ended(pod, removed_by_clusterkit=removed_by_clusterkit)
     if pod.gone == "replaced":
         return state(State.FAILED, f"its pod was replaced: {pod.removed_by or 'it was deleted'}")
     if pod.lost:
@@ -188,7 +192,7 @@ def native_state(
     if pod.gone:
         if pod.stuck:
             return state(State.FAILED, pod.waits_for)
-        if ours:
+        if removed_by_clusterkit:
             late = "killed: it did not stop when asked to"
             return state(State.CANCELLED, late if pod.started else NOT_BEGUN)
         if replaceable:
@@ -206,7 +210,7 @@ def native_state(
     return state(State.FAILED if pod.stuck else found, pod.waits_for)
 
 
-def _ended(pod: Pod, *, ours: bool) -> NativeState:
+def _ended(pod: Pod, *, removed_by_clusterkit: bool) -> NativeState:
     message, reason = (pod.termination_message or "").strip(), pod.removed_by
     if reason is None and pod.reason == "OOMKilled":
         reason = _out_of_memory(pod)
@@ -221,7 +225,7 @@ def _ended(pod: Pod, *, ours: bool) -> NativeState:
         reason=reason,
         exit_code=pod.exit_code,
         ended_at=pod.finished_at,
-        ended_by=(pod.removed_by or DELETED) if pod.stopped and not ours else None,
+        ended_by=(pod.removed_by or DELETED) if pod.stopped and not removed_by_clusterkit else None,
     )
 
 
@@ -231,11 +235,13 @@ def _out_of_memory(pod: Pod) -> str:
     return f"killed by the kernel for want of memory: {cause}"
 
 
-def causes(pods: Iterable[Pod], ours: Collection[str] = ()) -> tuple[NodeCause, ...]:
+def causes(
+    pods: Iterable[Pod], removed_by_clusterkit: Collection[str] = ()
+) -> tuple[NodeCause, ...]:
     """Return why pods were ended from outside, which their agents cannot know.
 
     Args:
-        ours: names of those that clusterkit itself has ended.
+        removed_by_clusterkit: names of those that clusterkit itself has ended.
     """
     found = []
     for pod in pods:
@@ -243,13 +249,13 @@ def causes(pods: Iterable[Pod], ours: Collection[str] = ()) -> tuple[NodeCause, 
         if pod.reason == "OOMKilled":
             hint = "a larger `memory` in the cluster entry, or a smaller batch.micro"
             found.append(NodeCause(node=node, words=_out_of_memory(pod), hint=hint))
-        elif pod.lost and pod.name not in ours:
+        elif pod.lost and pod.name not in removed_by_clusterkit:
             words = f"node {pod.host} of the cluster does not answer"
             hint = (
                 f"`kubectl describe node {pod.host}` says why; `kubectl cordon` keeps pods off it"
             )
             found.append(NodeCause(node=node, words=words, hint=hint, exit_code=1))
-        elif pod.name not in ours and (pod.removed_by is not None or pod.stopped):
+        elif pod.name not in removed_by_clusterkit and (pod.removed_by is not None or pod.stopped):
             cause = pod.removed_by or DELETED
             if pod.node is None:  # whose sshd ends with 0
                 cause = f"worker {pod.name}: {cause}"

@@ -150,7 +150,7 @@ def template(
             subdomain=subdomain,
             serviceAccountName=cluster.service_account,
             **placement(cluster, _tolerations(shape, gpus)),
-            affinity=_together(shape),
+            affinity=_pod_affinity(shape),
         ),
         "securityContext": pod_security(cluster.user),
         "containers": [body],
@@ -161,7 +161,7 @@ def template(
     return {"metadata": {"labels": labels, **annotations}, "spec": merged(spec, cluster.patch)}
 
 
-def _together(shape: Shape) -> Object | None:
+def _pod_affinity(shape: Shape) -> Object | None:
     """Keep the pods of all nodes where `topology_key` is the same; the watcher has no ATTEMPT. (The
     scheduler lets the first pod be anywhere.)"""
     if not shape.cluster.topology_key:

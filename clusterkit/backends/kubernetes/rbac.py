@@ -47,7 +47,7 @@ def job_rules(flavors: Sequence[str] = tuple(FLAVORS)) -> list[Rule]:
     """Return the rules for the jobs themselves, one for each API group."""
     kinds: dict[str, list[str]] = {}
     for flavor in map(FLAVORS.__getitem__, flavors):
-        kinds.setdefault(flavor.group, []).extend(map(plural, (flavor.kind, *flavor.besides)))
+        kinds.setdefault(flavor.group, []).extend(map(plural, (flavor.kind, *flavor.extra_kinds)))
     return [Rule(group, tuple(names), JOB_VERBS) for group, names in kinds.items()]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from clusterkit.backends.kubernetes.connect import not_installed
 from clusterkit.backends.kubernetes.objects import quantity
 from clusterkit.cluster import KubernetesCluster
-from clusterkit.errors import BadInput, about, did_you_mean
+from clusterkit.errors import BadInput, did_you_mean, error_key
 
 _TYPES: Mapping[str, tuple[Any, str]] = {
     "str": (str, "text"),
@@ -35,9 +35,9 @@ def check_entry(cluster: KubernetesCluster) -> None:
     """
     for key in ("memory", "shm_size"):
         if (size := getattr(cluster, key)) is not None:
-            with about("cluster", key):
+            with error_key("cluster", key):
                 quantity(key, size)
-    with about("cluster", "resources"):
+    with error_key("cluster", "resources"):
         for name, amount in cluster.resources.items():
             quantity(f"resources: {name}", amount)
     check_patch(cluster.patch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 
-from clusterkit.assemble import Coordinator, Placement, Places, require_packages
+from clusterkit.assemble import Coordinator, NodePaths, Placement, require_packages
 from clusterkit.backends.placing import (
     device_of,
     gpu_env,
@@ -13,7 +13,7 @@ from clusterkit.backends.placing import (
     threads_of,
 )
 from clusterkit.cluster import Facts, LocalCluster
-from clusterkit.errors import BadInput, counted
+from clusterkit.errors import BadInput, pluralize
 from clusterkit.plan import Note
 from clusterkit.rendezvous import Endpoint, Topology
 from clusterkit.spec import JobSpec
@@ -40,13 +40,13 @@ def place(job: JobSpec, cluster: LocalCluster, facts: Facts, run_id: str) -> Pla
     run_dir = posixpath.join(facts.home, "runs", run_id)
     remarks = []
     if device == "cpu" and topology.world_size > host.cpus:
-        shared = f"{topology.world_size} ranks share {counted(host.cpus, 'core')}"
+        shared = f"{topology.world_size} ranks share {pluralize(host.cpus, 'core')}"
         remarks.append(Note("", f"{shared}: expect them slow", ""))
     return Placement(
         job=job,
         topology=topology,
         endpoint=Endpoint(host.address, facts.port, run_id),
-        places=Places(
+        places=NodePaths(
             run_dir, job.workdir or run_dir, host.python, python_origin=host.python_origin
         ),
         device=device,

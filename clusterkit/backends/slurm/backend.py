@@ -154,7 +154,7 @@ class SlurmBackend(
                 hint=f"clusterkit cancel {plan.run_id} again, once Slurm answers",
             ) from None
 
-    def forget(self, handle: RunHandle, transport: Transport) -> None:
+    def remove_remote_files(self, handle: RunHandle, transport: Transport) -> None:
         plan = handle.plan
         if login.is_remote(handle):
             done = transport.run(plan.hosts[0], ["rm", "-rf", "--", plan.run_dir], timeout=120)

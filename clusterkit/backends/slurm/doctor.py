@@ -13,7 +13,7 @@ from clusterkit.backends.slurm.queue import SLURM_SECONDS, run
 from clusterkit.cluster import SlurmCluster
 from clusterkit.doctor.base import Check, Finding, Level, shortened
 from clusterkit.doctor.report import Progress, Report
-from clusterkit.errors import ClusterkitError, counted
+from clusterkit.errors import ClusterkitError, pluralize
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
 
@@ -61,7 +61,7 @@ def _partition(subject: SlurmSubject, transport: Transport) -> Verdict:
         return "fail", cause, "another partition; `sinfo` lists them"
     usable = sum(node.usable for node in found.nodes)
     wanted = subject.job.node_range[0] + subject.job.spares
-    having = f"{usable} of {counted(there, 'node')} of partition {name} can be used"
+    having = f"{usable} of {pluralize(there, 'node')} of partition {name} can be used"
     if there < wanted:
         return "fail", f"{having}, the job wants {wanted}", f"--nodes {there}"
     if usable < wanted:

@@ -128,8 +128,8 @@ def observation(
         silent: why Slurm does not answer; None: it does.
         files_delayed: whether the file server may not show all files yet.
     """
-    ours = job is None or handle.folder.file(stop_file(job)).exists()
-    look = _Look(files, job, ours, silent, files_delayed)
+    removed_by_clusterkit = job is None or handle.folder.file(stop_file(job)).exists()
+    look = AttemptView(files, job, removed_by_clusterkit, silent, files_delayed)
     nodes = tuple(look.node(node) for node in range(len(files.nodes)))
     seen = observed(nodes, {node: each.exit or b"" for node, each in enumerate(files.nodes)})
     by_slurm = [node for node in nodes if job is not None and node.reason in (job.ending, REQUEUED)]
@@ -151,12 +151,12 @@ def observation(
 
 
 @dataclass(frozen=True)
-class _Look:
+class AttemptView:
     """The arguments of `observation`, and whether clusterkit has ended the job, if anybody has."""
 
     files: Snapshot
     job: Job | None
-    ours: bool
+    removed_by_clusterkit: bool
     silent: str | None
     files_delayed: bool
 
@@ -179,7 +179,9 @@ class _Look:
     def _native(self, files: NodeFiles) -> NativeState:
         """Return what Slurm's job says of a node."""
         job, begun = self.job, files.begun
-        cancelled = job is not None and job.means is State.CANCELLED and not self.ours
+        cancelled = (
+            job is not None and job.means is State.CANCELLED and not self.removed_by_clusterkit
+        )
         ended = State.CANCELLED if cancelled else State.FAILED
         if files.exit is not None:
             return self._with_exit(files.exit, ended)
@@ -212,10 +214,14 @@ class _Look:
             by = str(json.loads(exit_json)["stopped_by"])
         # Slurm signals ranks and agents alike: what they record is a consequence.
         killed = node.state in (State.CANCELLED, State.FAILED) and node.exit_code in _SIGNALLED
-        by_slurm = job is not None and job.ended_by_slurm and not (self.ours or self.requeued)
+        by_slurm = (
+            job is not None
+            and job.ended_by_slurm
+            and not (self.removed_by_clusterkit or self.requeued)
+        )
         if job is not None and killed and by_slurm:
             return NativeState(state=ended, ended_by=job.ending)
-        ending = not (self.over or self.ours) and self.files.ended_by_slurm
+        ending = not (self.over or self.removed_by_clusterkit) and self.files.ended_by_slurm
         if ending and node.state is not State.SUCCEEDED:
             return NativeState(state=State.RUNNING, reason="Slurm is ending its job")
         return NativeState(state=node.state, ended_by=by)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from clusterkit.agent import PEER_TOKEN
 from clusterkit.agent.archive import ARCHIVE
-from clusterkit.assemble import Assembly, Coordinator, Placement, Places, require_packages
+from clusterkit.assemble import Assembly, Coordinator, NodePaths, Placement, require_packages
 from clusterkit.backends.placing import (
     device_of,
     interface_env,
@@ -21,7 +21,7 @@ from clusterkit.backends.ports import default_ports
 from clusterkit.backends.slurm.probe import minutes
 from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON, NODE_0_LOST, STATES, WARNED
 from clusterkit.cluster import Facts, SlurmCluster, SlurmFacts
-from clusterkit.errors import BadInput, counted
+from clusterkit.errors import BadInput, pluralize
 from clusterkit.plan import Note, PlanFile, Step
 from clusterkit.rendezvous import NODE_ADDRESS, NODE_RANK, Endpoint, Topology
 from clusterkit.shell import Var, join, quote
@@ -111,7 +111,7 @@ _OF_NODE = (
 _OF_INTERFACE = (
     'ip -4 -oneline address show dev {} | sed -n "s/.* inet \\([0-9.]*\\).*/\\1/p" | head -n 1'
 )
-_UNLESS_LOST = f"""\
+_OUTLIVE_NODE_0 = f"""\
 trap : TERM
 "$@"
 code=$?
@@ -166,7 +166,7 @@ class SlurmPlacement(Placement):
         begin = f'{NODE_RANK.name}="$SLURM_NODEID"; export {NODE_RANK.name}; '
         if self.torch_elastic:
             begin += f'{NODE_ADDRESS.name}="$({_OF_NODE})"; export {NODE_ADDRESS.name}; '
-        lost = _UNLESS_LOST.format(then=_AGAIN if entry.requeue else _END)
+        lost = _OUTLIVE_NODE_0.format(then=_AGAIN if entry.requeue else _END)
         begin += lost if "no-kill" in self.options else 'exec "$@"'
         interface = entry.interface and _OF_INTERFACE.format(quote(entry.interface))
         return _SCRIPT.format(
@@ -228,7 +228,7 @@ def place(job: JobSpec, cluster: SlurmCluster, facts: Facts, run_id: str) -> Slu
         job=copied,
         topology=Topology(least, most, nproc),
         endpoint=Endpoint(HEAD, facts.port, run_id),
-        places=Places(run_dir, workdir, host.python, python_origin=host.python_origin),
+        places=NodePaths(run_dir, workdir, host.python, python_origin=host.python_origin),
         device=device,
         threads=threads,
         where=f"in partition {found.partition} of Slurm {found.version}".rstrip(),
@@ -298,10 +298,10 @@ def _check_room(job: JobSpec, found: SlurmFacts) -> None:
     most = job.node_range[1]
     room = min(found.nodes, found.most_nodes or found.nodes)
     if most + job.spares > room:
-        spares = f" and {counted(job.spares, 'spare')}" if job.spares else ""
+        spares = f" and {pluralize(job.spares, 'spare')}" if job.spares else ""
         raise BadInput(
             f"nodes: {most}{spares} are wanted, "
-            f"partition {found.partition} gives {counted(room, 'node')}",
+            f"partition {found.partition} gives {pluralize(room, 'node')}",
             hint=f"--nodes {room - job.spares}, or another partition"
             if room > job.spares
             else "fewer spares, or another partition",

@@ -154,7 +154,7 @@ class SshBackend(Backend[SshCluster], SupportsPreflight[SshCluster], SupportsFor
             remedy=f"clusterkit cancel {plan.run_id} again",
         )
 
-    def forget(self, handle: RunHandle, transport: Transport) -> None:
+    def remove_remote_files(self, handle: RunHandle, transport: Transport) -> None:
         plan = handle.plan
         argv = ["sh", "-c", _REMOVE, secrets.token_hex(8)]
         argv += filter(None, (plan.run_dir, plan.shared))

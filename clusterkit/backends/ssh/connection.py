@@ -98,7 +98,7 @@ def _connect(
     return transport
 
 
-def hang_up(transport: paramiko.Transport) -> None:
+def close_now(transport: paramiko.Transport) -> None:
     """Close a connection so that the host notices at once."""
     if isinstance(transport.sock, socket.socket):
         with contextlib.suppress(OSError):  # wakes the reading thread, which holds the socket open

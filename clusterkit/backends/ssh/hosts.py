@@ -13,7 +13,7 @@ from clusterkit.backends.probing import interpreter
 from clusterkit.backends.ssh.inventory import BRACKETED, read_hosts
 from clusterkit.backends.ssh.variables import absolute
 from clusterkit.cluster import Host, SshCluster
-from clusterkit.errors import BadInput, about, counted, did_you_mean, listed
+from clusterkit.errors import BadInput, did_you_mean, error_key, join_some, pluralize
 from clusterkit.spec import JobSpec
 
 _NUMBERS = re.compile(r"\s*[0-9]{1,6}\s*(,\s*[0-9]{1,6}\s*)*\Z")
@@ -38,7 +38,7 @@ def resolved(
     if cluster.inventory:
         hosts = read_hosts(folder / Path(cluster.inventory).expanduser(), cluster.group)
     else:
-        with about("cluster", "hosts"):
+        with error_key("cluster", "hosts"):
             listed_hosts = check_hosts(cluster.hosts, "hosts")
         hosts = tuple(
             msgspec.structs.replace(
@@ -51,7 +51,7 @@ def resolved(
         )
     if not include and not exclude:
         include, exclude = cluster.include, cluster.exclude
-    with about("cluster", "include" if include else "exclude"):
+    with error_key("cluster", "include" if include else "exclude"):
         hosts = choose_hosts(hosts, include, exclude)
     return msgspec.structs.replace(
         cluster, inventory=None, group="all", include=None, exclude=None, hosts=hosts
@@ -108,7 +108,7 @@ def _parse_filter(flag: str, text: str, hosts: Mapping[str, Host]) -> dict[str, 
         if name not in hosts:
             raise BadInput(
                 f"{flag} {text}: host {name!r} is unknown",
-                hint=did_you_mean(name, hosts) or f"known: {listed(hosts, 8)}",
+                hint=did_you_mean(name, hosts) or f"known: {join_some(hosts, 8)}",
             )
         if numbers is not None and not _NUMBERS.match(numbers):
             raise BadInput(f"{flag} {text}: {numbers!r} is not a list of GPUs", hint=f"{name}:0,1")
@@ -117,7 +117,7 @@ def _parse_filter(flag: str, text: str, hosts: Mapping[str, Host]) -> dict[str, 
         if devices and (host.slots is not None or host.devices is not None):
             available = _all_devices(host)
             if missing := [device for device in devices if device not in available]:
-                slots = counted(len(available), "slot")
+                slots = pluralize(len(available), "slot")
                 raise BadInput(
                     f"{flag} {text}: {name} has {slots}, no number {missing[0]}",
                     hint=f"its numbers: {', '.join(map(str, available)) or 'none'}",
@@ -164,11 +164,11 @@ def check_host_count(cluster: SshCluster, job: JobSpec, count: int) -> None:
     least = job.node_range[0]
     if least + job.spares <= count:
         return
-    spares = f" and {counted(job.spares, 'spare')}" if job.spares else ""
+    spares = f" and {pluralize(job.spares, 'spare')}" if job.spares else ""
     room = count - job.spares
     raise BadInput(
-        f"nodes: {least}{spares} are wanted, the cluster has {counted(count, 'host')}"
-        f" ({listed([host.name for host in cluster.hosts], 4)})",
+        f"nodes: {least}{spares} are wanted, the cluster has {pluralize(count, 'host')}"
+        f" ({join_some([host.name for host in cluster.hosts], 4)})",
         hint=f"{f'--nodes {room}' if room > 0 else 'fewer spares'}, or more hosts in the inventory",
         job="nodes",
     )

@@ -27,7 +27,7 @@ from clusterkit import addresses
 from clusterkit.addresses import check_hosts
 from clusterkit.backends.ssh.variables import host_of
 from clusterkit.cluster import Host
-from clusterkit.errors import BadInput, Unavailable, did_you_mean, listed
+from clusterkit.errors import BadInput, Unavailable, did_you_mean, join_some
 from clusterkit.files import read_file, reason
 from clusterkit.yaml_file import Document, parse_yaml
 
@@ -129,7 +129,7 @@ def _members(
     if wanted not in (names := {*groups, "all"}):
         raise BadInput(
             f"{where}: there is no group {wanted!r}",
-            hint=f"{did_you_mean(wanted, names)} groups: {listed(sorted(names), 8)}".lstrip(),
+            hint=f"{did_you_mean(wanted, names)} groups: {join_some(sorted(names), 8)}".lstrip(),
         )
     hosts: dict[str, None] = {}
     visited, stack = set(), [wanted]

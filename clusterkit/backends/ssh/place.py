@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Mapping, Sequence
 
-from clusterkit.assemble import Coordinator, Placement, Places, require_packages
+from clusterkit.assemble import Coordinator, NodePaths, Placement, require_packages
 from clusterkit.backends.placing import (
     device_of,
     gpu_env,
@@ -15,7 +15,7 @@ from clusterkit.backends.placing import (
 )
 from clusterkit.backends.ssh.hosts import check_host_count
 from clusterkit.cluster import Facts, HostFacts, SshCluster
-from clusterkit.errors import BadInput, counted, listed
+from clusterkit.errors import BadInput, join_some, pluralize
 from clusterkit.plan import Note
 from clusterkit.rendezvous import NODE_ADDRESS, Endpoint, Topology, mpirun_interface
 from clusterkit.spec import JobSpec
@@ -50,15 +50,15 @@ def place(job: JobSpec, cluster: SshCluster, facts: Facts, run_id: str) -> Place
     shared = posixpath.join(cluster.shared, "runs", run_id) if cluster.shared else None
     remarks = _version_notes(hosts)
     if nodes < most:
-        remarks.append(Note("", f"{most} nodes are wanted, {counted(nodes, 'host')} there", ""))
+        remarks.append(Note("", f"{most} nodes are wanted, {pluralize(nodes, 'host')} there", ""))
     return Placement(
         job=copied,
         topology=topology,
         endpoint=Endpoint(head.address, facts.port, run_id),
-        places=Places(run_dir, workdir, head.python, shared, head.python_origin),
+        places=NodePaths(run_dir, workdir, head.python, shared, head.python_origin),
         device=device,
         threads=threads,
-        where=f"on {listed([host.host for host in hosts], 4)}",
+        where=f"on {join_some([host.host for host in hosts], 4)}",
         hosts=tuple(host.host for host in hosts),
         names=tuple(host.address for host in hosts),
         cluster=cluster,
@@ -94,14 +94,14 @@ def _ranks_per_node(job: JobSpec, hosts: tuple[HostFacts, ...], device: str) -> 
             if device == "cuda" and len(host.gpus) < wanted:
                 raise BadInput(
                     f"gpus_per_node: {wanted}, but {host.host} has "
-                    f"{counted(len(host.gpus), 'GPU')}",
+                    f"{pluralize(len(host.gpus), 'GPU')}",
                     hint=f"--gpus {len(host.gpus)}, or --exclude {host.host}",
                     job="gpus_per_node",
                 )
             if host.slots is not None and host.slots < wanted:
                 raise BadInput(
                     f"gpus_per_node: {wanted}, but {host.host} has "
-                    f"{counted(host.slots, 'slot')} in the inventory",
+                    f"{pluralize(host.slots, 'slot')} in the inventory",
                     hint=f"--gpus {host.slots}, or slots: {wanted} for {host.host}",
                     job="gpus_per_node",
                 )
@@ -147,7 +147,7 @@ def _interface_notes(facts: Facts, hosts: tuple[HostFacts, ...]) -> list[Note]:
         return [
             Note(
                 "",
-                f"no interface of {listed(without, 4)} carries the address it was reached at: "
+                f"no interface of {join_some(without, 4)} carries the address it was reached at: "
                 "gloo and NCCL choose by themselves (`interface:` names one)",
                 "",
             )
@@ -163,7 +163,7 @@ def _version_notes(hosts: tuple[HostFacts, ...]) -> list[Note]:
             by_version.setdefault(host.versions.get(package, "none"), []).append(host.host)
         if len(by_version) > 1:
             differing = "; ".join(
-                f"{version} on {listed(names, 4)}" for version, names in by_version.items()
+                f"{version} on {join_some(names, 4)}" for version, names in by_version.items()
             )
             notes.append(Note("", f"the hosts differ in {package}: {differing}", ""))
     return notes

@@ -10,7 +10,7 @@ from clusterkit.backends.ports import free_ports
 from clusterkit.backends.probing import HostReport, probe_python
 from clusterkit.backends.ssh.hosts import job_hosts, ranks_python
 from clusterkit.cluster import Facts, Host, HostFacts, SshCluster
-from clusterkit.errors import BadInput, counted
+from clusterkit.errors import BadInput, pluralize
 from clusterkit.spec import JobSpec
 from clusterkit.sync import snapshot
 from clusterkit.transport import Transport, fan_out, in_order
@@ -121,7 +121,7 @@ def _host_facts(
         if gpus and (missing := [d for d in host.devices if str(d) not in by_index]):
             raise BadInput(
                 f"host {host.name}: GPU {missing[0]} is asked for, "
-                f"it has {counted(len(gpus), 'GPU')}"
+                f"it has {pluralize(len(gpus), 'GPU')}"
             )
         gpus = tuple(by_index[str(device)] for device in host.devices if by_index)
         trouble = trouble if host.devices and not gpus else ""

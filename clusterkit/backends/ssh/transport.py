@@ -28,7 +28,7 @@ import paramiko
 from clusterkit import host_probe, shell
 from clusterkit.agent.files import allow_open_files
 from clusterkit.backends.ssh.config import HostUnreachable, LoginRefused, Target, jump_host, resolve
-from clusterkit.backends.ssh.connection import connect, hang_up
+from clusterkit.backends.ssh.connection import close_now, connect
 from clusterkit.cluster import Host
 from clusterkit.errors import SubmitFailed
 from clusterkit.transport import START, Completed, Environment, Put, Stream, Transport
@@ -68,7 +68,7 @@ class SshStream(Stream):
         self._started = False
 
     @property
-    def near(self) -> bool:
+    def low_latency(self) -> bool:
         return _round_trip(self._channel.get_transport()) < NEAR_SECONDS
 
     def write(self, data: bytes) -> None:
@@ -235,7 +235,7 @@ class SshTransport(Transport):
             connections, self._connections = self._connections, {}
         # Newest first: closing a connection through a jump host uses the jump host's connection.
         for connection in reversed(connections.values()):
-            hang_up(connection)
+            close_now(connection)
 
     def drop(self, name: str, connection: paramiko.Transport) -> None:
         """Close a host's connection, which no longer answers. Another thread may have made a new
@@ -243,7 +243,7 @@ class SshTransport(Transport):
         with self._lock:
             if self._connections.get(name) is connection:
                 del self._connections[name]
-        hang_up(connection)
+        close_now(connection)
 
     def open(self, host: str, argv: Sequence[str], *, env: Environment = None) -> Stream:
         return self._script(host, f"{shell.exports(env or {})}exec {shell.join(argv)}\n")

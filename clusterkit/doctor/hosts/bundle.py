@@ -18,9 +18,9 @@ from clusterkit.host_probe import (
     PORTS,
     ROOT,
     addresses,
+    bind_error,
     free_port,
     gpus_on_pci,
-    refusal,
     versions,
 )
 
@@ -83,7 +83,7 @@ def runner_text() -> str:
     text = (
         Path(runner.__file__).read_text(encoding="utf-8") + f"\nPORTS, ROOT = {PORTS}, {ROOT!r}\n"
     )
-    functions = (versions, refusal, free_port, addresses, gpus_on_pci)
+    functions = (versions, bind_error, free_port, addresses, gpus_on_pci)
     text += "\n".join(inspect.getsource(each) for each in functions)
     names = ", ".join(["ROOT=ROOT", *(f"{each.__name__}={each.__name__}" for each in functions)])
     return f"{text}\nHELPERS.update({names})\n"

@@ -144,7 +144,7 @@ class Meeting:
             ports = receive(file)["ports"]
             with ThreadPoolExecutor(64) as pool:
                 dials = {
-                    name: pool.submit(self.dial, name, ports[name])
+                    name: pool.submit(self.connect, name, ports[name])
                     for name in ports
                     if name != self.host
                 }
@@ -160,7 +160,7 @@ class Meeting:
             line.settimeout(self.left(END))
             file.readline()
 
-    def dial(self, name: str, port: int) -> str | None:
+    def connect(self, name: str, port: int) -> str | None:
         """Return why another host cannot be reached, or None."""
         try:
             timeout = DIAL * self.given["time_factor"]
@@ -181,12 +181,12 @@ class Meeting:
         with contextlib.suppress(OSError, ValueError, KeyError):
             while len(rates) < 2 and max(rates, default=0.0) < SLOW:
                 try:
-                    rates.append(self.pour(name, port))
+                    rates.append(self.send_payload(name, port))
                 except socket.timeout:  # noqa: UP041 (TimeoutError only since Python 3.10)
                     rates.append(0.0)  # not even a piece of it could be sent
         return {name: max(rates)} if rates else {}
 
-    def pour(self, name: str, port: int) -> float:
+    def send_payload(self, name: str, port: int) -> float:
         """Send another host a megabyte; return the Mbit/s that it reports."""
         with connected(self.addresses[name], port, DIAL) as line:
             file = line.makefile("rwb")

@@ -9,13 +9,13 @@ from clusterkit.doctor.base import Check, Finding
 from clusterkit.doctor.kubernetes.base import (
     CLUSTER,
     UNEXPECTED,
+    ClusterAnswers,
     KubeSubject,
-    Seen,
     nodes_of,
 )
 from clusterkit.doctor.kubernetes.checks import CHECKS
 from clusterkit.doctor.report import Progress, Report
-from clusterkit.errors import counted
+from clusterkit.errors import pluralize
 from clusterkit.transport import Transport
 
 __all__ = ["CHECKS", "look"]
@@ -30,7 +30,7 @@ def look(
         BadInput: a kubeconfig that cannot be used.
     """
     progress(1, ("the API server",))
-    seen = Seen(subject, transport)
+    seen = ClusterAnswers(subject, transport)
     with ThreadPoolExecutor(len(checks) or 1) as pool:
         verdicts = pool.map(lambda check: check.judge(seen), checks)
         findings = [
@@ -43,7 +43,7 @@ def look(
         nodes = [node["metadata"]["name"] for node in nodes_of(seen)]
     except UNEXPECTED:
         nodes = []  # the check of nodes tells of it
-    everything = CLUSTER + (f" and {counted(len(nodes), 'node')}" if nodes else "")
+    everything = CLUSTER + (f" and {pluralize(len(nodes), 'node')}" if nodes else "")
     return Report(
         cluster=subject.cluster,
         hosts=(CLUSTER, *nodes),

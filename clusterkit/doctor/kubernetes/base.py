@@ -106,7 +106,7 @@ def unexpected(error: Exception) -> str:
     return f"the API server answered with something unexpected: {type(error).__name__} {error}"
 
 
-class Seen(ClusterServer):
+class ClusterAnswers(ClusterServer):
     """A cluster and what the job's plan would create there. No request is sent twice; checks use it
     from several threads.
 
@@ -192,7 +192,7 @@ class Seen(ClusterServer):
         return None if self.flavor is None else FLAVORS[self.flavor]
 
 
-def _rehearsal(seen: Seen) -> dict[str, tuple[str, Object]]:
+def _rehearsal(seen: ClusterAnswers) -> dict[str, tuple[str, Object]]:
     """Return the path and the body that create the job and each kind of pod."""
     query = "dryRun=All&fieldValidation=Strict"
     asked = {}
@@ -214,7 +214,7 @@ def _rehearsal(seen: Seen) -> dict[str, tuple[str, Object]]:
 # ---------------------------------------------------------------- checks
 
 
-Judge = Callable[[Seen], Verdict | list[Verdict]]
+Judge = Callable[[ClusterAnswers], Verdict | list[Verdict]]
 UNPLANNED = "the job cannot be planned for this cluster"
 
 
@@ -231,7 +231,7 @@ def check(
 
     def decorate(function: Judge) -> Check:
         @wraps(function)
-        def judge(seen: Seen) -> list[Verdict]:
+        def judge(seen: ClusterAnswers) -> list[Verdict]:
             found: Verdict | list[Verdict]
             try:
                 if path and (reply := seen.reply(path)).reason:
@@ -302,6 +302,6 @@ def limits(spec: Mapping[str, Any]) -> dict[str, Decimal]:
     return total
 
 
-def nodes_of(seen: Seen) -> list[Object]:
+def nodes_of(seen: ClusterAnswers) -> list[Object]:
     """Return the nodes with the entry's labels; none if we may not look."""
     return [node for node in seen.reply(NODES).items if selected(node, seen.entry)]

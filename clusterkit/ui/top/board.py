@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from clusterkit.errors import counted
+from clusterkit.errors import pluralize
 from clusterkit.output.live import LiveRun, LiveRuns, RankView, Usage, standstill
 from clusterkit.run.folder import RunFolder
 from clusterkit.run.status import RunStatus
@@ -308,14 +308,14 @@ class RunBoard(Board[tuple[int, int]]):
     def _state_line(self) -> Line:
         status, ranks = self.live.status, len(self.live.ranks)
         spent = (status.finished_at or time.time()) - (status.started_at or time.time())
-        size = counted(len(status.nodes), "node") if status.nodes else "- nodes"
+        size = pluralize(len(status.nodes), "node") if status.nodes else "- nodes"
         if ranks:
-            size += f", {counted(ranks, 'rank')}"
+            size += f", {pluralize(ranks, 'rank')}"
         parts = [f"{status.cluster}: {size}", duration(max(0.0, spent))]
         if status.attempt > 1:
             parts.append(f"attempt {status.attempt}")
         if status.restarts_left:
-            parts.append(f"{counted(status.restarts_left, 'restart')} left")
+            parts.append(f"{pluralize(status.restarts_left, 'restart')} left")
         state = (status.state, STYLES[status.state])
         return ((f" {status.run} ", BOLD), state, (f"  {'  '.join(parts)}", ""))
 

@@ -117,7 +117,7 @@ def curve(name: str, series: Series | None, width: int, height: int) -> list[Lin
         blank = [fitted((), width)] * max(0, height - 2)
         return [title(name, "", width), fitted(((text, DIM),), width), *blank][:height]
     rows = height - 1
-    buckets = series.thinned(2 * room)
+    buckets = series.downsample(2 * room)
     low = min(bucket.low for bucket in buckets)
     high = max(bucket.high for bucket in buckets)
     dots = [[0] * room for _ in range(rows)]

@@ -19,8 +19,8 @@ from clusterkit.cluster import Claim, KubernetesCluster
 from clusterkit.doctor.kubernetes import CHECKS, look
 from clusterkit.doctor.kubernetes.base import (
     CLUSTER,
+    ClusterAnswers,
     Reply,
-    Seen,
     limits,
     templates,
 )
@@ -120,7 +120,7 @@ WAITS = subject_of(JobSpec(name="any", command=("true",), nodes=2, restarts=1), 
 
 
 def seen_of(subject, replies=None):
-    seen = Seen(subject, Recorded(replies or documents()))
+    seen = ClusterAnswers(subject, Recorded(replies or documents()))
     seen.now = NOW
     return seen
 
@@ -165,7 +165,7 @@ def test_an_api_server_that_answers_nothing(check):
     def answer(path):
         raise Unavailable("it does not answer")
 
-    for finding in check.judge(Seen(subject_of(), Api(answer))):
+    for finding in check.judge(ClusterAnswers(subject_of(), Api(answer))):
         assert finding.cause
         assert finding.level == ("fail" if check.name == "api-server" else "skip"), finding
 

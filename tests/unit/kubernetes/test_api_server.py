@@ -39,7 +39,7 @@ from clusterkit.backends.kubernetes.pod import Pod
 from clusterkit.backends.kubernetes.pod_log import LogWriter
 from clusterkit.errors import BadInput, SubmitFailed, Unavailable
 from clusterkit.plan import KubernetesNative
-from clusterkit.run.folder import MADE, RunFolder
+from clusterkit.run.folder import OWNS_CLUSTER_OBJECTS, RunFolder
 
 
 class Answers(ThreadingHTTPServer):
@@ -139,7 +139,7 @@ def folder(tmp_path, *objects, ours=True):
     files = tmp_path / "run" / "files"
     files.mkdir(parents=True)
     if ours:
-        (files.parent / MADE).touch()
+        (files.parent / OWNS_CLUSTER_OBJECTS).touch()
     (files / "kustomization.yaml").write_text(yaml.safe_dump(main))
     (files / "manifests.yaml").write_text(yaml.safe_dump_all(objects))
     (files / "a.sh").write_text("echo 🚀 \u2028 $(HOME)\n")

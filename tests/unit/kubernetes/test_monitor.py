@@ -32,7 +32,7 @@ from clusterkit.backends.kubernetes.observe import (
 from clusterkit.backends.kubernetes.pod_log import LogWriter
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.errors import RunFolderError, Unavailable
-from clusterkit.run.folder import MADE, RunFolder, RunHandle
+from clusterkit.run.folder import OWNS_CLUSTER_OBJECTS, RunFolder, RunHandle
 from clusterkit.run.status import State
 from clusterkit.spec import JobSpec
 
@@ -192,7 +192,7 @@ def _handle(server, facts, tmp_path, job):
     folder = RunFolder(tmp_path / "runs" / "demo-1")
     folder.path.mkdir(parents=True)
     folder.write("run.json", "{}")
-    folder.write(MADE, "")
+    folder.write(OWNS_CLUSTER_OBJECTS, "")
     return RunHandle(folder, plan)
 
 
@@ -672,7 +672,7 @@ def test_a_removal_ends_all_that_the_run_has_and_remembers_whom_it_ended(server,
 def test_a_run_that_made_nothing_removes_nothing_of_another_s_with_its_id(
     server, transport, handle
 ):
-    handle.folder.file(MADE).unlink()
+    handle.folder.file(OWNS_CLUSTER_OBJECTS).unlink()
     remove(handle, transport)
     assert server.deleted == []
     assert removed_pods(handle) is None

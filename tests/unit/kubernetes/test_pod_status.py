@@ -301,10 +301,14 @@ def test_no_pod_is_judged_by_what_was_seen_of_it_last():
     assert seen(None, running) == (State.FAILED, None, gone)
     assert seen(None, running, replaced=True)[0] is State.PENDING
     late = "killed: it did not stop when asked to"
-    assert seen(None, running, ours=True) == (State.CANCELLED, None, late)
+    assert seen(None, running, removed_by_clusterkit=True) == (State.CANCELLED, None, late)
     unborn = document("Pending")
-    assert seen(None, unborn, ours=True) == (State.CANCELLED, None, "it had not begun")
-    assert seen(None, ours=True) == (State.CANCELLED, None, "it had not begun")
+    assert seen(None, unborn, removed_by_clusterkit=True) == (
+        State.CANCELLED,
+        None,
+        "it had not begun",
+    )
+    assert seen(None, removed_by_clusterkit=True) == (State.CANCELLED, None, "it had not begun")
 
 
 def test_a_pod_in_another_s_place_is_a_failure_unless_the_run_is_elastic():
@@ -381,7 +385,7 @@ def test_one_whose_node_is_gone_is_removed_by_force_or_somebody_is_told_to():
 
 def test_what_clusterkit_itself_ends_is_not_waited_for():
     told = document("Failed", ended(143, STOPPED), meta=LEAVING)
-    assert seen(told, rejoin=GOES_ON, ours=True)[0] is State.CANCELLED
+    assert seen(told, rejoin=GOES_ON, removed_by_clusterkit=True)[0] is State.CANCELLED
 
 
 def test_the_record_of_a_pod_keeps_the_keys_that_pods_json_has_had():
@@ -400,7 +404,7 @@ def test_of_several_pods_of_a_node_the_last_counts():
 
 def test_what_clusterkit_itself_has_ended_is_cancelled():
     told = document("Failed", ended(143, words_of(143, "stopped on request")))
-    assert seen(told, ours=True) == (State.CANCELLED, 143, "stopped on request")
+    assert seen(told, removed_by_clusterkit=True) == (State.CANCELLED, 143, "stopped on request")
 
 
 def test_a_lost_node_is_named():
@@ -411,7 +415,7 @@ def test_a_lost_node_is_named():
         "node node-1 of the cluster does not answer",
     )
     gone = "node node-1 of the cluster does not answer"
-    assert seen(None, told, lost=True, ours=True) == (State.FAILED, None, gone)
+    assert seen(None, told, lost=True, removed_by_clusterkit=True) == (State.FAILED, None, gone)
 
 
 def test_a_worker_is_no_node_and_a_launcher_is_node_0():
@@ -514,8 +518,12 @@ def test_why_a_pod_never_began_stays_known_while_it_is_removed():
         document("Pending", meta=LEAVING),
         document("Failed", meta=LEAVING),
     ):
-        for ours in (False, True):
-            assert seen(shown, stuck, ours=ours) == (State.FAILED, None, words)
+        for removed_by_clusterkit in (False, True):
+            assert seen(shown, stuck, removed_by_clusterkit=removed_by_clusterkit) == (
+                State.FAILED,
+                None,
+                words,
+            )
 
 
 def test_a_node_that_is_lost_has_the_remedy_of_a_cluster():

@@ -15,7 +15,7 @@ from clusterkit.doctor.hosts.base import Answers, HostSubject, check, script
 from clusterkit.doctor.hosts.checks.gpus import Command
 from clusterkit.doctor.hosts.helpers import most_common
 from clusterkit.doctor.hosts.runner import run, text_of
-from clusterkit.errors import counted, listed
+from clusterkit.errors import join_some, pluralize
 from clusterkit.host_probe import ROOT, gpus_on_pci
 
 
@@ -94,9 +94,9 @@ def infiniband(answers: Answers) -> Iterator[Verdict]:
             yield warn(host, cause, f"sudo modprobe nvidia-peermem && {load}")
         if found.ports:
             usual = most_common(rates, "no rate")
-            yield ok(host, f"{counted(len(rates), 'active port')}, {usual}")
+            yield ok(host, f"{pluralize(len(rates), 'active port')}, {usual}")
         elif most:
-            cause = f"no InfiniBand, but {counted(most, 'port')} on another host: NCCL takes TCP"
+            cause = f"no InfiniBand, but {pluralize(most, 'port')} on another host: NCCL takes TCP"
             yield warn(host, cause, "lspci | grep -i infiniband; sudo modprobe mlx5_ib")
         else:
             yield skip(host, "no InfiniBand")
@@ -125,10 +125,10 @@ def _ports(host: str, ports: Mapping[str, Port], seen: Mapping[str, Fabric]) -> 
             yield warn(host, cause, f"ibstat {name.partition('/')[0]}  # the cable, or its ends")
     waits = [name for name, port in down.items() if port.state == "INIT"]
     if waits:
-        cause = f"{listed(waits, 4)}: INIT: no subnet manager has set it up"
+        cause = f"{join_some(waits, 4)}: INIT: no subnet manager has set it up"
         yield warn(host, cause, "sudo systemctl enable --now opensm  # on one host, or a switch")
     if dead := [f"{n} ({p.state}, {p.physical})" for n, p in down.items() if n not in waits]:
-        cause = f"{len(dead)} of {counted(len(ports), 'port')} down: {listed(dead, 4)}"
+        cause = f"{len(dead)} of {pluralize(len(ports), 'port')} down: {join_some(dead, 4)}"
         yield warn(host, cause, f"ibstat {dead[0].partition('/')[0]}  # the cable, or its ends")
 
 
@@ -149,7 +149,7 @@ def fabric_manager(answers: Answers) -> Iterator[Verdict]:
             f"sudo apt-get install -y nvidia-fabricmanager-{branch} && {start}"
             f"nvidia-fabricmanager  # NVIDIA's repository; version {found.driver}"
         )
-        told = counted(found.switches, "NVSwitch chip")
+        told = pluralize(found.switches, "NVSwitch chip")
         version = re.search(r"\d+\.\d+(\.\d+)?", found.manager.stdout) if found.manager else None
         if found.manager is None:
             cause = f"{told}, but no fabric manager: CUDA fails with error 802"

@@ -22,7 +22,7 @@ from clusterkit.doctor.hosts.helpers import (
     most_common,
 )
 from clusterkit.doctor.hosts.runner import run, text_of, user_of
-from clusterkit.errors import counted, listed
+from clusterkit.errors import join_some, pluralize
 from clusterkit.host_probe import ROOT, gpus_on_pci
 
 _GPU_COLUMNS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version")
@@ -337,12 +337,12 @@ def gpus(answers: Answers) -> Iterator[Verdict]:
         count = healthy[host]
         need = answers.machines[host].slots
         if count < (1 if need is None else need):
-            cause = f"{counted(count, 'healthy GPU')}, {need or 'at least 1'} needed"
+            cause = f"{pluralize(count, 'healthy GPU')}, {need or 'at least 1'} needed"
             yield fail(host, "; ".join(filter(None, [cause, nvidia.missing])), "nvidia-smi")
         elif nvidia.missing:
             yield warn(host, nvidia.missing, _LOST)
         elif need is None and count < most:
-            cause = f"{counted(count, 'healthy GPU')}, but {most} on other hosts"
+            cause = f"{pluralize(count, 'healthy GPU')}, but {most} on other hosts"
             yield warn(host, cause, "nvidia-smi")
         elif (own := ", ".join(kinds[host])) != usual:
             cause = f"{own}, but {usual} on the other hosts: the slowest sets the pace"
@@ -367,7 +367,7 @@ def _faults(host: str, gpu: Mapping[str, str]) -> Iterator[Verdict]:
         return
     errors = gpu.get("ecc.errors.uncorrected.volatile.total", "")
     if errors.isdecimal() and int(errors):
-        found = counted(int(errors), "memory error")
+        found = pluralize(int(errors), "memory error")
         yield fail(host, f"{name}: {found} that could not be corrected", reset)
     for column, bad, level, cause, remedy in _STATES:
         if re.fullmatch(bad, gpu.get(column, "").lower()):
@@ -462,7 +462,7 @@ def gpu_processes(answers: Answers) -> Iterator[Verdict]:
             f"GPU {gpu['index']} by {_users(nvidia, gpu['uuid'])} ({gpu['memory.used']} MiB)"
             for gpu in busy
         ]
-        cause = f"{counted(len(busy), 'GPU')} of {len(nvidia.gpus)} in use: {listed(held, 4)}"
+        cause = f"{pluralize(len(busy), 'GPU')} of {len(nvidia.gpus)} in use: {join_some(held, 4)}"
         enough = free >= (len(nvidia.gpus) if need is None else need)
         yield Verdict(host, "warn" if enough else "fail", cause, _free(nvidia))
 

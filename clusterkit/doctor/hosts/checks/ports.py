@@ -18,8 +18,8 @@ from clusterkit.doctor.hosts.base import Answers, HostSubject, check, one_host, 
 from clusterkit.doctor.hosts.helpers import Process, end_processes
 from clusterkit.doctor.hosts.meeting import SLOW
 from clusterkit.doctor.hosts.runner import text_of, user_of
-from clusterkit.errors import listed
-from clusterkit.host_probe import free_port, refusal
+from clusterkit.errors import join_some
+from clusterkit.host_probe import bind_error, free_port
 
 _SHOWN, _OPENED = 6, 8
 
@@ -39,7 +39,7 @@ class Port(Struct):
 def collect_port(given: dict[str, Any]) -> Any:
     wanted = given["port"]
     port = (free_port(None) or 20000) if wanted is None else wanted
-    problem = refusal(port)
+    problem = bind_error(port)
     if problem is None:
         return {"port": port, "error": None, "taken": False, "holders": []}
     sockets = set()
@@ -191,8 +191,8 @@ def mesh(answers: Answers) -> Iterator[Verdict]:
         cause = f"cannot connect to most other hosts on ports above 32767: {error}"
         yield from (fail(host, cause, _NEIGHBOURS) for host in hosts)
     for (error, peers), hosts in blocked.items():
-        cause = f"cannot connect to {listed(peers, _SHOWN)} on ports above 32767: {error}"
-        remedy = f"on {listed(peers, _SHOWN)}: {_open_firewall(hosts, subject)}"
+        cause = f"cannot connect to {join_some(peers, _SHOWN)} on ports above 32767: {error}"
+        remedy = f"on {join_some(peers, _SHOWN)}: {_open_firewall(hosts, subject)}"
         yield from (fail(host, cause, remedy) for host in hosts)
 
 

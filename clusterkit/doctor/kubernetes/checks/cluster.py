@@ -15,14 +15,14 @@ from clusterkit.doctor.kubernetes.base import (
     GROUPS,
     NAMESPACE,
     VERSION,
-    Seen,
+    ClusterAnswers,
     check,
     fail,
     no_answer,
     ok,
     warn,
 )
-from clusterkit.errors import ClusterkitError, counted
+from clusterkit.errors import ClusterkitError, pluralize
 
 TRIED = 34
 """Minor version of Kubernetes 1 that clusterkit is tested with."""
@@ -33,7 +33,7 @@ LEAST = 27
 
 
 @check()
-def api_server(seen: Seen) -> Verdict:
+def api_server(seen: ClusterAnswers) -> Verdict:
     """The API server answers, and its version is one that clusterkit knows."""
     reply = seen.reply(VERSION)
     if reply.reason:
@@ -48,7 +48,7 @@ def api_server(seen: Seen) -> Verdict:
         return fail(f"{cause}: older than 1.{LEAST}, which clusterkit needs")
     if minor <= TRIED - SUPPORTED:
         cause += f": older than the 1.{TRIED} that clusterkit was tried with, by "
-        cause += f"{counted(TRIED - minor, 'version')}; Kubernetes' project supports {SUPPORTED}"
+        cause += f"{pluralize(TRIED - minor, 'version')}; Kubernetes' project supports {SUPPORTED}"
         return warn(cause)
     if minor < TRIED:
         cause += f"; clusterkit was tried with 1.{TRIED}"
@@ -65,11 +65,11 @@ def _age(built: str, now: float) -> str:
         return ""
     months = max(0, round((now - moment.timestamp()) / (86400 * 365.25 / 12)))
     when = time.strftime("%Y-%m", moment.timetuple())
-    return f", built {when}, {counted(months, 'month')} ago"
+    return f", built {when}, {pluralize(months, 'month')} ago"
 
 
 @check()
-def namespace(seen: Seen) -> Verdict:
+def namespace(seen: ClusterAnswers) -> Verdict:
     """The namespace is there."""
     reply, name = seen.reply(NAMESPACE), seen.namespace
     if reply.reason == "NotFound":
@@ -83,7 +83,7 @@ def namespace(seen: Seen) -> Verdict:
 
 
 @check(GROUPS, of="the API groups")
-def kind(seen: Seen) -> Verdict:
+def kind(seen: ClusterAnswers) -> Verdict:
     """The cluster serves the kind of job that is to keep the pods, in the version that is used."""
     name = seen.flavor
     if name is None and seen.entry.flavor == "auto":
@@ -111,7 +111,7 @@ _WHO = "/apis/authentication.k8s.io/v1/selfsubjectreviews"
 
 
 @check()
-def rights(seen: Seen) -> Verdict:
+def rights(seen: ClusterAnswers) -> Verdict:
     """We may do all that a run needs; `k8s/rbac.yaml` is a role with just that."""
     asked = new_object("authentication.k8s.io/v1", "SelfSubjectReview")
     status = seen.reply(_WHO, asked).document.get("status") or {}

@@ -10,8 +10,8 @@ from clusterkit.cluster import Claim
 from clusterkit.doctor.base import Verdict, shortened
 from clusterkit.doctor.kubernetes.base import (
     NAMESPACE,
+    ClusterAnswers,
     Reply,
-    Seen,
     check,
     fail,
     ok,
@@ -19,21 +19,21 @@ from clusterkit.doctor.kubernetes.base import (
     templates,
     warn,
 )
-from clusterkit.errors import counted
+from clusterkit.errors import pluralize
 
 
 @check()
-def plan(seen: Seen) -> Verdict:
+def plan(seen: ClusterAnswers) -> Verdict:
     """The job fits the cluster's entry and can be planned for it."""
     if seen.problem is not None:
         return fail(seen.problem.message, seen.problem.hint)
     if not seen.objects:
         return skip("the API server did not answer")
-    return ok(counted(sum(number for _, number, _ in templates(seen.objects)), "pod"))
+    return ok(pluralize(sum(number for _, number, _ in templates(seen.objects)), "pod"))
 
 
 @check(quick=True, planned=True)
-def admission(seen: Seen) -> Verdict | list[Verdict]:
+def admission(seen: ClusterAnswers) -> Verdict | list[Verdict]:
     """The API server takes the job and a pod of it in a dry run: quotas, limit ranges, pod
     security, schema, webhooks, classes, accounts."""
     space = seen.reply(NAMESPACE)
@@ -81,7 +81,7 @@ _UNDECIDED = re.compile(r"Internal|Unavailable|Unread|Unasked|Timeout|TooMany|Co
 _AMOUNTS = "`cpus`, `memory` and `resources` of the cluster entry"
 
 
-def _refused(seen: Seen, reply: Reply, *, a_pod: bool) -> Verdict:
+def _refused(seen: ClusterAnswers, reply: Reply, *, a_pod: bool) -> Verdict:
     """Return the verdict in the API server's words: a failure where the run would be refused too,
     a warning where that is not certain."""
     said = _PREFIX.sub("", reply.detail or reply.reason, count=1)
@@ -119,7 +119,7 @@ _SEVERAL = {"ReadWriteMany", "ReadOnlyMany"}
 
 
 @check()
-def volumes(seen: Seen) -> Verdict | list[Verdict]:
+def volumes(seen: ClusterAnswers) -> Verdict | list[Verdict]:
     """The claims of the cluster entry are bound, and all pods can write to them."""
     if not seen.entry.volumes:
         return skip("the cluster entry names none")
@@ -128,7 +128,7 @@ def volumes(seen: Seen) -> Verdict | list[Verdict]:
     return bad or ok("; ".join(each.cause for each in findings))
 
 
-def _claim(volume: Claim, seen: Seen) -> Verdict:
+def _claim(volume: Claim, seen: ClusterAnswers) -> Verdict:
     name = f"claim {volume.claim}"
     reply = seen.reply(seen.path("v1", "PersistentVolumeClaim", volume.claim))
     describe = seen.kubectl("-n", seen.namespace, "describe", "pvc", volume.claim)
@@ -159,7 +159,7 @@ def _claim(volume: Claim, seen: Seen) -> Verdict:
     return ok(cause)
 
 
-def _class(seen: Seen, name: str | None) -> dict[str, Any] | None:
+def _class(seen: ClusterAnswers, name: str | None) -> dict[str, Any] | None:
     for each in seen.reply(CLASSES).items:
         notes = each["metadata"].get("annotations") or {}
         default = notes.get("storageclass.kubernetes.io/is-default-class") == "true"
@@ -170,7 +170,7 @@ def _class(seen: Seen, name: str | None) -> dict[str, Any] | None:
 
 
 @check()
-def pull_secrets(seen: Seen) -> Verdict | list[Verdict]:
+def pull_secrets(seen: ClusterAnswers) -> Verdict | list[Verdict]:
     """The secrets with the registry's credentials are there."""
     names = seen.entry.image_pull_secrets
     if not names:

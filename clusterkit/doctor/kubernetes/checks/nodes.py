@@ -10,7 +10,7 @@ from clusterkit.backends.kubernetes.objects import Object, parse_amount
 from clusterkit.doctor.base import Verdict
 from clusterkit.doctor.kubernetes.base import (
     NODES,
-    Seen,
+    ClusterAnswers,
     check,
     fail,
     limits,
@@ -20,13 +20,13 @@ from clusterkit.doctor.kubernetes.base import (
     templates,
     warn,
 )
-from clusterkit.errors import counted
+from clusterkit.errors import pluralize
 
 _PRESSURE = {"MemoryPressure": "memory", "DiskPressure": "disk", "PIDPressure": "process ids"}
 
 
 @check(NODES, of="nodes")
-def nodes(seen: Seen) -> Verdict | list[Verdict]:
+def nodes(seen: ClusterAnswers) -> Verdict | list[Verdict]:
     """There are nodes that take pods of the job, and they are well."""
     found = nodes_of(seen)
     if not found:
@@ -43,7 +43,7 @@ def nodes(seen: Seen) -> Verdict | list[Verdict]:
     return findings
 
 
-def _node(node: Any, seen: Seen) -> Verdict:
+def _node(node: Any, seen: ClusterAnswers) -> Verdict:
     name = node["metadata"]["name"]
     conditions = conditions_of(node)
     if not is_ready(node):
@@ -66,7 +66,7 @@ def _node(node: Any, seen: Seen) -> Verdict:
     return ok("ready", host=name)
 
 
-def _taking(seen: Seen) -> list[Object]:
+def _taking(seen: ClusterAnswers) -> list[Object]:
     """Return the nodes that take pods of the job."""
     return [node for node in nodes_of(seen) if is_ready(node) and usable(node, seen.entry)]
 
@@ -75,7 +75,7 @@ _WAITS = "Pods wait until a node has as many, which is right where a pool is sca
 
 
 @check(NODES, of="nodes, so not at their GPUs", planned=True)
-def gpus(seen: Seen) -> Verdict | list[Verdict]:
+def gpus(seen: ClusterAnswers) -> Verdict | list[Verdict]:
     """A device plugin offers GPUs, and there are nodes with as many as a pod of the job needs."""
     resource = seen.entry.gpu_resource
     found = _taking(seen)
@@ -91,21 +91,21 @@ def gpus(seen: Seen) -> Verdict | list[Verdict]:
         name, offered = node["metadata"]["name"], gpu_count(node, seen.entry)
         capacity = int(parse_amount((node["status"].get("capacity") or {}).get(resource, 0)))
         if offered < capacity:
-            cause = f"{capacity - offered} of {counted(capacity, 'GPU')} are not well, "
+            cause = f"{capacity - offered} of {pluralize(capacity, 'GPU')} are not well, "
             findings.append(warn(f"{cause}says the device plugin", host=name))
         if offered < wanted:
-            cause = f"{counted(offered, 'GPU')}; a pod of the job needs {wanted}"
+            cause = f"{pluralize(offered, 'GPU')}; a pod of the job needs {wanted}"
             findings.append(skip(cause, host=name))
         elif offered == capacity:
-            findings.append(ok(counted(offered, "GPU"), host=name))
+            findings.append(ok(pluralize(offered, "GPU"), host=name))
     most = max(gpu_count(each, seen.entry) for each in found)
     if wanted > most:
-        cause = f"a pod of the job needs {counted(wanted, 'GPU')}, no node has more than {most}"
+        cause = f"a pod of the job needs {pluralize(wanted, 'GPU')}, no node has more than {most}"
         findings.append(warn(f"{cause}. {_WAITS}"))
     return findings
 
 
-def _gpus_wanted(seen: Seen) -> int:
+def _gpus_wanted(seen: ClusterAnswers) -> int:
     """GPUs of a pod."""
     name = seen.entry.gpu_resource
     return max(int(limits(spec["spec"]).get(name, 0)) for _, _, spec in templates(seen.objects))
