@@ -23,13 +23,7 @@ from clusterkit.agent import PEER_TOKEN
 from clusterkit.backends.base import Backend, Monitor, Observation, SupportsCleanup
 from clusterkit.backends.ports import move_port
 from clusterkit.cluster import Facts
-from clusterkit.errors import (
-    EXIT_INTERRUPTED,
-    ClusterkitError,
-    RunFolderError,
-    join_some,
-    pluralize,
-)
+from clusterkit.errors import EXIT_INTERRUPTED, ClusterkitError, RunFolderError, join_some, pluralize
 from clusterkit.files import write_atomic
 from clusterkit.output import mirror
 from clusterkit.output.track import tracking
@@ -39,18 +33,8 @@ from clusterkit.run.folder import POLL_SECONDS, TOKEN, Event, RunFolder, RunHand
 from clusterkit.run.notify import notify
 from clusterkit.run.outcome import diagnosis, port_was_taken, without_spares
 from clusterkit.run.reconcile import (
-    LOST_SECONDS,
-    Action,
-    Ended,
-    Finish,
-    Join,
-    Look,
-    Next,
-    Reconciler,
-    Stage,
-    Start,
-    Stop,
-)
+    LOST_SECONDS, Action, Ended, Finish, Join, Look, Next, Reconciler, Stage, Start, Stop,
+)  # fmt: skip
 from clusterkit.run.status import AttemptStatus, Failure, State
 from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec
