@@ -227,12 +227,8 @@ class Membership:
         """End the run if no round may follow one in which a node's launcher failed."""
         final = None  # with another port the supervisor may start all nodes again
         if not self._cannot_restart:
-            final = (
-                self._retries.reason_not_to_restart(
-                    *self.members.failures(), ending.since - self._began
-                )
-                or ""
-            )
+            failures, lasted = self.members.failures(), ending.since - self._began
+            final = self._retries.reason_not_to_restart(*failures, lasted) or ""
             if not final and self._retries.left:
                 return False
         self._decide("stop", f"node {ending.failed} failed", failed=ending.failed, final=final)

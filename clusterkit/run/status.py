@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 
 class State(StrEnum):
@@ -174,6 +175,20 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     def unknown(cls, run: str, state: State = State.UNKNOWN) -> RunStatus:
         """Return the status of a run of which only the id is known."""
         return cls(run=run, job="?", cluster="?", backend="?", state=state)
+
+    def after_failure(self, failure: Failure, now: float) -> RunStatus:
+        """Return this status after its newest attempt has failed, before another one starts."""
+        began = self.attempts[-1].finished_at if self.attempts else self.started_at or 0.0
+        finished = max((node.ended_at or 0.0 for node in self.nodes), default=0.0) or now
+        ended = AttemptStatus(
+            attempt=self.attempt,
+            state=State.FAILED,
+            failure=failure,
+            started_at=began,
+            finished_at=finished,
+        )
+        attempts = (*self.attempts, ended)
+        return replace(self, state=State.RESTARTING, failure=failure, attempts=attempts)
 
     def __repr__(self) -> str:
         code = "" if self.exit_code is None else f" ({self.exit_code})"

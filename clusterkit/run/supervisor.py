@@ -23,7 +23,13 @@ from clusterkit.agent import PEER_TOKEN
 from clusterkit.backends.base import Backend, Monitor, Observation, SupportsCleanup
 from clusterkit.backends.ports import move_port
 from clusterkit.cluster import Facts
-from clusterkit.errors import EXIT_INTERRUPTED, ClusterkitError, RunFolderError, join_some, pluralize
+from clusterkit.errors import (
+    EXIT_INTERRUPTED,
+    ClusterkitError,
+    RunFolderError,
+    join_some,
+    pluralize,
+)
 from clusterkit.files import write_atomic
 from clusterkit.output import mirror
 from clusterkit.output.track import tracking
@@ -33,9 +39,19 @@ from clusterkit.run.folder import POLL_SECONDS, TOKEN, Event, RunFolder, RunHand
 from clusterkit.run.notify import notify
 from clusterkit.run.outcome import diagnosis, port_was_taken, without_spares
 from clusterkit.run.reconcile import (
-    LOST_SECONDS, Action, Ended, Finish, Join, Look, Next, Reconciler, Stage, Start, Stop,
-)  # fmt: skip
-from clusterkit.run.status import AttemptStatus, Failure, State
+    LOST_SECONDS,
+    Action,
+    Ended,
+    Finish,
+    Join,
+    Look,
+    Next,
+    Reconciler,
+    Stage,
+    Start,
+    Stop,
+)
+from clusterkit.run.status import Failure, State
 from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
@@ -298,7 +314,8 @@ class Supervisor:
         self._update(restarts_left=self.machine.restarts_left, ran_seconds=self.machine.ran_seconds)
         if failure is not None:
             self._tell(action, failure)
-            self._attempt_ended(failure)
+            self.status = self.status.after_failure(failure, time.time())
+            notify(self.cluster.notify, self.status, self._event)
         self.moves |= action.verdict is Verdict.MOVE
         self.without = [self.plan.hosts[node] for node in action.without]
         if action.verdict is not None:
@@ -314,21 +331,6 @@ class Supervisor:
             self._event(f"{text}which costs no restart")
         elif action.verdict is not Verdict.MOVE:
             self._event(f"attempt {attempt} failed: {failure.line}; starting again, {left} left")
-
-    def _attempt_ended(self, failure: Failure) -> None:
-        before = self.status
-        finished = max((node.ended_at or 0.0 for node in before.nodes), default=0.0)
-        ended = AttemptStatus(
-            attempt=before.attempt,
-            state=State.FAILED,
-            failure=failure,
-            started_at=before.attempts[-1].finished_at
-            if before.attempts
-            else before.started_at or 0.0,
-            finished_at=finished or time.time(),
-        )
-        self._update(state=State.RESTARTING, failure=failure, attempts=(*before.attempts, ended))
-        notify(self.cluster.notify, self.status, self._event)
 
     def _adopt(self) -> None:
         """Continue where the previous supervisor stopped."""
