@@ -231,7 +231,9 @@ class Supervisor:
             nodes.append(view)
         seen = Observation(state=overall({n.state for n in nodes}), nodes=tuple(nodes))
         world.save(state=State.RUNNING)
-        return without_spares(SimpleNamespace(places=len(nodes), least=world.schedule.least), seen)
+        return without_spares(
+            SimpleNamespace(nodes_with_ranks=len(nodes), min_nodes=world.schedule.least), seen
+        )
 
     def perform(self, action):
         world, machine = self.world, self.machine
@@ -468,7 +470,9 @@ class World:
             return None
         nodes = tuple(self.truth(attempt, n, host) for n, host in enumerate(hosts))
         found = Observation(state=overall({n.state for n in nodes}), nodes=nodes)
-        return without_spares(SimpleNamespace(places=len(nodes), least=self.schedule.least), found)
+        return without_spares(
+            SimpleNamespace(nodes_with_ranks=len(nodes), min_nodes=self.schedule.least), found
+        )
 
     def look(self):
         """What `status` on another machine says, which reaches the same hosts."""

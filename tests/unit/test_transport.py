@@ -199,7 +199,7 @@ def test_a_wanted_port_that_is_taken_gives_another(listener):
 def test_the_port_after_a_chosen_one_is_free_as_well(monkeypatch):
     monkeypatch.setattr(host_probe, "PORTS", range(30000, 30200))
     monkeypatch.setattr(
-        host_probe, "refusal", lambda port: None if port % 7 in (3, 5, 6) else OSError()
+        host_probe, "bind_error", lambda port: None if port % 7 in (3, 5, 6) else OSError()
     )
     assert {LOCAL.free_port(HOST) % 7 for _ in range(20)} == {5}
 
@@ -236,7 +236,7 @@ def test_a_port_is_taken_by_a_listener_on_ipv6_alone():
 
 
 def test_without_any_free_port_it_says_so(monkeypatch):
-    monkeypatch.setattr(host_probe, "refusal", lambda port: OSError())
+    monkeypatch.setattr(host_probe, "bind_error", lambda port: OSError())
     with pytest.raises(SubmitFailed, match="no free TCP port between 20000 and 32000"):
         LOCAL.free_port(HOST, 20000)
 

@@ -351,7 +351,7 @@ def test_a_script_needs_nothing_that_stands_beside_it(script):
     missing = set(globals_of(function)) - set(dir(builtins))
     # Annotations of inner functions are never read.
     assert missing <= {
-        "Any", "versions", "refusal", "free_port", "addresses", "gpus_on_pci", "ROOT",
+        "Any", "versions", "bind_error", "free_port", "addresses", "gpus_on_pci", "ROOT",
         *runner.HELPERS,
     }  # fmt: skip
 
