@@ -201,6 +201,7 @@ def submit(kube: Kube) -> Iterator[Callable[..., api.Run]]:
         *,
         on: dict[str, Any] | None = None,
         run_id: str | None = None,
+        doctor: bool = True,
         **fields: Any,
     ) -> api.Run:
         job = script
@@ -215,7 +216,8 @@ def submit(kube: Kube) -> Iterator[Callable[..., api.Run]]:
                     **fields,
                 }
             )
-        started.append(api.submit(job, run_id=run_id, **kube.entry(**(on or {}))))
+        entry = kube.entry(**(on or {}))
+        started.append(api.submit(job, run_id=run_id, doctor=doctor, **entry))
         return started[-1]
 
     yield start

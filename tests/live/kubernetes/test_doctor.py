@@ -205,9 +205,8 @@ def test_a_submit_says_what_a_quota_and_a_limit_range_refuse(kube, submit, exami
     kube.kubectl("create", "-f", str(tmp_path / "range.json"))
     with pytest.raises(BadInput, match="must be less than or equal to cpu limit of 1") as refused:
         submit("true", on={"cpus": 2})
-    assert f"kubectl --context kube-test -n {kube.namespace} describe limitrange" in (
-        refused.value.hint or ""
-    ).replace(f"--kubeconfig {KUBECONFIG} ", "")
+    kubectl = f"kubectl --kubeconfig {KUBECONFIG} -n {kube.namespace}"
+    assert f"{kubectl} describe limitrange" in (refused.value.hint or "")
     kube.kubectl("delete", "limitrange", "small")
     kube.kubectl("create", "quota", "cores", "--hard=requests.cpu=10")
     with pytest.raises(

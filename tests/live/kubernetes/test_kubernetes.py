@@ -280,7 +280,7 @@ def test_an_image_that_cannot_be_had_stays_the_cause_when_its_pods_are_removed(f
 @pytest.mark.parametrize(("flavor", "pods"), [("pytorchjob", 0), ("job", 1)])
 def test_a_quota_is_named_while_a_pod_does_not_come(flavor, pods, submit, kube):
     kube.kubectl("create", "quota", "none", f"--hard=pods={pods}")
-    run = submit(FOREVER, on={"flavor": flavor})
+    run = submit(FOREVER, on={"flavor": flavor}, doctor=False)  # which refuses the first
     status = run.wait(60, until=lambda s: any("quota" in (n.reason or "") for n in s.nodes))
     assert State.PENDING in {node.state for node in status.nodes}
     run.cancel()

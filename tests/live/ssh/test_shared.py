@@ -20,7 +20,7 @@ PROGRAM = "import os\nprint('rank', os.environ['RANK'], os.uname().nodename, flu
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_lab: Lab) -> Path:
     """A project of its own, the current folder; and a cluster file."""
     entry = {
-        "backend": "ssh", "inventory": str(shared_lab.inventory), "workdir": "/srv/shared/ck",
+        "backend": "ssh", "inventory": str(shared_lab.inventory), "workdir": "/srv/shared/three",
         "stop_grace": 2, "lost_after": 10,
     }  # fmt: skip
     (tmp_path / "clusters.json").write_text(json.dumps({"lab": entry}))
@@ -42,7 +42,7 @@ def test_every_submit_to_hosts_with_a_shared_workdir_works(shared_lab: Lab, proj
         assert run.wait(120).state is State.SUCCEEDED
         said = {line.text for line in run.logs() if line.rank is not None}
         assert said == {f"rank {number} h{number}" for number in range(3)}
-    home = shared_lab.shared / "ck"
+    home = shared_lab.shared / "three"
 
     def drafts() -> list[Path]:  # the agents end after what they report
         return [path for path in home.rglob(".*") if path.name not in (".lock", ".reserve")]
