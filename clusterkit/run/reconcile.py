@@ -140,6 +140,8 @@ class Reconciler:
     """Whether no attempt has begun before: its submitter waits, and is told of an error at once."""
     losses: int = 0  # in a row, without a steady attempt between them
     early_losses: int = 0
+    half_started: bool = False
+    """Whether its supervisor was killed while it started the nodes: which ones run is not known."""
     not_starting: int = 0
     quiet_since: float | None = None
     stop_at: float | None = None
@@ -172,8 +174,8 @@ class Reconciler:
         ended = any(each.attempt == saved.attempt for each in saved.attempts)
         newest = begun if begun is not None and begun.attempt == saved.attempt else None
         if ended or (newest is not None and not newest.whole):
-            # Its supervisor was killed while it started the nodes: which ones run is not known.
             made.stage, made.seen, made.verdict = Stage.SETTLE, None, Verdict.REPLACE
+            made.half_started = not ended
         else:
             made.stage, made.started_by_agents = Stage.WATCH, newest is None
         return made
@@ -363,6 +365,8 @@ class Reconciler:
     def _settle(self, now: float, cancelled: bool) -> list[Action]:
         """End the run, or begin the next attempt once nothing of the last one can live."""
         self.stage = Stage.SETTLE
+        if self.half_started and not cancelled:
+            return [Look()]
         if self.settled_at is None:
             self.settled_at = now
         if self.verdict is None or (cancelled and self.verdict is not Verdict.SUCCEEDED):
@@ -437,14 +441,20 @@ class Reconciler:
             self.stage, self.looked = Stage.WATCH, True
 
     def looked_at(self, seen: Observation | None) -> None:
-        """The hosts were asked. Nodes that were started may have succeeded without the others.
+        """The hosts were asked. Nodes that were started may have succeeded without the others; and all
+        may run although their supervisor was killed before it had recorded that.
 
         Args:
             seen: as of `decide`.
         """
-        self.looked = True
+        first, self.half_started = self.half_started, False
+        self.looked = not first
         if seen is not None and seen.state is State.SUCCEEDED:
             self.seen, self.stage = seen, Stage.JUDGE
+        elif seen is not None and first:
+            states = {node.state for node in seen.nodes if not node.spare}
+            if states <= {State.RUNNING, State.RESTARTING}:
+                self.stage, self.verdict = Stage.WATCH, None
 
     @property
     def starts_again(self) -> bool:

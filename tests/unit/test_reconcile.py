@@ -345,7 +345,35 @@ def test_where_the_next_supervisor_begins(status, begun, stage, followed):
     assert (made.stage, made.started_by_agents, made.restarts_left) == (stage, followed, 3)
     assert made.attempt == max(status.attempt, begun.attempt if begun else 1)
     if stage is Stage.SETTLE:
+        if begun is not None and not begun.whole:
+            assert made.decide(None, 5.0, False) == [Look()]
+            made.looked_at(None)
         assert made.decide(None, 5.0, False) == [Stop(reconcile.OTHER_ENDED)]
+
+
+@pytest.mark.parametrize(
+    ("found", "stage"),
+    [
+        (seen(UP, UP), Stage.WATCH),
+        (seen(UP, State.RESTARTING), Stage.WATCH),
+        (seen(OK, OK), Stage.JUDGE),
+        (seen(UP, WAITS), Stage.SETTLE),
+        (seen(UP, AWAY), Stage.SETTLE),
+        (seen(UP, BAD), Stage.SETTLE),
+    ],
+)
+def test_an_attempt_whose_nodes_all_run_is_followed_though_its_start_is_not_on_record(found, stage):
+    made = Reconciler.adopt(TERMS, saved(WAITS), Begun(1, False), 3)
+    assert made.decide(None, 5.0, False) == [Look()]
+    made.looked_at(found)
+    assert made.stage is stage
+    if stage is Stage.WATCH:
+        assert made.decide(found, 6.0, False) == []
+        assert (made.attempt, made.restarts_left, made.verdict) == (1, 3, None)
+    if stage is Stage.SETTLE:
+        assert made.decide(None, 6.0, False) == [Stop(reconcile.OTHER_ENDED)]
+    made = Reconciler.adopt(TERMS, saved(WAITS), Begun(1, False), 3)
+    assert Look() not in made.decide(None, 5.0, True)  # cancelled
 
 
 @pytest.mark.parametrize(
