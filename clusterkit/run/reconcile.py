@@ -441,8 +441,9 @@ class Reconciler:
             self.stage, self.looked = Stage.WATCH, True
 
     def looked_at(self, seen: Observation | None) -> None:
-        """The hosts were asked. Nodes that were started may have succeeded without the others; and all
-        may run although their supervisor was killed before it had recorded that.
+        """The hosts were asked: nodes that were started may have succeeded without the others.
+
+        All may run although their supervisor was killed before it had recorded that.
 
         Args:
             seen: as of `decide`.
