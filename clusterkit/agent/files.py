@@ -34,6 +34,13 @@ def write_json(path: Path, document: Document, *, durable: bool = True) -> None:
         raise
 
 
+def read_text(path: str | Path) -> str:
+    """Return a file's text; empty if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return Path(path).read_text(errors="replace")
+    return ""
+
+
 def read_json(path: Path) -> Document | None:
     """Return the object in a file; None if the file is missing or incomplete."""
     try:

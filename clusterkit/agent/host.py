@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from clusterkit.agent.files import read_text
 from clusterkit.agent.processes import processes_of
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -77,16 +78,10 @@ def sample(ranks: Mapping[int, int], folder: str, gpus: bool) -> Sample:
         waited={rank: _waited(pid) for rank, pid in ranks.items()},
         others=_others(processes_of(folder)),
         throttled=_throttled_seconds(),
-        swapped=_number(_text("/proc/vmstat"), r"^pswpin (\d+)"),
+        swapped=_number(read_text("/proc/vmstat"), r"^pswpin (\d+)"),
         overheated=sum(_cpu_numbers("thermal_throttle/core_*count")),
         now=(*_pressure(), *_cpu_clocks(), *(_gpu_clocks() if gpus else ())),
     )
-
-
-def _text(path: str | Path) -> str:
-    with contextlib.suppress(OSError):
-        return Path(path).read_text(errors="replace")
-    return ""
 
 
 def _number(text: str, pattern: str) -> int:
@@ -97,12 +92,12 @@ def _number(text: str, pattern: str) -> int:
 def _cpu_numbers(files: str) -> list[int]:
     """Return the number in each of these files of each CPU."""
     paths = Path("/sys/devices/system/cpu").glob(f"cpu*/{files}")
-    return [_number(_text(path), r"(\d+)") for path in paths]
+    return [_number(read_text(path), r"(\d+)") for path in paths]
 
 
 def _waited(pid: int) -> float:
     """The main thread's time on a run queue (proc(5), schedstat)."""
-    fields = _text(f"/proc/{pid}/schedstat").split()
+    fields = read_text(f"/proc/{pid}/schedstat").split()
     return int(fields[1]) / 1e9 if len(fields) == 3 else 0.0
 
 
@@ -110,7 +105,7 @@ def _others(ours: Collection[int]) -> dict[tuple[int, str], float]:
     """Return ``others`` of a `Sample`: without this process and ``ours``."""
     found = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
-        head, _, rest = _text(f"/proc/{name}/stat").rpartition(")")
+        head, _, rest = read_text(f"/proc/{name}/stat").rpartition(")")
         fields = rest.split()
         if len(fields) > 12 and int(name) not in ours and int(name) != os.getpid():
             command = head.partition("(")[2][:15]
@@ -120,13 +115,13 @@ def _others(ours: Collection[int]) -> dict[tuple[int, str], float]:
 
 def _throttled_seconds() -> float:
     """Return for how long this process's cgroup, version 2 or 1, has been throttled."""
-    for line in _text("/proc/self/cgroup").splitlines():
+    for line in read_text("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "cpu", "cpu,cpuacct", "cpuacct,cpu"):
             continue
         root = f"/sys/fs/cgroup/{controllers}"
         for folder in (f"{root}{path}", root):
-            if text := _text(f"{folder}/cpu.stat"):
+            if text := read_text(f"{folder}/cpu.stat"):
                 micro = _number(text, r"^throttled_usec (\d+)") / 1e6
                 return micro or _number(text, r"^throttled_time (\d+)") / 1e9
     return 0.0
@@ -135,7 +130,7 @@ def _throttled_seconds() -> float:
 def _pressure() -> list[str]:
     found = []
     for resource, name in (("memory", "memory"), ("io", "the disk")):
-        average = re.search(r"^some avg10=([\d.]+)", _text(f"/proc/pressure/{resource}"))
+        average = re.search(r"^some avg10=([\d.]+)", read_text(f"/proc/pressure/{resource}"))
         percent = float(average[1]) if average else 0.0
         if percent >= 10:
             found.append(f"its processes waited for {name} {percent:.0f}% of the last 10 s")
@@ -157,7 +152,8 @@ def unused_infiniband(root: str = "/") -> str:
     active = sorted(
         folder.parents[1].name
         for folder in folders
-        if "ACTIVE" in _text(folder / "state") and "InfiniBand" in _text(folder / "link_layer")
+        if "ACTIVE" in read_text(folder / "state")
+        and "InfiniBand" in read_text(folder / "link_layer")
     )
     if not active:
         return ""

@@ -7,7 +7,6 @@ numa/binding.py) this starts no CUDA, needs no numactl, and takes no unknown nod
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import re
@@ -15,6 +14,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from clusterkit.agent.files import read_text
 from clusterkit.agent.visible import visible_gpus
 
 
@@ -46,15 +46,18 @@ def near_gpus(
         env: of the ranks.
         allowed: the CPUs that the agent may use.
     """
+    if env.get("CLUSTERKIT_DEVICE") != "cuda":
+        return Binding()
     lists = {
         int(file.parent.name[4:]): text
         for file in Path(root, "sys/devices/system/node").glob("node[0-9]*/cpulist")
-        if (text := _text(file))  # the memory of some GPUs is a node without CPUs
+        if (text := read_text(file).strip())  # the memory of some GPUs is a node without CPUs
     }
-    if env.get("CLUSTERKIT_DEVICE") != "cuda" or len(lists) < 2:
+    if len(lists) < 2:
         return Binding()
     try:
-        if {*allowed} != {*_numbers(_text(Path(root, "sys/devices/system/cpu/online")))}:
+        online = read_text(Path(root, "sys/devices/system/cpu/online")).strip()
+        if {*allowed} != {*_numbers(online)}:
             raise _Uncertain("the CPUs that this node may use have been chosen already")
         nodes = _nodes(nproc, env, root)
         if bare := sorted({*nodes} - lists.keys()):
@@ -111,9 +114,9 @@ def _gpus(root: str) -> list[_Gpu]:
     """Return the GPUs that CUDA counts, in the order of their PCI addresses."""
     found = []
     for file in Path(root, "proc/driver/nvidia/gpus").glob("*/information"):
-        fields = dict(re.findall(r"^([^:\n]+):[ \t]*(.*?)[ \t]*$", _text(file), re.MULTILINE))
+        fields = dict(re.findall(r"^([^:\n]+):[ \t]*(.*?)[ \t]*$", read_text(file), re.MULTILINE))
         address = file.parent.name
-        node = _text(Path(root, "sys/bus/pci/devices", address, "numa_node")) or "-1"
+        node = read_text(Path(root, "sys/bus/pci/devices", address, "numa_node")).strip() or "-1"
         # A container by CDI, and Slurm with ConstrainDevices, show GPUs that CUDA does not count:
         # the control group denies them, to access(2) as well (Linux, inode_permission).
         device = Path(root, f"dev/nvidia{fields.get('Device Minor')}")
@@ -127,9 +130,3 @@ def _numbers(ranges: str) -> list[int]:
     """Return the numbers of a list such as ``0-2,5``."""
     ends = [span.split("-") for span in ranges.split(",") if span]
     return [number for span in ends for number in range(int(span[0]), int(span[-1]) + 1)]
-
-
-def _text(file: Path) -> str:
-    with contextlib.suppress(OSError):
-        return file.read_text(errors="replace").strip()
-    return ""

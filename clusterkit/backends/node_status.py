@@ -160,9 +160,9 @@ def judge_node(node: int, host: str, files: NodeFiles, native: NativeState) -> N
             return replace(ended, state=state, reason=native.ended_by)
     if state is State.RUNNING and files.begun:
         found = judge_running(node, host, files.started)
-        return found if native.reason is None else replace(
-            found, state=state, reason=native.reason, until=None
-        )  # fmt: skip
+        if native.reason is None:
+            return found
+        return replace(found, state=state, reason=native.reason, until=None)
     reason, code = native.reason, native.exit_code
     if state is State.RUNNING:
         state = State.PENDING

@@ -140,9 +140,8 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
     if seen.state not in _RUNNING:
         _sync(backend, handle, transport)
     found, can_attach = _unsupervised(_replace(base, nodes=seen.nodes), handle, seen)
-    if (
-        folder.has_supervisor()
-    ):  # since `current`: its submit was still recording it, or `attach` began
+    if folder.has_supervisor():
+        # Since `current`: its submit was still recording it, or `attach` began.
         return current(folder) or base
     if found.state.final and not can_attach and isinstance(backend, SupportsCleanup):
         _record_end(found, backend, handle, transport)

@@ -66,8 +66,8 @@ class Stop(Struct, frozen=True):
 
 
 class Look(Struct, frozen=True):
-    """Ask the hosts how an attempt has ended that was not started wholly; answer with
-    `Reconciler.looked_at`."""
+    """Ask the hosts about an attempt that was not started wholly, as far as is known: whether all
+    nodes run, or how they have ended. Answer with `Reconciler.looked_at`."""
 
 
 class Ended(Struct, frozen=True):

@@ -75,9 +75,8 @@ def native_state(
         # Without the engine the exit record is enough.
         container = saved or (live if unreachable is None else None)
         if container is not None and saved is None and container.state == "running":
-            return NativeState(
-                state=State.RUNNING
-            )  # its agent has ended, its container is about to
+            # Its agent has ended, its container is about to.
+            return NativeState(state=State.RUNNING)
         return NativeState(state=State.FAILED, ended_by=_ended_by(files.exit, container))
     found = _container_state(files, live=live, saved=saved, lost=lost)
     if unreachable is None or (live is not None and live.ended):
@@ -153,8 +152,8 @@ def observation(
         )  # fmt: skip
         status = judge_node(node, f"node-{node}", files, native)
         nodes.append(status)
-        reported = None if files.exit is None else judge_exit(node, status.host, files.exit)
-        if status.state in _UNREPORTED and status.reason and status != reported:
+        unreported = files.exit is None or native.ended_by is not None
+        if status.state in _UNREPORTED and status.reason and unreported:
             # The agent has reported nothing, or only that it was asked to end.
             hint = (
                 None if status.state is State.FAILED else "is docker up? `docker info` says why not"
