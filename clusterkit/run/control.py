@@ -221,11 +221,12 @@ def _unsupervised(base: RunStatus, handle: RunHandle, seen: Observation) -> tupl
         can_attach = found is not Verdict.FAILED
         remark = f"it was not restarted ({pluralize(restarts, 'restart')} left): {attach} does"
     else:
-        can_attach = folder.file("state.json").exists()
+        can_attach = folder.saved_status() is not None
         remark = f"it was not started: {attach} does"
+        again = f"clusterkit was killed before attempt {base.attempt} started"
         failure = Failure(
             exit_code=1,
-            cause=UNSTARTED,
+            cause=UNSTARTED if base.attempt == 1 else again,
             hint=f"{attach} starts it" if can_attach else "submit it again",
         )
     after = _replace(

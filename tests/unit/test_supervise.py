@@ -82,6 +82,22 @@ def test_a_run_whose_submit_was_killed_has_failed(folder, hand):
     assert status.failure.hint == "submit it again"
 
 
+def test_a_run_whose_submit_was_killed_as_its_start_began_is_not_submitted_again(folder, hand):
+    """`attach` starts it; who submitted it again would have two of it."""
+    hand.unwatched()
+    Begun(1, whole=False).record(folder.path)
+    status = reconcile(folder)
+    assert (status.state, status.failure.cause) == (State.FAILED, control.UNSTARTED)
+    assert status.failure.hint == f"`clusterkit attach {folder.run_id}` starts it"
+    assert control.needs_supervisor(folder)
+
+
+def test_an_attempt_that_a_dead_supervisor_did_not_start_is_not_called_the_run(folder, hand):
+    hand.unwatched()
+    Begun(2, whole=False).record(folder.path)
+    assert reconcile(folder).failure.cause == "clusterkit was killed before attempt 2 started"
+
+
 @pytest.mark.parametrize("written", [[], ["job.json"], ["job.json", "plan.json", "plan.txt"]])
 def test_a_run_whose_submit_was_killed_while_it_recorded_it_has_failed(folder, written):
     for path in folder.path.iterdir():
