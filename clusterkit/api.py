@@ -23,11 +23,11 @@ import msgspec
 from clusterkit import backends
 from clusterkit.backends.base import SupportsDoctor, SupportsRemoteRuns
 from clusterkit.errors import EXIT_FAILURE, BadInput, CapabilityError, RunFailed
-from clusterkit.run import control
+from clusterkit.lifecycle import control
+from clusterkit.lifecycle.run import Run as Run
 from clusterkit.run import folder as run_folder
 from clusterkit.run.find import all_runs, find_run
 from clusterkit.run.folder import Submission
-from clusterkit.run.run import Run as Run
 from clusterkit.run.status import RunStatus, State
 from clusterkit.spec import Job as Job
 from clusterkit.spec import JobSpec, parse_nodes
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
     from clusterkit.jobfile.catalogue import CatalogueEntry
     from clusterkit.jobfile.examples import example as example
     from clusterkit.jobfile.examples import examples as examples
-    from clusterkit.jobfile.scaffold import init as init
-    from clusterkit.output.logs import LogLine
+    from clusterkit.lifecycle.export import plan_as as plan_as
+    from clusterkit.lifecycle.launch import Prepared as Prepared
+    from clusterkit.lifecycle.launch import Progress as Progress
+    from clusterkit.lifecycle.launch import launch as launch
+    from clusterkit.lifecycle.launch import prepare as prepare
+    from clusterkit.lifecycle.launch import resolved_cluster as resolved_cluster
+    from clusterkit.lifecycle.scaffold import init as init
     from clusterkit.plan import Plan
-    from clusterkit.run.export import plan_as as plan_as
-    from clusterkit.run.launch import Prepared as Prepared
-    from clusterkit.run.launch import Progress as Progress
-    from clusterkit.run.launch import launch as launch
-    from clusterkit.run.launch import prepare as prepare
-    from clusterkit.run.launch import resolved_cluster as resolved_cluster
+    from clusterkit.run.logs import LogLine
     from clusterkit.web.server import Server
 
 _LAUNCH = ("Prepared", "Progress", "launch", "prepare", "resolved_cluster")
@@ -96,13 +96,13 @@ def write_plan(job: Job, out: str | os.PathLike[str], **options: Any) -> int:
     Raises:
         ClusterkitError: as `submit`; a run has begun in that folder already.
     """
-    from clusterkit.run.launch import write_plan as write
+    from clusterkit.lifecycle.launch import write_plan as write
 
     return write(_planned(job, options), out)
 
 
 def _planned(job: Job, options: dict[str, Any]) -> Prepared:
-    from clusterkit.run.launch import prepare
+    from clusterkit.lifecycle.launch import prepare
 
     if options.get("run_id") is None:
         options["run_id"] = lambda name: f"{run_folder.slug(name)}-plan"
@@ -117,7 +117,7 @@ def submit(job: Job, **options: Any) -> Run:
     Raises:
         ClusterkitError: the run could not be started; nothing is left behind.
     """
-    from clusterkit.run.launch import launch, prepare
+    from clusterkit.lifecycle.launch import launch, prepare
 
     return launch(prepare(job, **options))
 
@@ -146,7 +146,7 @@ def runs_of(
     Raises:
         Unavailable: the cluster does not answer.
     """
-    from clusterkit.run.launch import resolved_cluster
+    from clusterkit.lifecycle.launch import resolved_cluster
 
     entry = resolved_cluster(cluster, clusters_file)
     backend = backends.backend(entry.backend)
@@ -189,8 +189,8 @@ def metrics(run: str | Run) -> list[dict[str, Any]]:
 
 def prometheus(run: str | Run) -> str:
     """Return a run's state and the newest value of each metric in Prometheus' text format."""
-    from clusterkit.output import prometheus as text_format
-    from clusterkit.output.live import LiveRun
+    from clusterkit.lifecycle.live import LiveRun
+    from clusterkit.web import prometheus as text_format
 
     found = get(run)
     live = LiveRun(found._folder)
@@ -221,7 +221,7 @@ def attach(
     if cluster is not None and isinstance(run, str):
         known = run_folder.RUN_ID.match(run) and (run_folder.home() / "runs" / run).is_dir()
         if not known:
-            from clusterkit.run.launch import take_over
+            from clusterkit.lifecycle.launch import take_over
 
             return take_over(run, cluster, clusters_file)
     found = get(run)
@@ -304,7 +304,7 @@ def bench(
         ClusterkitError: it cannot be measured, or not all of it was.
     """
     from clusterkit.bench import bandwidth
-    from clusterkit.run.launch import launch, prepare, resolved_cluster
+    from clusterkit.lifecycle.launch import launch, prepare, resolved_cluster
     from clusterkit.ui.formatting import failure_text
 
     options = bandwidth.choose(**choices)
@@ -378,7 +378,7 @@ def estimate(
         ClusterkitError: the model is unknown, or cannot be divided like this.
     """
     from clusterkit import estimate as estimates
-    from clusterkit.run.launch import resolved_cluster
+    from clusterkit.lifecycle.launch import resolved_cluster
 
     asked = estimates.check(estimates.Question(**question))
     checked = _read_job(job, settings, nodes, gpus, more_args)
@@ -419,7 +419,7 @@ def doctor(
         ClusterkitError: no such cluster, job or check. A host that does not answer is a finding.
     """
     from clusterkit import doctor as doctors
-    from clusterkit.run.launch import resolved_cluster
+    from clusterkit.lifecycle.launch import resolved_cluster
 
     spec = _read_job(job, settings, nodes, gpus)
     entry = resolved_cluster(cluster, clusters_file, include=include, exclude=exclude)
@@ -478,8 +478,8 @@ def notify(cluster: str = "local", clusters_file: str | os.PathLike[str] | None 
         BadInput: the entry has no `notify`.
         NotifyFailed: the notification was not accepted.
     """
-    from clusterkit.run import notify as notifications
-    from clusterkit.run.launch import resolved_cluster
+    from clusterkit.lifecycle import notify as notifications
+    from clusterkit.lifecycle.launch import resolved_cluster
 
     spec = resolved_cluster(cluster, clusters_file).notify
     if spec is None:

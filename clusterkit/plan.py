@@ -180,7 +180,7 @@ class Plan(Struct, frozen=True, kw_only=True):
                     f"  | {line}\n" for line in (file.text or "").removesuffix("\n").split("\n")
                 ]
         if self.job is not None:
-            from clusterkit import yaml_text
+            from clusterkit.jobfile import yaml_text
 
             text = yaml_text.documents([msgspec.to_builtins(self.job)])
             parts.append("\njob\n" + "".join(f"  | {line}\n" for line in text.splitlines()))

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from clusterkit.errors import ClusterkitError, SubmitFailed, pluralize
 from clusterkit.files import write_atomic
-from clusterkit.host_probe import PORTS, free_port
+from clusterkit.hosts.host_probe import PORTS, free_port
 
 START = """command -v "$1" >/dev/null || { echo "$1: not found" >&2; exit 127; }
 ${detach:-} "$@" </dev/null >/dev/null 2>&1 &"""

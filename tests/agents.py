@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from clusterkit.output.logs import parse_lines
 from clusterkit.run import folder as run_folder
+from clusterkit.run.logs import parse_lines
 
 RUN = (
     "import os, sys; from clusterkit.agent import __main__, limits; "

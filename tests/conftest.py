@@ -21,9 +21,9 @@ from hypothesis.configuration import set_hypothesis_home_dir
 
 from clusterkit import agent, api
 from clusterkit.cluster import Facts, Gpu, HostFacts
+from clusterkit.lifecycle import supervise
 from clusterkit.plan import Plan
 from clusterkit.run import folder as run_folder
-from clusterkit.run import supervise
 from clusterkit.run.folder import RunFolder
 from clusterkit.transport import Transport
 

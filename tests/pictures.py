@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.text import Text
 
 from clusterkit import api
-from clusterkit.output.live import LiveRun
+from clusterkit.lifecycle.live import LiveRun
 from clusterkit.run.status import RunStatus, State
 from clusterkit.ui.top.app import Top
 from clusterkit.ui.top.board import RunBoard

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from clusterkit.backends.gpus import names
 from clusterkit.cluster import Facts, HostFacts, Project
 from clusterkit.errors import BadInput, pluralize
+from clusterkit.hosts.gpus import names
 from clusterkit.plan import Tree
 from clusterkit.spec import JobSpec
 from clusterkit.sync import snapshot

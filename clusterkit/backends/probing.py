@@ -1,4 +1,4 @@
-"""Probing an interpreter and its host with `clusterkit.host_probe`, the same for every backend."""
+"""Probing an interpreter and its host with `clusterkit.hosts.host_probe`, the same for every backend."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from clusterkit import host_probe
-from clusterkit.backends.gpus import GPU_QUERY, Found, read_gpus
 from clusterkit.cluster import Gpu, HostFacts
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
+from clusterkit.hosts import host_probe
+from clusterkit.hosts.gpus import GPU_QUERY, Found, read_gpus
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed, LocalTransport, Transport
 
@@ -43,13 +43,13 @@ class Interface(Struct, frozen=True):
 
 
 class HostReport(Struct, frozen=True, kw_only=True):
-    """What `clusterkit.host_probe` prints of an interpreter and its host."""
+    """What `clusterkit.hosts.host_probe` prints of an interpreter and its host."""
 
     workdir: str
     """Absolute path of the folder in the request."""
     writable: bool
     machine: str = ""
-    """As of `clusterkit.host_probe.machine`."""
+    """As of `clusterkit.hosts.host_probe.machine`."""
     python: str
     python_version: tuple[int, ...]
     cpus: int
@@ -62,7 +62,7 @@ class HostReport(Struct, frozen=True, kw_only=True):
     gpus: str
     """Output of nvidia-smi."""
     gpu_complaint: str = ""
-    """As of `clusterkit.host_probe.gpus`."""
+    """As of `clusterkit.hosts.host_probe.gpus`."""
     visible: str | None
     """CUDA_VISIBLE_DEVICES."""
     omp_num_threads: str | None = None
@@ -105,7 +105,7 @@ def assumed_host(
 
 
 def probe_request(workdir: str) -> dict[str, object]:
-    """Return the argument of `clusterkit.host_probe`."""
+    """Return the argument of `clusterkit.hosts.host_probe`."""
     return {"workdir": workdir, "packages": PACKAGES, "tools": TOOLS, "gpu_query": GPU_QUERY}
 
 
@@ -135,7 +135,7 @@ def probe_python(
     hint: str = NAMES_PYTHON,
     refusal: Callable[[Completed], ClusterkitError] | None = None,
 ) -> HostReport:
-    """Return the report of `clusterkit.host_probe`, run by an interpreter from its standard input.
+    """Return the report of `clusterkit.hosts.host_probe`, run by an interpreter from its standard input.
 
     Args:
         start: the command that starts the interpreter.
@@ -150,7 +150,7 @@ def probe_python(
     # The interpreter that runs clusterkit need not be started.
     if isinstance(transport, LocalTransport) and [*start] == [sys.executable] and env is None:
         return msgspec.convert(host_probe.document(probe_request(workdir)), HostReport)
-    program = (resources.files("clusterkit") / "host_probe.py").read_bytes()
+    program = (resources.files("clusterkit") / "hosts/host_probe.py").read_bytes()
     argv = [*start, "-", msgspec.json.encode(probe_request(workdir)).decode()]
     failure = f"{where}: python: {python} is not a working Python interpreter"
     try:

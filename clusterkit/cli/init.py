@@ -9,7 +9,8 @@ import click
 
 from clusterkit import backends, shell
 from clusterkit.cli.common import complete_cluster, json_option, print_json, verb
-from clusterkit.jobfile import loader, scaffold
+from clusterkit.jobfile import loader
+from clusterkit.lifecycle import scaffold
 
 
 def _complete_where(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:

@@ -12,8 +12,8 @@ from clusterkit import api
 from clusterkit.cli.common import json_option, run_argument, verb
 from clusterkit.errors import BadInput
 from clusterkit.output import tracebacks
-from clusterkit.output.logs import LogLine
 from clusterkit.run.folder import Event
+from clusterkit.run.logs import LogLine
 from clusterkit.ui.formatting import log_text, terminal_filter
 
 

@@ -14,15 +14,15 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from clusterkit import shell, yaml_text
+from clusterkit import shell
 from clusterkit.cluster import CLUSTER_TYPES
 from clusterkit.convert import accelerate, batch, kubernetes, lines
 from clusterkit.convert.draft import Draft, Note, Read, Tree, hosts_of
 from clusterkit.convert.options import job_name
 from clusterkit.errors import BadInput, choices
-from clusterkit.jobfile import loader
+from clusterkit.jobfile import loader, yaml_text
+from clusterkit.jobfile.yaml_file import Document, parse_yaml
 from clusterkit.spec import JobSpec, check_job
-from clusterkit.yaml_file import Document, parse_yaml
 
 
 class Converted(Struct, frozen=True):

@@ -12,7 +12,7 @@ from clusterkit.convert.draft import Draft, Tree
 from clusterkit.convert.options import apply_meaning, apply_option
 from clusterkit.jobfile.command import Used
 from clusterkit.jobfile.launcher_options import ACCELERATE, CONVERT, OURS, each
-from clusterkit.yaml_file import parse_yaml
+from clusterkit.jobfile.yaml_file import parse_yaml
 
 _TYPES = {
     "NO": "", "MULTI_GPU": "", "MULTI_CPU": "use_cpu", "FSDP": "use_fsdp",

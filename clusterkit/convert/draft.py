@@ -9,11 +9,12 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from clusterkit import addresses, shell
+from clusterkit import shell
 from clusterkit.cluster import Host
 from clusterkit.errors import BadInput, KeyPath, dotted
+from clusterkit.hosts import addresses
 from clusterkit.jobfile.command import Used
-from clusterkit.yaml_file import Document
+from clusterkit.jobfile.yaml_file import Document
 
 Outcome = Literal["job", "cluster", "dropped", "yours"]
 """A key of the job, a key of the cluster entry, dropped (with the reason), or left to the user."""

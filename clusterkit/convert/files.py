@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clusterkit import yaml_text
 from clusterkit.errors import BadInput
 from clusterkit.files import read_file, reason, write_atomic
-from clusterkit.yaml_file import read_yaml
+from clusterkit.jobfile import yaml_text
+from clusterkit.jobfile.yaml_file import read_yaml
 
 _MOST_BYTES = 8 << 20
 """No script or manifest is larger; YAML of this size takes seconds to parse."""

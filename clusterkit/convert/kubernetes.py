@@ -15,7 +15,7 @@ from clusterkit.convert.draft import OURS, Draft, Tree
 from clusterkit.convert.options import assigned, job_name
 from clusterkit.jobfile.command import read as read_line
 from clusterkit.jobfile.launcher_options import MPIRUN, TORCHRUN
-from clusterkit.yaml_file import parse_yaml
+from clusterkit.jobfile.yaml_file import parse_yaml
 
 _QUEUE = "kueue.x-k8s.io/queue-name"
 _CONTAINERS = {"pytorchjob": "pytorch", "mpijob": "mpi"}

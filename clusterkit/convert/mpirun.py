@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from clusterkit.addresses import host_from
 from clusterkit.cluster import Host
 from clusterkit.convert.draft import Draft
 from clusterkit.convert.options import apply_option, assigned
+from clusterkit.hosts.addresses import host_from
 from clusterkit.jobfile.command import Used
 
 _HOSTS = ("-H", "-host", "--host")

@@ -23,7 +23,7 @@ __all__ = [
 
 EXAMINERS = {
     "hosts": "clusterkit.doctor.hosts.examine",
-    "kubernetes": "clusterkit.doctor.kubernetes",
+    "kubernetes": "clusterkit.backends.kubernetes.doctor",
     "slurm": "clusterkit.backends.slurm.doctor",
 }
 """Kind of subject to the module that examines it, with ``CHECKS`` and ``look``."""

@@ -1,7 +1,7 @@
 """Check a job's ``deepspeed`` section: its keys, values and batch sizes. Pure.
 
 The keys are those of one version: ``deepspeed_keys.json``, made by ``python -m
-tests.deepspeed_table``. `clusterkit.jobfile.deepspeed_probe` asks the version on the hosts.
+tests.deepspeed_table``. `clusterkit.lifecycle.deepspeed_probe` asks the version on the hosts.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, LocalCluster
 from clusterkit.errors import BadInput, KeyPath, choices, did_you_mean
 from clusterkit.files import read_file, reason
 from clusterkit.jobfile import command
+from clusterkit.jobfile.yaml_file import Document, is_text, names_in, parse_yaml, read_yaml
 from clusterkit.spec import JobSpec, check_environment, check_job
-from clusterkit.yaml_file import Document, is_text, names_in, parse_yaml, read_yaml
 
 Spec = TypeVar("Spec", bound=msgspec.Struct)
 CLUSTERS_FILE = "clusters.yaml"

@@ -13,8 +13,8 @@ import msgspec
 from clusterkit.agent import LOCAL_RANK_WORD
 from clusterkit.errors import BadInput
 from clusterkit.jobfile import command, loader, sources
+from clusterkit.jobfile.yaml_file import Document
 from clusterkit.spec import Job, JobSpec, check_job
-from clusterkit.yaml_file import Document
 
 
 @dataclass(frozen=True)

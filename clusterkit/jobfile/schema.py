@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from clusterkit.cluster import CLUSTER_TYPES, Entry
+from clusterkit.jobfile.yaml_file import VERBATIM
 from clusterkit.spec import SCHEMA, JobSpec, Spec
-from clusterkit.yaml_file import VERBATIM
 
 
 def meanings(struct: type[msgspec.Struct]) -> dict[str, str]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from clusterkit.agent import STARTING_AGAIN
 from clusterkit.agent.failure import ECHOES, TIMED_OUT, shell_code
 from clusterkit.errors import join_some
-from clusterkit.output.logs import LogLine
 from clusterkit.output.tracebacks import REPORT, Output
+from clusterkit.run.logs import LogLine
 from clusterkit.run.status import Failure, NodeCause, NodeStatus, RankExit, State
 
 # "failed (exitcode: -9) local_rank: 0 (pid: 123) of binary: sh", torch 2.13, multiprocessing/api.py

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import msgspec
 
-from clusterkit.output.logs import LogLine, without_rank
+from clusterkit.run.logs import LogLine, without_rank
 
 MESSAGE_LINES = 40
 MESSAGE_CHARACTERS = 4096

@@ -21,9 +21,9 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 from clusterkit.errors import BadInput
-from clusterkit.output.logs import LogLine
 from clusterkit.output.series import LARGEST_STEP, MOST_METRICS
 from clusterkit.run.folder import Rank0, RunFolder, home
+from clusterkit.run.logs import LogLine
 from clusterkit.run.status import State
 from clusterkit.spec import JobSpec
 

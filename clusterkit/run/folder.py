@@ -38,9 +38,9 @@ from msgspec import Struct
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts
 from clusterkit.errors import BadInput, ClusterkitError, RunFolderError
 from clusterkit.files import locked, writable_by_others, write_atomic
-from clusterkit.output.logs import GrowingFile, LogLine, NodeLog, marked, merged
 from clusterkit.plan import Plan, Step
 from clusterkit.run.begun import Begun, since
+from clusterkit.run.logs import GrowingFile, LogLine, NodeLog, marked, merged
 from clusterkit.run.status import RunStatus, State
 from clusterkit.shell import check_text
 
@@ -406,7 +406,7 @@ class RunFolder:
     def log(
         self, attempt: int, nodes: Iterable[int], follow: Callable[[], bool] | None = None
     ) -> Iterator[list[LogLine]]:
-        """Yield one attempt's lines of these nodes, as `clusterkit.output.logs.merged` does."""
+        """Yield one attempt's lines of these nodes, as `clusterkit.run.logs.merged` does."""
         paths = {node: self.node_dir(attempt, node) / "log" for node in nodes}
         return merged([NodeLog(path, node, attempt) for node, path in paths.items()], follow)
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from clusterkit.output.logs import is_number
 from clusterkit.run.folder import Rank0, RunFolder
+from clusterkit.run.logs import is_number
 from clusterkit.run.status import AttemptStatus, Goodput, RunStatus
 
 Marks = Sequence[tuple[float, dict[str, Any]]]

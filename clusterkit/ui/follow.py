@@ -14,9 +14,9 @@ from rich.text import Text
 from clusterkit import api
 from clusterkit.agent import HANG_NOTE, HANG_OVER, SLOW_NOTE, SLOW_OVER
 from clusterkit.errors import pluralize
+from clusterkit.lifecycle.live import Reported
 from clusterkit.output import tracebacks
-from clusterkit.output.live import Reported
-from clusterkit.output.logs import LogLine
+from clusterkit.run.logs import LogLine
 from clusterkit.run.status import RunStatus, State
 from clusterkit.ui.formatting import (
     duration,

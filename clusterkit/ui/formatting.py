@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from typing import TextIO
 
 from clusterkit.errors import join_some
-from clusterkit.output.logs import LogLine, readable
+from clusterkit.run.logs import LogLine, readable
 from clusterkit.run.status import Goodput, RunStatus, State
 
 _SEQUENCE = re.compile(

@@ -11,7 +11,7 @@ from clusterkit.bench.bandwidth import Pairs, Report, size_text
 from clusterkit.bench.slow_links import figure
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.files import write_atomic
-from clusterkit.output.logs import is_number
+from clusterkit.run.logs import is_number
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from clusterkit.output import logs
-from clusterkit.output.logs import LONGEST_LINE, LogLine, parse_lines, readable
+from clusterkit.run import logs
+from clusterkit.run.logs import LONGEST_LINE, LogLine, parse_lines, readable
 from clusterkit.ui.formatting import printable
 
 LINES = 400
@@ -22,7 +22,7 @@ SHOWN = 4000
 
 
 def page(path: Path, **options: Any) -> dict[str, Any]:
-    """Return a page of a log as JSON; options as for `clusterkit.output.logs.page`."""
+    """Return a page of a log as JSON; options as for `clusterkit.run.logs.page`."""
     found = logs.page(path, **options, most=LINES)
     return {**msgspec.structs.asdict(found), "lines": [_line(*line) for line in found.lines]}
 

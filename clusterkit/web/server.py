@@ -41,8 +41,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 
 from clusterkit.errors import ClusterkitError, RunNotFound, Unavailable
-from clusterkit.output import prometheus
-from clusterkit.web import page
+from clusterkit.web import page, prometheus
 from clusterkit.web.site import MOST_POINTS, Changes, Site
 
 EVENT_SECONDS = 0.5

@@ -20,14 +20,14 @@ import msgspec
 
 from clusterkit.errors import RunFolderError, RunNotFound
 from clusterkit.files import write_atomic
-from clusterkit.output.live import LiveRun, LiveRuns, RankView, standstill
-from clusterkit.output.prometheus import Reported, reported
+from clusterkit.lifecycle import control
+from clusterkit.lifecycle.live import LiveRun, LiveRuns, RankView, standstill
 from clusterkit.output.series import Series
-from clusterkit.run import control
 from clusterkit.run import folder as run_folder
 from clusterkit.run.find import find_run
 from clusterkit.ui.formatting import printable, remark_lines
 from clusterkit.web import log_pages, page
+from clusterkit.web.prometheus import Reported, reported
 
 READ_SECONDS = 0.25
 """How long one request reads a long log that is not read yet; the page requests again."""

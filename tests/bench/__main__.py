@@ -25,7 +25,7 @@ from clusterkit import api, backends
 from clusterkit.cli.common import table
 from clusterkit.cluster import Facts, HostFacts, LocalCluster
 from clusterkit.jobfile import loader
-from clusterkit.output.logs import parse_mark
+from clusterkit.run.logs import parse_mark
 
 BIN = Path(sys.executable).parent
 # Our modules would be compiled anew in every command, as on no machine of a user.

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from clusterkit.cli.common import table
-from clusterkit.output.logs import parse_mark
+from clusterkit.run.logs import parse_mark
 from tests.bench.__main__ import SECONDS, compare
 
 GPT = Path(__file__).parents[2] / "jobs" / "train" / "gpt"

@@ -23,7 +23,7 @@ from typing import Any
 from clusterkit import api
 from clusterkit.cli.common import table
 from clusterkit.errors import ClusterkitError
-from clusterkit.output.logs import parse_mark
+from clusterkit.run.logs import parse_mark
 from clusterkit.spec import JobSpec
 
 ROOT = Path(__file__).parents[2]

@@ -29,8 +29,8 @@ from clusterkit import api, execute
 from clusterkit.backends.kubernetes.api_server import Context, KubeTransport
 from clusterkit.cli.common import table
 from clusterkit.errors import ClusterkitError, RunNotFound
-from clusterkit.output.logs import parse_mark
 from clusterkit.run import folder as run_folder
+from clusterkit.run.logs import parse_mark
 from clusterkit.spec import JobSpec
 from clusterkit.transport import LocalTransport
 from tests.bench.__main__ import BIN, SECONDS, Program, Row

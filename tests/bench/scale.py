@@ -41,10 +41,10 @@ from clusterkit.cluster import (
     KubernetesFacts,
     SlurmFacts,
 )
-from clusterkit.run import supervise
+from clusterkit.lifecycle import supervise
+from clusterkit.lifecycle.supervisor import Supervisor
 from clusterkit.run.folder import RunFolder, Submission, new_run_id
 from clusterkit.run.status import RunStatus, State
-from clusterkit.run.supervisor import Supervisor
 from clusterkit.spec import JobSpec
 from tests.bench.fake_hosts import FakeTransport
 

@@ -24,9 +24,9 @@ from pathlib import Path
 from clusterkit import api
 from clusterkit.cli.common import table
 from clusterkit.errors import pluralize
+from clusterkit.lifecycle.launch import send_trees
 from clusterkit.run.find import find_run
 from clusterkit.run.folder import StepRecord, Submission
-from clusterkit.run.launch import send_trees
 from tests.bench.__main__ import BIN, SECONDS, Program, Row, compare
 from tests.lab import Lab, machine
 

@@ -30,9 +30,9 @@ from clusterkit.cluster import (
     KubernetesFacts,
     SlurmFacts,
 )
-from clusterkit.output.logs import LogLine
 from clusterkit.plan import Plan, Step
 from clusterkit.run import folder as run_folder
+from clusterkit.run.logs import LogLine
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed, LocalTransport, Put, Transport
 

@@ -801,7 +801,7 @@ def test_ctrl_c_without_a_terminal_cancels(clusterkit: list[str]) -> None:
     ["clusterkit.jobfile.loader.job_from_command", "clusterkit.jobfile.loader.read_cluster",
      "clusterkit.backends.local.backend.LocalBackend.probe",
      "clusterkit.backends.local.backend.LocalBackend.plan",
-     "clusterkit.run.folder.RunFolder.save_plan", "clusterkit.run.supervise.spawn"],
+     "clusterkit.run.folder.RunFolder.save_plan", "clusterkit.lifecycle.supervise.spawn"],
 )  # fmt: skip
 def test_ctrl_c_before_the_start_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, own_home: Path, phase: str
@@ -818,7 +818,7 @@ def test_ctrl_c_before_the_start_leaves_nothing(
 def test_ctrl_c_while_the_supervisor_starts_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, own_home: Path
 ) -> None:
-    from clusterkit.run import supervise
+    from clusterkit.lifecycle import supervise
 
     spawn = supervise.spawn
     folders = []

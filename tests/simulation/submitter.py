@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 from clusterkit.backends.base import Observation
-from clusterkit.run import evidence, reconcile
-from clusterkit.run.begun import Begun, since
-from clusterkit.run.evidence import Terms, Verdict
-from clusterkit.run.outcome import without_spares
-from clusterkit.run.reconcile import (
+from clusterkit.lifecycle import evidence, reconcile
+from clusterkit.lifecycle.evidence import Terms, Verdict
+from clusterkit.lifecycle.outcome import without_spares
+from clusterkit.lifecycle.reconcile import (
     Ended,
     Finish,
     Look,
@@ -26,6 +25,7 @@ from clusterkit.run.reconcile import (
     Start,
     Stop,
 )
+from clusterkit.run.begun import Begun, since
 from clusterkit.run.status import AttemptStatus, NodeStatus, RunStatus, State, overall
 from tests.simulation.agents import Broken
 from tests.simulation.shrinking import attempted, shrunk
@@ -185,7 +185,7 @@ class Group:
 
 
 class Supervisor:
-    """A model of `clusterkit.run.supervisor` around the real decisions."""
+    """A model of `clusterkit.lifecycle.supervisor` around the real decisions."""
 
     def __init__(self, world, machine):
         self.world, self.machine = world, machine

@@ -5,9 +5,9 @@ More of them: ``python -m tests.simulation submitter 100000``.
 
 import pytest
 
-from clusterkit.run import evidence, reconcile
-from clusterkit.run.evidence import Verdict
-from clusterkit.run.reconcile import Reconciler, Stage
+from clusterkit.lifecycle import evidence, reconcile
+from clusterkit.lifecycle.evidence import Verdict
+from clusterkit.lifecycle.reconcile import Reconciler, Stage
 from clusterkit.run.status import State
 from tests.simulation import submitter
 from tests.simulation.submitter import Fault, Schedule, fails, make, shrink, tried

@@ -17,8 +17,8 @@ from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.protocol import LAUNCHER_WAITED
 from clusterkit.agent.streams import Lines, Stream
 from clusterkit.backends.node_status import NativeState, NodeFiles, judge_node
-from clusterkit.output.logs import parse_lines
 from clusterkit.run import folder as run_folder
+from clusterkit.run.logs import parse_lines
 from clusterkit.run.status import State
 
 RUN = (

@@ -13,7 +13,7 @@ from clusterkit import agent, api, backends
 from clusterkit.cluster import Project
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound, SubmitFailed
 from clusterkit.jobfile import request
-from clusterkit.run import supervise
+from clusterkit.lifecycle import supervise
 from clusterkit.run.folder import Event, RunFolder
 from clusterkit.run.status import Failure, NodeStatus, RunStatus, State
 from clusterkit.spec import JobSpec

@@ -20,7 +20,7 @@ from clusterkit.bench.bandwidth import FACTORS, ITEMSIZES, choose, parse_sizes
 from clusterkit.bench.slow_links import figure, judge
 from clusterkit.cluster import Facts
 from clusterkit.errors import BadInput, ClusterkitError, RunFailed, RunFolderError, Unavailable
-from clusterkit.run import supervise
+from clusterkit.lifecycle import supervise
 from clusterkit.run.folder import RunFolder
 from clusterkit.run.status import Failure, NodeStatus, RunStatus, State
 from clusterkit.ui import plots

@@ -16,7 +16,7 @@ from clusterkit import api, ui
 from clusterkit.cli import VERBS, common, following
 from clusterkit.cli import cli as group
 from clusterkit.cli.common import table
-from clusterkit.run import launch, supervise
+from clusterkit.lifecycle import launch, supervise
 from clusterkit.run.folder import Event, RunFolder
 from clusterkit.run.status import Failure, NodeStatus, RunStatus, State
 from clusterkit.ui import plots
@@ -133,8 +133,8 @@ def test_the_version_is_told(cli):
 
 HEAVY = {
     "torch", "rich", "yaml", "matplotlib", "hypothesis", "subprocess", "concurrent.futures",
-    "tempfile", "secrets", "importlib.resources", "importlib.metadata", "clusterkit.run.launch",
-    "clusterkit.run.supervisor", "clusterkit.transport", "clusterkit.assemble",
+    "tempfile", "secrets", "importlib.resources", "importlib.metadata", "clusterkit.lifecycle.launch",
+    "clusterkit.lifecycle.supervisor", "clusterkit.transport", "clusterkit.assemble",
     "clusterkit.jobfile.command", "clusterkit.agent",
 }  # fmt: skip
 

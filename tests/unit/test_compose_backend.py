@@ -25,8 +25,8 @@ from clusterkit.backends.node_status import NodeFiles, judge_node
 from clusterkit.cluster import ComposeCluster, Engine, Gpu
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.output.diagnose import diagnose
-from clusterkit.output.logs import LogLine
 from clusterkit.run.folder import RunFolder, RunHandle, node_dir
+from clusterkit.run.logs import LogLine
 from clusterkit.run.status import NodeCause, NodeStatus, RankExit, State
 from clusterkit.spec import CheckpointSpec, JobSpec
 from clusterkit.transport import Completed, LocalTransport
@@ -814,4 +814,4 @@ def test_mpirun_s_first_node_speaks_for_all() -> None:
 def test_the_probe_s_text_is_what_runs_in_the_image() -> None:
     """Standard library only: an image need not hold clusterkit."""
     assert "clusterkit" not in re.sub(r'""".*?"""', "", Path(clusterkit.__file__).with_name(
-        "host_probe.py").read_text(), count=1, flags=re.S)  # fmt: skip
+        "hosts/host_probe.py").read_text(), count=1, flags=re.S)  # fmt: skip

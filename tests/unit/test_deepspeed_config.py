@@ -8,8 +8,9 @@ import pytest
 
 from clusterkit import api
 from clusterkit.errors import BadInput
-from clusterkit.jobfile import deepspeed_config, deepspeed_probe, loader
+from clusterkit.jobfile import deepspeed_config, loader
 from clusterkit.jobfile.deepspeed_config import VERSION
+from clusterkit.lifecycle import deepspeed_probe
 from clusterkit.run import folder as run_folder
 from clusterkit.transport import Completed
 from tests import deepspeed_table

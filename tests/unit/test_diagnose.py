@@ -8,7 +8,7 @@ import pytest
 from clusterkit.agent.failure import shell_code
 from clusterkit.backends.node_status import observed
 from clusterkit.output.diagnose import PORT_TAKEN, diagnose
-from clusterkit.output.logs import LogLine
+from clusterkit.run.logs import LogLine
 from clusterkit.run.status import NodeStatus, RankExit, State
 
 VALUE_ERROR = """\

@@ -18,8 +18,8 @@ from clusterkit.agent import forkserver
 from clusterkit.agent.fork import ForkLauncher
 from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.processes import descendants
-from clusterkit.output.logs import parse_lines
 from clusterkit.run import folder as run_folder
+from clusterkit.run.logs import parse_lines
 
 RUN = (
     "import sys; from clusterkit.agent import __main__, limits; limits.RANKS_GRACE = 0.0; "

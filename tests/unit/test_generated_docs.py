@@ -115,7 +115,8 @@ def test_every_backend_stands_in_the_table(name: str) -> None:
     [
         name
         for name, member in inspect.getmembers(api, inspect.isfunction)
-        if member.__module__ in (api.__name__, "clusterkit.run.launch") and not name.startswith("_")
+        if member.__module__ in (api.__name__, "clusterkit.lifecycle.launch")
+        and not name.startswith("_")
     ],
 )
 def test_every_function_is_documented(name: str) -> None:

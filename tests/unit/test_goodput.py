@@ -1,10 +1,10 @@
 """Where a run's time went."""
 
 from clusterkit.agent.node_log import NodeLog
-from clusterkit.output.logs import GrowingFile
 from clusterkit.run import folder as run_folder
 from clusterkit.run.folder import Rank0, RunFolder
 from clusterkit.run.goodput import account, with_goodput
+from clusterkit.run.logs import GrowingFile
 from clusterkit.run.status import AttemptStatus, RunStatus, State
 from tests.recorded import Recorded
 

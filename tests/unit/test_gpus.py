@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from clusterkit import host_probe
-from clusterkit.backends.gpus import GPU_QUERY, names, read_gpus
 from clusterkit.backends.placing import device_of, gpu_env
 from clusterkit.errors import BadInput
+from clusterkit.hosts import host_probe
+from clusterkit.hosts.gpus import GPU_QUERY, names, read_gpus
 from clusterkit.spec import JobSpec
 
 ANSWERS = Path(__file__).parents[1] / "data" / "gpu"

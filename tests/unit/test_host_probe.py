@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from clusterkit import host_probe
-from clusterkit.backends.gpus import GPU_QUERY, read_gpus
+from clusterkit.hosts import host_probe
+from clusterkit.hosts.gpus import GPU_QUERY, read_gpus
 
 TEXT = Path(host_probe.__file__).read_bytes()
 

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from clusterkit.addresses import check_hosts
 from clusterkit.backends.ssh import inventory
 from clusterkit.backends.ssh.hosts import choose_hosts
 from clusterkit.backends.ssh.inventory import read_hosts
 from clusterkit.backends.ssh.variables import SECRETS, host_of
 from clusterkit.cluster import Host
 from clusterkit.errors import BadInput, Unavailable
+from clusterkit.hosts.addresses import check_hosts
 
 TOOL = Path(sys.executable).with_name("ansible-inventory")
 

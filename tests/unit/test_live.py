@@ -5,8 +5,8 @@ import time
 import msgspec
 import pytest
 
-from clusterkit.output import live, logs
-from clusterkit.output.live import (
+from clusterkit.lifecycle import control, live
+from clusterkit.lifecycle.live import (
     EVENTS,
     METRICS,
     RANKS,
@@ -17,7 +17,7 @@ from clusterkit.output.live import (
     standstill,
 )
 from clusterkit.output.series import MOST_METRICS, MOST_POINTS, Series
-from clusterkit.run import control
+from clusterkit.run import logs
 from clusterkit.run.folder import Event
 from clusterkit.run.status import Failure, RunStatus, State
 from tests.recorded import Recorded

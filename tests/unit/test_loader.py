@@ -23,8 +23,8 @@ from clusterkit.jobfile.loader import (
     read_cluster,
 )
 from clusterkit.jobfile.schema import json_schema
+from clusterkit.jobfile.yaml_file import parse_yaml
 from clusterkit.spec import JobSpec, Spec
-from clusterkit.yaml_file import parse_yaml
 
 HERE = Path(__file__).resolve()
 

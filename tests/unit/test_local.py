@@ -14,11 +14,11 @@ from clusterkit import api, backends
 from clusterkit.agent.processes import process_start
 from clusterkit.backends import probing
 from clusterkit.backends.base import Backend, check_capabilities
-from clusterkit.backends.gpus import read_gpus
 from clusterkit.backends.local.backend import LocalBackend
 from clusterkit.backends.node_status import NativeState, NodeFiles, judge_exit, judge_node
 from clusterkit.cluster import Gpu, LocalCluster
 from clusterkit.errors import BadInput, CapabilityError, PortTaken, Unavailable
+from clusterkit.hosts.gpus import read_gpus
 from clusterkit.run.folder import RunFolder, RunHandle
 from clusterkit.run.status import State, overall
 from clusterkit.spec import JobSpec

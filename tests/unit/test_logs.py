@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterkit.output import logs
-from clusterkit.output.logs import LogLine, NodeLog, merged, parse_lines, parse_mark
+from clusterkit.run import logs
+from clusterkit.run.logs import LogLine, NodeLog, merged, parse_lines, parse_mark
 
 # A line of output: no line breaks, as the node agent leaves it.
 BODY = st.text(st.characters(exclude_characters="\r\n", exclude_categories=("Cs",)), max_size=60)

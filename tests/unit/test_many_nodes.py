@@ -12,11 +12,11 @@ from clusterkit.backends.local.backend import LocalBackend
 from clusterkit.backends.ssh import observe
 from clusterkit.backends.ssh.backend import SshBackend
 from clusterkit.cluster import Facts
+from clusterkit.lifecycle import control
+from clusterkit.lifecycle.control import cancel
 from clusterkit.output import mirror
 from clusterkit.output.mirror import NodeView
 from clusterkit.plan import Plan
-from clusterkit.run import control
-from clusterkit.run.control import cancel
 from clusterkit.run.folder import RunFolder, RunHandle
 from clusterkit.run.status import RunStatus, State
 from clusterkit.spec import JobSpec

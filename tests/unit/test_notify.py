@@ -11,10 +11,10 @@ import pytest
 
 from clusterkit.cluster import NotifySpec
 from clusterkit.jobfile import loader
-from clusterkit.run import notify
+from clusterkit.lifecycle import notify
+from clusterkit.lifecycle.supervisor import Supervisor
 from clusterkit.run.folder import Event, RunFolder
 from clusterkit.run.status import Failure, RunStatus, State
-from clusterkit.run.supervisor import Supervisor
 
 
 def status(state: State, failure: Failure | None = None) -> RunStatus:

@@ -5,10 +5,10 @@ import math
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from clusterkit.output import prometheus
-from clusterkit.output.prometheus import Reported
 from clusterkit.run.folder import RunFolder
 from clusterkit.run.status import NodeStatus, RunStatus, State
+from clusterkit.web import prometheus
+from clusterkit.web.prometheus import Reported
 
 
 def status(run="demo-1", state=State.RUNNING, **fields):

@@ -7,10 +7,9 @@ import pytest
 
 from clusterkit.backends.base import Observation
 from clusterkit.cluster import Facts, HostFacts
-from clusterkit.run import reconcile
-from clusterkit.run.begun import Begun, since
-from clusterkit.run.evidence import Terms, Verdict, facts_without, may_live, verdict
-from clusterkit.run.reconcile import (
+from clusterkit.lifecycle import reconcile
+from clusterkit.lifecycle.evidence import Terms, Verdict, facts_without, may_live, verdict
+from clusterkit.lifecycle.reconcile import (
     AGAIN_SECONDS,
     LIMIT_SLACK,
     LOST_SECONDS,
@@ -25,6 +24,7 @@ from clusterkit.run.reconcile import (
     Start,
     Stop,
 )
+from clusterkit.run.begun import Begun, since
 from clusterkit.run.status import AttemptStatus, NodeStatus, RunStatus, State, overall
 from clusterkit.spec import JobSpec
 

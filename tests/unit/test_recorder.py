@@ -26,7 +26,7 @@ from clusterkit.agent.node_log import NodeLog
 from clusterkit.agent.protocol import DUMP_FILE, HANG
 from clusterkit.agent.recorder import from_flight_recorder, joined, read_dumps, settings
 from clusterkit.agent.standstill import compare
-from clusterkit.output.live import standstill
+from clusterkit.lifecycle.live import standstill
 from clusterkit.run.status import NodeStatus, RunStatus, State
 
 DATA = Path(__file__).parents[1] / "data/gpu/nccl_recorder"

@@ -12,8 +12,9 @@ import pytest
 from clusterkit import api
 from clusterkit.cluster import SshCluster
 from clusterkit.errors import BadInput
-from clusterkit.jobfile import loader, scaffold
-from clusterkit.jobfile.scaffold import Machine
+from clusterkit.jobfile import loader
+from clusterkit.lifecycle import scaffold
+from clusterkit.lifecycle.scaffold import Machine
 
 DDP = """import argparse, torch
 import torch.distributed as dist

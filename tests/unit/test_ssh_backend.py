@@ -13,8 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from clusterkit import api, backends, host_probe
-from clusterkit.addresses import check_hosts
+from clusterkit import api, backends
 from clusterkit.backends import placing
 from clusterkit.backends.ssh import observe
 from clusterkit.backends.ssh.backend import SshBackend
@@ -23,10 +22,12 @@ from clusterkit.backends.ssh.hosts import choose_hosts
 from clusterkit.backends.ssh.known_hosts import HostKeyProblem
 from clusterkit.cluster import Facts, Gpu, Host, HostFacts, Project, SshCluster
 from clusterkit.errors import BadInput, PortTaken, Unavailable
+from clusterkit.hosts import host_probe
+from clusterkit.hosts.addresses import check_hosts
+from clusterkit.lifecycle.outcome import without_spares
 from clusterkit.output import mirror
 from clusterkit.output.mirror import NodeView
 from clusterkit.run.folder import RunFolder, RunHandle, node_dir
-from clusterkit.run.outcome import without_spares
 from clusterkit.run.status import RunStatus, State
 from clusterkit.spec import CheckpointSpec, JobSpec
 from clusterkit.sync import snapshot

@@ -24,15 +24,11 @@ from clusterkit.backends.node_status import observed as from_files
 from clusterkit.backends.ports import move_port
 from clusterkit.cluster import CLUSTER_TYPES
 from clusterkit.errors import BadInput, ClusterkitError, RunFolderError, SubmitFailed, Unavailable
-from clusterkit.output import logs, mirror
-from clusterkit.output.logs import parse_lines
-from clusterkit.run import control, outcome, supervise
-from clusterkit.run import reconcile as machine
-from clusterkit.run.begun import Begun
-from clusterkit.run.control import cancel, current, reconcile
-from clusterkit.run.evidence import Terms, Verdict
-from clusterkit.run.folder import Event, RunFolder
-from clusterkit.run.reconcile import (
+from clusterkit.lifecycle import control, outcome, supervise
+from clusterkit.lifecycle import reconcile as machine
+from clusterkit.lifecycle.control import cancel, current, reconcile
+from clusterkit.lifecycle.evidence import Terms, Verdict
+from clusterkit.lifecycle.reconcile import (
     EARLY_LOSSES,
     LOST_SECONDS,
     PORT_TRIES,
@@ -40,8 +36,13 @@ from clusterkit.run.reconcile import (
     Reconciler,
     Start,
 )
+from clusterkit.lifecycle.supervisor import Supervisor
+from clusterkit.output import mirror
+from clusterkit.run import logs
+from clusterkit.run.begun import Begun
+from clusterkit.run.folder import Event, RunFolder
+from clusterkit.run.logs import parse_lines
 from clusterkit.run.status import AttemptStatus, Failure, NodeStatus, RunStatus, State, overall
-from clusterkit.run.supervisor import Supervisor
 from clusterkit.transport import LocalTransport
 from tests.conftest import HELD
 
@@ -540,7 +541,7 @@ def supervise_with(unstarted_run, monkeypatch):
         run = unstarted_run(text, **options)
         backend = kind(attempts)
         monkeypatch.setattr(backends, "backend", lambda name: backend)
-        monkeypatch.setattr("clusterkit.run.supervisor.POLL_SECONDS", 0.0)
+        monkeypatch.setattr("clusterkit.lifecycle.supervisor.POLL_SECONDS", 0.0)
         monkeypatch.setattr(machine, "PEERS_SECONDS", 0.0)
         monkeypatch.setattr(machine, "AGAIN_SECONDS", 0.0)
         supervisor = Supervisor(RunFolder(run.path))
@@ -900,7 +901,7 @@ def test_the_nodes_that_have_ranks_decide_how_a_run_ends(
     run, hand, ended = beside_a_spare(code, spare, job)
 
     monkeypatch.setattr(mirror, "awake", Awake())
-    monkeypatch.setattr("clusterkit.run.supervisor.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("clusterkit.lifecycle.supervisor.POLL_SECONDS", 0.0)
     Supervisor(hand.folder).supervise()
     status = hand.folder.read_json("state.json", RunStatus)
     assert (status.state, status.exit_code) == (state, code)
@@ -1001,7 +1002,7 @@ def test_an_attempt_that_could_not_be_planned_is_not_the_last_one_again(
 
     monkeypatch.setattr(RunFolder, "write", write)
     monkeypatch.setattr(LocalTransport, "free_port", free_port)
-    monkeypatch.setattr("clusterkit.run.supervisor.LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr("clusterkit.lifecycle.supervisor.LONGEST_PAUSE", 0.01)
     monkeypatch.setattr(machine, "_pause", lambda times: 0.0)
     script = [taken, observed(State.CANCELLED) if wrong == "host" else observed(OK), observed(OK)]
     backend, status, _ = supervise_with(script)
@@ -1495,7 +1496,7 @@ def test_an_error_of_the_supervisor_is_tried_again_and_ends_nothing(supervise_wi
     """A KeyError, a proxy's HTML or an import of an upgraded package cancelled the run."""
     errors = [KeyError("exit.json"), KeyError("exit.json"), ImportError("no name"), OSError(5, "x")]
     monkeypatch.setattr(Troubled, "errors", errors)
-    monkeypatch.setattr("clusterkit.run.supervisor.LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr("clusterkit.lifecycle.supervisor.LONGEST_PAUSE", 0.01)
     backend, status, events = supervise_with([[observed(UP), observed(OK)]], kind=Troubled)
     assert (status.state, status.remark, backend.cancelled) == (State.SUCCEEDED, None, 0)
     assert [event.text for event in events] == [
@@ -1514,7 +1515,7 @@ def test_status_shows_what_the_supervisor_cannot_do(supervise_with, monkeypatch)
             return super().status(handle, transport)
 
     monkeypatch.setattr(Troubled, "errors", [KeyError("x")])
-    monkeypatch.setattr("clusterkit.run.supervisor.LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr("clusterkit.lifecycle.supervisor.LONGEST_PAUSE", 0.01)
     supervise_with([[observed(UP), observed(UP), observed(OK)]], kind=Told)
     assert shown[:3] == [None, "its supervisor tries again: KeyError: 'x'", None]
 
@@ -1531,7 +1532,7 @@ def test_an_end_that_cannot_be_recorded_is_recorded_later(supervise_with, monkey
         real(self, status)
 
     monkeypatch.setattr(RunFolder, "record_end", record_end)
-    monkeypatch.setattr("clusterkit.run.supervisor.LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr("clusterkit.lifecycle.supervisor.LONGEST_PAUSE", 0.01)
     backend, status, _ = supervise_with([observed(state)])
     assert (status.state, status.remark, backend.cancelled) == (state, None, 0)
     assert status.exit_code == (0 if state is OK else 1)
@@ -1607,7 +1608,7 @@ def test_an_attempt_that_cannot_be_recorded_at_all_does_not_start(supervise_with
             super().submit(plan, transport, attempt=attempt)
 
     monkeypatch.setattr(Begun, "record", record)
-    monkeypatch.setattr("clusterkit.run.supervisor.LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr("clusterkit.lifecycle.supervisor.LONGEST_PAUSE", 0.01)
     job = "launcher: forkserver\nrestarts: 1\n"
     _, status, events = supervise_with([observed(BAD), observed(OK)], job, kind=Looking)
     assert begun == [(1, False), (1, True), *[(2, False)] * 4, (2, True)]
@@ -1650,7 +1651,7 @@ def test_an_attempt_that_was_not_started_wholly_may_have_succeeded(
     class Standing(Scripted):
         def submit(self, plan, transport, *, attempt=1, secrets=None, record=None):
             if late:
-                monkeypatch.setattr("clusterkit.run.supervisor.PROBED_SECONDS", -1.0)
+                monkeypatch.setattr("clusterkit.lifecycle.supervisor.PROBED_SECONDS", -1.0)
             raise Unavailable("h2: connection refused")
 
     _, status, _ = supervise_with([observed(OK)], kind=Standing)

@@ -9,8 +9,8 @@ from rich.cells import cell_len
 from clusterkit import api
 from clusterkit.cli import following, main
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable
-from clusterkit.output import logs
 from clusterkit.output.series import Series
+from clusterkit.run import logs
 from clusterkit.run.status import Failure, State
 from clusterkit.ui.top import paint
 from clusterkit.ui.top.app import Top
@@ -349,7 +349,7 @@ def test_what_a_run_without_a_supervisor_does_is_asked(run, monkeypatch):
     run.close()
     ended = api.RunStatus(run="demo-1", job="demo", cluster="local", backend="local",
                           state=State.FAILED, failure=Failure(cause="lost"))  # fmt: skip
-    monkeypatch.setattr("clusterkit.run.control.reconcile", lambda folder, connections: ended)
+    monkeypatch.setattr("clusterkit.lifecycle.control.reconcile", lambda folder, connections: ended)
 
     async def drive(app, pilot):
         app.poll()

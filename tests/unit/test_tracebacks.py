@@ -8,7 +8,7 @@ import pytest
 
 from clusterkit.output import tracebacks
 from clusterkit.output.diagnose import diagnose
-from clusterkit.output.logs import LogLine
+from clusterkit.run.logs import LogLine
 from clusterkit.run.status import NodeStatus, RankExit, State
 
 RANK = 0

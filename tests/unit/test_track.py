@@ -15,12 +15,12 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
+from clusterkit.lifecycle.supervisor import Supervisor
 from clusterkit.output import track
 from clusterkit.output.series import MOST_METRICS
 from clusterkit.run import folder as run_folder
 from clusterkit.run.folder import Event, RunFolder
 from clusterkit.run.status import RunStatus, State
-from clusterkit.run.supervisor import Supervisor
 from clusterkit.spec import JobSpec
 
 JOB = JobSpec(name="demo", program="train.py", track=("tensorboard",))
@@ -173,7 +173,7 @@ def test_an_end_is_not_waited_for_without_limit(folder, monkeypatch):
 def test_a_supervisor_writes_it_to_the_end(cwd, unstarted_run, monkeypatch):
     run = unstarted_run("track: [tensorboard]\n")
     supervisor = Supervisor(RunFolder(run.path))
-    monkeypatch.setattr("clusterkit.run.supervisor.signal.signal", lambda *_: None)
+    monkeypatch.setattr("clusterkit.lifecycle.supervisor.signal.signal", lambda *_: None)
 
     def attempts(adopt):
         report(supervisor.folder, 1, {"step": 1, "loss": 1.0})

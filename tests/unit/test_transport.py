@@ -12,10 +12,10 @@ import sys
 
 import pytest
 
-from clusterkit import host_probe
 from clusterkit.agent import files
 from clusterkit.errors import RunFolderError, SubmitFailed
 from clusterkit.files import write_atomic
+from clusterkit.hosts import host_probe
 from clusterkit.transport import PORTS, LocalTransport, Transport
 
 HOST = "localhost"

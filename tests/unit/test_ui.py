@@ -11,8 +11,8 @@ from rich.console import Console
 
 from clusterkit.cli import following
 from clusterkit.errors import BadInput, RunFolderError, Unavailable
-from clusterkit.output.logs import LogLine
 from clusterkit.run.folder import Event
+from clusterkit.run.logs import LogLine
 from clusterkit.run.status import Failure, NodeStatus, RunStatus, State
 from clusterkit.ui import follow, formatting, plots, spinner
 from clusterkit.ui.follow import View

@@ -8,7 +8,7 @@ import pytest
 
 from clusterkit.agent import host, identity, usage
 from clusterkit.agent.usage import Usage, own_gpus
-from clusterkit.backends.gpus import read_gpus
+from clusterkit.hosts.gpus import read_gpus
 
 TABLE = """\
 0, GPU-aa, 93, 61234

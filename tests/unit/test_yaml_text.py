@@ -5,7 +5,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterkit.yaml_text import Shared, documents, merged
+from clusterkit.jobfile.yaml_text import Shared, documents, merged
 from tests.conftest import UGLY
 
 SCALARS = (

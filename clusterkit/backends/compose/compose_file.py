@@ -13,8 +13,8 @@ from clusterkit.assemble import Assembly, Placement
 from clusterkit.backends.compose.engine import CDI_KIND, HOST
 from clusterkit.cluster import ComposeCluster, Engine, Gpu
 from clusterkit.errors import BadInput
+from clusterkit.jobfile.yaml_text import Shared, documents, merged
 from clusterkit.plan import PlanFile, Step
-from clusterkit.yaml_text import Shared, documents, merged
 
 LABEL = "clusterkit.run_dir"
 """Label of a run's containers and network; finds them even if the run's files are gone."""

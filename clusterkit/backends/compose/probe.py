@@ -16,11 +16,9 @@ from typing import Any
 import msgspec
 
 import clusterkit
-from clusterkit import host_probe
 from clusterkit.backends.base import OWN_IMAGE
 from clusterkit.backends.compose.compose_file import INFINIBAND, parse_volume, ulimits_of
 from clusterkit.backends.compose.engine import CDI_KIND, ENGINE_SECONDS, HOST, Docker, error_line
-from clusterkit.backends.gpus import GPU_QUERY, read_gpus
 from clusterkit.backends.placing import CPU_IMAGE, GPU_IMAGE
 from clusterkit.backends.ports import default_ports
 from clusterkit.backends.probing import (
@@ -34,6 +32,8 @@ from clusterkit.backends.probing import (
 from clusterkit.cluster import ComposeCluster, Engine, Facts, HostFacts
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable, pluralize
 from clusterkit.files import write_atomic
+from clusterkit.hosts import host_probe
+from clusterkit.hosts.gpus import GPU_QUERY, read_gpus
 from clusterkit.run.folder import home
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed, Transport

@@ -38,12 +38,12 @@ from clusterkit.backends.kubernetes.validation import check_entry
 from clusterkit.backends.probing import assumed_gpus
 from clusterkit.cluster import Facts, KubernetesCluster, KubernetesFacts
 from clusterkit.errors import BadInput
+from clusterkit.jobfile.yaml_text import documents
 from clusterkit.plan import KubernetesNative, Plan
 from clusterkit.run.find import resolve_id
 from clusterkit.run.folder import RunHandle, home
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Transport
-from clusterkit.yaml_text import documents
 
 if TYPE_CHECKING:
     from clusterkit.assemble import Placement
@@ -106,7 +106,7 @@ class KubernetesBackend(
         return count_nodes(cluster, transport)
 
     def subject(self, name: str, cluster: KubernetesCluster, job: JobSpec | None = None) -> Subject:
-        from clusterkit.doctor.kubernetes.base import KubeSubject
+        from clusterkit.backends.kubernetes.doctor.base import KubeSubject
 
         asked = job or JobSpec(name="any", command=("true",))
 

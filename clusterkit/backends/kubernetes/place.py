@@ -37,13 +37,13 @@ from clusterkit.backends.placing import (
 from clusterkit.backends.ports import default_ports
 from clusterkit.cluster import Facts, HostFacts, KubernetesCluster, KubernetesFacts
 from clusterkit.errors import BadInput, pluralize
+from clusterkit.jobfile.yaml_text import documents
 from clusterkit.plan import KubernetesNative, Note, PlanFile, Step, Tree
 from clusterkit.rendezvous import Endpoint, Topology, mpirun_interface
 from clusterkit.run.folder import slug
 from clusterkit.shell import quote
 from clusterkit.spec import JobSpec
 from clusterkit.sync import snapshot
-from clusterkit.yaml_text import documents
 
 HOST = "localhost"
 REJOIN_SECONDS = 900.0

@@ -20,9 +20,9 @@ from clusterkit.backends.kubernetes.api_server import PARALLEL_REQUESTS, RawStre
 from clusterkit.backends.kubernetes.pod import Pod, read_pod
 from clusterkit.errors import ClusterkitError, RunFolderError
 from clusterkit.files import write_atomic
-from clusterkit.output.logs import HEAD
 from clusterkit.output.mirror import NodeView, folder_lock
 from clusterkit.run.folder import RunFolder, RunHandle
+from clusterkit.run.logs import HEAD
 from clusterkit.transport import Transport
 
 RETRY_SECONDS = 1.0

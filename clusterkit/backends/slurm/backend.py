@@ -30,12 +30,12 @@ from clusterkit.backends.slurm.observe import SlurmMonitor, status, stop_file
 from clusterkit.backends.slurm.queue import HERE, SLURM_SECONDS, Job, jobs_of, run
 from clusterkit.cluster import Facts, SlurmCluster
 from clusterkit.errors import ClusterkitError, Unavailable
+from clusterkit.jobfile.yaml_text import comment
 from clusterkit.plan import Plan, unpacking
 from clusterkit.run.folder import RunHandle, home
 from clusterkit.run.status import State
 from clusterkit.spec import JobSpec
 from clusterkit.transport import LocalTransport, Transport
-from clusterkit.yaml_text import comment
 
 if TYPE_CHECKING:
     from clusterkit.assemble import Placement

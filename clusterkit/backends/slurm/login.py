@@ -13,13 +13,14 @@ from typing import Any
 
 import msgspec
 
-from clusterkit import addresses, backends
+from clusterkit import backends
 from clusterkit.agent.protocol import GROWING_FILES, WHOLE_FILES
 from clusterkit.backends.slurm import tail
 from clusterkit.backends.slurm.queue import HERE, LOGIN_PYTHON
 from clusterkit.cluster import SlurmCluster, SshCluster
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed
 from clusterkit.files import size_of, write_atomic
+from clusterkit.hosts import addresses
 from clusterkit.output import mirror
 from clusterkit.run.folder import RunHandle
 from clusterkit.transport import Stream, Transport

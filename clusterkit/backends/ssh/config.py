@@ -22,10 +22,10 @@ import msgspec
 import paramiko
 
 from clusterkit import shell
-from clusterkit.addresses import host_from
 from clusterkit.cluster import Host
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.files import user_name
+from clusterkit.hosts.addresses import host_from
 
 _CONFIG = "~/.ssh/config"
 _MOST_INCLUDES = 16

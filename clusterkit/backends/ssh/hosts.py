@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 
-from clusterkit.addresses import check_hosts
 from clusterkit.backends.probing import interpreter
 from clusterkit.backends.ssh.inventory import BRACKETED, read_hosts
 from clusterkit.backends.ssh.variables import absolute
 from clusterkit.cluster import Host, SshCluster
 from clusterkit.errors import BadInput, did_you_mean, error_key, join_some, pluralize
+from clusterkit.hosts.addresses import check_hosts
 from clusterkit.spec import JobSpec
 
 _NUMBERS = re.compile(r"\s*[0-9]{1,6}\s*(,\s*[0-9]{1,6}\s*)*\Z")

@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from clusterkit import addresses
-from clusterkit.addresses import check_hosts
 from clusterkit.backends.ssh.variables import host_of
 from clusterkit.cluster import Host
 from clusterkit.errors import BadInput, Unavailable, did_you_mean, join_some
 from clusterkit.files import read_file, reason
-from clusterkit.yaml_file import Document, parse_yaml
+from clusterkit.hosts import addresses
+from clusterkit.hosts.addresses import check_hosts
+from clusterkit.jobfile.yaml_file import Document, parse_yaml
 
 MOST_HOSTS = 100_000
 ANSIBLE_SECONDS = 120.0

@@ -25,12 +25,13 @@ from typing import TypeVar
 
 import paramiko
 
-from clusterkit import host_probe, shell
+from clusterkit import shell
 from clusterkit.agent.files import allow_open_files
 from clusterkit.backends.ssh.config import HostUnreachable, LoginRefused, Target, jump_host, resolve
 from clusterkit.backends.ssh.connection import close_now, connect
 from clusterkit.cluster import Host
 from clusterkit.errors import SubmitFailed
+from clusterkit.hosts import host_probe
 from clusterkit.transport import START, Completed, Environment, Put, Stream, Transport
 
 Result = TypeVar("Result")

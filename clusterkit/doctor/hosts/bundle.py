@@ -14,7 +14,7 @@ import msgspec
 
 from clusterkit.doctor.hosts import runner
 from clusterkit.doctor.hosts.base import Answer, Output, Script
-from clusterkit.host_probe import (
+from clusterkit.hosts.host_probe import (
     PORTS,
     ROOT,
     addresses,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from clusterkit.errors import pluralize
-from clusterkit.output.live import LiveRun, LiveRuns, RankView, Usage, standstill
+from clusterkit.lifecycle.live import LiveRun, LiveRuns, RankView, Usage, standstill
 from clusterkit.run.folder import RunFolder
 from clusterkit.run.status import RunStatus
 from clusterkit.ui.formatting import duration, loss_text, pending_reason

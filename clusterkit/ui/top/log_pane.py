@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from clusterkit.output.live import LiveRun
-from clusterkit.output.logs import LogLine, page
+from clusterkit.lifecycle.live import LiveRun
 from clusterkit.run.folder import Event
+from clusterkit.run.logs import LogLine, page
 from clusterkit.ui.formatting import clock
 from clusterkit.ui.top import paint
 from clusterkit.ui.top.paint import DIM, Line

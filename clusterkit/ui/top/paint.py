@@ -11,8 +11,8 @@ from rich.cells import cell_len, set_cell_size
 from rich.color import ColorSystem
 from rich.style import Style
 
-from clusterkit.output.logs import LogLine, readable
 from clusterkit.output.series import Series
+from clusterkit.run.logs import LogLine, readable
 from clusterkit.ui.formatting import clock, printable
 
 Piece = tuple[str, str]

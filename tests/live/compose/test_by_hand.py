@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterkit.output import logs
+from clusterkit.run import logs
 from tests.live import parity
 from tests.live.compose.engine import Engine
 from tests.live.compose.image import ROOT

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from clusterkit import api
+from clusterkit.backends.kubernetes.doctor import CHECKS
 from clusterkit.doctor.base import Finding
-from clusterkit.doctor.kubernetes import CHECKS
 from clusterkit.doctor.report import Report
 from clusterkit.errors import BadInput
 from clusterkit.spec import JobSpec

@@ -16,8 +16,8 @@ from clusterkit import backends, shell
 from clusterkit.convert import convert
 from clusterkit.errors import BadInput
 from clusterkit.jobfile import loader
+from clusterkit.jobfile.yaml_file import parse_yaml
 from clusterkit.spec import check_job
-from clusterkit.yaml_file import parse_yaml
 from tests.golden.test_golden import place
 
 CASES = Path(__file__).parent / "cases"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clusterkit import errors, host_probe
+from clusterkit import errors
 from clusterkit.doctor.base import LEVELS
 from clusterkit.doctor.hosts import bundle
 from clusterkit.doctor.hosts.base import Machine, Needs, Output
@@ -22,6 +22,7 @@ from clusterkit.doctor.hosts.checks.ports import MEET
 from clusterkit.doctor.hosts.checks.system import agreed, offset
 from clusterkit.doctor.hosts.examine import judge
 from clusterkit.doctor.hosts.helpers import most_common, parsed_address
+from clusterkit.hosts import host_probe
 from clusterkit.spec import JobSpec
 from tests.unit.doctor.conftest import PYTHON, make_answer, make_subject, named, needs, raw
 

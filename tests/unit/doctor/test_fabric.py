@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from clusterkit import host_probe
 from clusterkit.doctor.hosts.checks import fabric
+from clusterkit.hosts import host_probe
 from tests.sysfs import lay_out
 from tests.unit.doctor.conftest import make_answer, make_subject, named, needs
 

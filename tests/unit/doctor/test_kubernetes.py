@@ -12,18 +12,18 @@ import pytest
 from clusterkit import backends
 from clusterkit.backends.kubernetes import api_server
 from clusterkit.backends.kubernetes.api_server import KubeTransport, Refusal
-from clusterkit.backends.kubernetes.flavors import FLAVORS
-from clusterkit.backends.kubernetes.objects import parse_amount
-from clusterkit.backends.kubernetes.rbac import run_rights, watcher_rights
-from clusterkit.cluster import Claim, KubernetesCluster
-from clusterkit.doctor.kubernetes import CHECKS, look
-from clusterkit.doctor.kubernetes.base import (
+from clusterkit.backends.kubernetes.doctor import CHECKS, look
+from clusterkit.backends.kubernetes.doctor.base import (
     CLUSTER,
     ClusterAnswers,
     Reply,
     limits,
     templates,
 )
+from clusterkit.backends.kubernetes.flavors import FLAVORS
+from clusterkit.backends.kubernetes.objects import parse_amount
+from clusterkit.backends.kubernetes.rbac import run_rights, watcher_rights
+from clusterkit.cluster import Claim, KubernetesCluster
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.spec import JobSpec
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from clusterkit.jobfile import loader
-from clusterkit.output.logs import parse_mark
+from clusterkit.run.logs import parse_mark
 from tests.unit.jobs.conftest import PROGRAMS, ROOT
 from tests.unit.runtime.conftest import environment
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from clusterkit.output.logs import parse_mark
+from clusterkit.run.logs import parse_mark
 from tests.unit.runtime.warm import Rank, Warm
 
 ROOT = Path(__file__).parents[3]

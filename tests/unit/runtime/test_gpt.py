@@ -24,7 +24,7 @@ from parameters import count_parameters
 from world import run
 
 from clusterkit.estimate import published
-from clusterkit.output.logs import parse_mark
+from clusterkit.run.logs import parse_mark
 from tests.unit.runtime.conftest import GPT, Result, environment, launching, zero_arguments
 
 TOLERANCE = 2e-6

@@ -9,7 +9,7 @@ import pytest
 import report as module
 from report import Reporter, report
 
-from clusterkit.output.logs import MARK, parse_mark
+from clusterkit.run.logs import MARK, parse_mark
 
 
 def records(capfd: pytest.CaptureFixture[str]) -> list[dict[str, object]]:

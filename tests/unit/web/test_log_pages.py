@@ -2,7 +2,7 @@
 
 import pytest
 
-from clusterkit.output import logs
+from clusterkit.run import logs
 from clusterkit.web.log_pages import LINES, SHOWN, line, page
 
 STAMP = "2026-11-21T20:11:58.000000Z"

@@ -12,10 +12,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from clusterkit.errors import Unavailable
-from clusterkit.output import prometheus
 from clusterkit.run.folder import RunFolder
 from clusterkit.run.status import NodeStatus, RunStatus, State
-from clusterkit.web import page
+from clusterkit.web import page, prometheus
 from clusterkit.web import server as servers
 from clusterkit.web.server import Server
 
@@ -159,7 +158,7 @@ def test_our_own_page_is_not(server):
 def test_to_cancel_takes_post_and_the_token_in_a_header(server, run, monkeypatch):
     cancelled = []
     monkeypatch.setattr(
-        "clusterkit.run.control.cancel",
+        "clusterkit.lifecycle.control.cancel",
         lambda folder: cancelled.append(folder.run_id) or status_of_cancelled(folder.run_id),
     )
     path = f"/api/runs/{run.id}/cancel"

@@ -16,7 +16,7 @@ from clusterkit.doctor.hosts.checks.gpus import Command
 from clusterkit.doctor.hosts.helpers import most_common
 from clusterkit.doctor.hosts.runner import run, text_of
 from clusterkit.errors import join_some, pluralize
-from clusterkit.host_probe import ROOT, gpus_on_pci
+from clusterkit.hosts.host_probe import ROOT, gpus_on_pci
 
 
 class Port(Struct):

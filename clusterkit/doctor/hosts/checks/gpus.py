@@ -11,7 +11,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from clusterkit.backends.gpus import CORRUPT_INFOROM, is_error, names
 from clusterkit.doctor.base import Level, Verdict, fail, ok, shortened, skip, warn
 from clusterkit.doctor.hosts.base import Answers, HostSubject, check, script
 from clusterkit.doctor.hosts.checks.packages import Packages, collect_packages, with_cuda
@@ -23,7 +22,8 @@ from clusterkit.doctor.hosts.helpers import (
 )
 from clusterkit.doctor.hosts.runner import run, text_of, user_of
 from clusterkit.errors import join_some, pluralize
-from clusterkit.host_probe import ROOT, gpus_on_pci
+from clusterkit.hosts.gpus import CORRUPT_INFOROM, is_error, names
+from clusterkit.hosts.host_probe import ROOT, gpus_on_pci
 
 _GPU_COLUMNS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version")
 _PROCESS_COLUMNS = ("pid", "process_name", "gpu_uuid")

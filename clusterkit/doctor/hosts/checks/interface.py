@@ -14,7 +14,7 @@ from clusterkit.doctor.base import Verdict, fail, ok, warn
 from clusterkit.doctor.hosts.base import Answers, HostSubject, Machine, check, script
 from clusterkit.doctor.hosts.helpers import most_common, parsed_address
 from clusterkit.doctor.hosts.runner import text_of
-from clusterkit.host_probe import addresses
+from clusterkit.hosts.host_probe import addresses
 
 _SHOWN = 6
 

@@ -13,7 +13,7 @@ from clusterkit import shell
 from clusterkit.doctor.base import Level, Verdict, fail, ok, shortened, skip
 from clusterkit.doctor.hosts.base import Answers, HostSubject, check, script
 from clusterkit.doctor.hosts.helpers import install_packages, most_common
-from clusterkit.host_probe import versions
+from clusterkit.hosts.host_probe import versions
 
 OLDEST = (3, 11)
 _MUST_AGREE = ("torch", "deepspeed", "nvidia-nccl")

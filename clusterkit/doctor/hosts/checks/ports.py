@@ -19,7 +19,7 @@ from clusterkit.doctor.hosts.helpers import Process, end_processes
 from clusterkit.doctor.hosts.meeting import SLOW
 from clusterkit.doctor.hosts.runner import text_of, user_of
 from clusterkit.errors import join_some
-from clusterkit.host_probe import bind_error, free_port
+from clusterkit.hosts.host_probe import bind_error, free_port
 
 _SHOWN, _OPENED = 6, 8
 

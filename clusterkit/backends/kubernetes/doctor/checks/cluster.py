@@ -7,11 +7,7 @@ import time
 from collections.abc import Iterable
 from datetime import datetime
 
-from clusterkit.backends.kubernetes.flavors import FLAVORS
-from clusterkit.backends.kubernetes.objects import new_object
-from clusterkit.backends.kubernetes.rbac import ROLE, Right, denied, run_rights, watcher_rights
-from clusterkit.doctor.base import Verdict
-from clusterkit.doctor.kubernetes.base import (
+from clusterkit.backends.kubernetes.doctor.base import (
     GROUPS,
     NAMESPACE,
     VERSION,
@@ -22,6 +18,10 @@ from clusterkit.doctor.kubernetes.base import (
     ok,
     warn,
 )
+from clusterkit.backends.kubernetes.flavors import FLAVORS
+from clusterkit.backends.kubernetes.objects import new_object
+from clusterkit.backends.kubernetes.rbac import ROLE, Right, denied, run_rights, watcher_rights
+from clusterkit.doctor.base import Verdict
 from clusterkit.errors import ClusterkitError, pluralize
 
 TRIED = 34

@@ -32,13 +32,13 @@ from clusterkit.errors import (
 )
 from clusterkit.files import user_name, write_atomic
 from clusterkit.jobfile import loader, request, sources
+from clusterkit.lifecycle import control, supervise
+from clusterkit.lifecycle.run import Run, check_secrets
 from clusterkit.output.track import check_trackers
 from clusterkit.plan import Note, Plan
-from clusterkit.run import control, supervise
 from clusterkit.run import folder as run_folder
 from clusterkit.run.find import find_run
 from clusterkit.run.folder import Event, RunFolder, Submission
-from clusterkit.run.run import Run, check_secrets
 from clusterkit.run.status import State
 from clusterkit.spec import Job, JobSpec
 from clusterkit.transport import Transport, fan_out, in_order
@@ -138,7 +138,7 @@ def prepare(
         plan = backend.plan(spec, entry, facts, run_id)
         notes = list(plan.notes)
         if spec.deepspeed is not None:
-            from clusterkit.jobfile import deepspeed_probe
+            from clusterkit.lifecycle import deepspeed_probe
 
             # Ranks that the transport starts have the hosts' own Python, which can be run.
             startable = any(step.kind == "start" for step in plan.steps)

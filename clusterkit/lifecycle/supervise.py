@@ -1,7 +1,7 @@
 """Starts a run: its nodes, and the process that supervises them.
 
 The process that submits starts the nodes (`launch`): it has the connections and all imports. The
-supervisor's process is ``python -m clusterkit.run.supervise`` (`spawn`), detached from the
+supervisor's process is ``python -m clusterkit.lifecycle.supervise`` (`spawn`), detached from the
 terminal. It holds the lock of the run's folder, so there is at most one; all others only read the
 folder.
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO
 
 from clusterkit.errors import ClusterkitError, SubmitFailed
+from clusterkit.lifecycle.supervisor import Supervisor
 from clusterkit.run.folder import RESERVE, RunFolder
-from clusterkit.run.supervisor import Supervisor
 from clusterkit.transport import Transport
 
 START_SECONDS = 60.0
@@ -60,7 +60,7 @@ def spawn(folder: RunFolder, lock: IO[bytes], *, adopt: bool = False) -> None:
     with open(read, "rb", buffering=0) as answer:
         with open(write, "wb"), folder.file("supervisor.log").open("ab") as log:
             files = (lock.fileno(), write)
-            argv = [sys.executable, "-P", "-m", "clusterkit.run.supervise", str(folder.path)]
+            argv = [sys.executable, "-P", "-m", "clusterkit.lifecycle.supervise", str(folder.path)]
             argv += [*map(str, files), *(["--adopt"] if adopt else [])]
             # The shell exits at once, so the supervisor is a child of init and leaves no zombie.
             subprocess.run(

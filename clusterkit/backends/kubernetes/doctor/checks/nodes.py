@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from clusterkit.backends.kubernetes.lost_pods import conditions_of
-from clusterkit.backends.kubernetes.nodes import gpu_count, is_ready, repelling, usable
-from clusterkit.backends.kubernetes.objects import Object, parse_amount
-from clusterkit.doctor.base import Verdict
-from clusterkit.doctor.kubernetes.base import (
+from clusterkit.backends.kubernetes.doctor.base import (
     NODES,
     ClusterAnswers,
     check,
@@ -20,6 +16,10 @@ from clusterkit.doctor.kubernetes.base import (
     templates,
     warn,
 )
+from clusterkit.backends.kubernetes.lost_pods import conditions_of
+from clusterkit.backends.kubernetes.nodes import gpu_count, is_ready, repelling, usable
+from clusterkit.backends.kubernetes.objects import Object, parse_amount
+from clusterkit.doctor.base import Verdict
 from clusterkit.errors import pluralize
 
 _PRESSURE = {"MemoryPressure": "memory", "DiskPressure": "disk", "PIDPressure": "process ids"}

@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from clusterkit.output.logs import HEAD, MARK, GrowingFile, LogLine, is_number, marked, parse_lines
+from clusterkit.lifecycle import control
 from clusterkit.output.series import MOST_METRICS, Series
 from clusterkit.plan import Plan
-from clusterkit.run import control
 from clusterkit.run.find import all_runs
 from clusterkit.run.folder import Event, RunFolder
+from clusterkit.run.logs import HEAD, MARK, GrowingFile, LogLine, is_number, marked, parse_lines
 from clusterkit.run.status import NodeStatus, RunStatus, State
 
 STATUS, EVENTS, RANKS, METRICS = "status", "events", "ranks", "metrics"
@@ -68,7 +68,7 @@ class Usage(NamedTuple):
 
 
 class Reported:
-    """What a program has reported by marked lines (`clusterkit.output.logs`) so far."""
+    """What a program has reported by marked lines (`clusterkit.run.logs`) so far."""
 
     def __init__(self) -> None:
         self.steps: int | None = None

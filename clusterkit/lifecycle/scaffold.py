@@ -23,8 +23,8 @@ from clusterkit.errors import BadInput, choices, join_some
 from clusterkit.files import source_of, write_new
 from clusterkit.jobfile import catalogue, loader
 from clusterkit.jobfile.command import SPAWN
+from clusterkit.jobfile.yaml_text import documents
 from clusterkit.spec import parse_nodes
-from clusterkit.yaml_text import documents
 
 JOB_FILE = "job.yaml"
 HOST_FILE = "hostfile"

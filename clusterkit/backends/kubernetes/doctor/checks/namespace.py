@@ -5,10 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from clusterkit.backends.kubernetes.objects import new_object, parse_amount
-from clusterkit.cluster import Claim
-from clusterkit.doctor.base import Verdict, shortened
-from clusterkit.doctor.kubernetes.base import (
+from clusterkit.backends.kubernetes.doctor.base import (
     NAMESPACE,
     ClusterAnswers,
     Reply,
@@ -19,6 +16,9 @@ from clusterkit.doctor.kubernetes.base import (
     templates,
     warn,
 )
+from clusterkit.backends.kubernetes.objects import new_object, parse_amount
+from clusterkit.cluster import Claim
+from clusterkit.doctor.base import Verdict, shortened
 from clusterkit.errors import pluralize
 
 

@@ -10,9 +10,9 @@ from operator import attrgetter
 from msgspec.structs import replace
 
 from clusterkit.backends.base import Observation
-from clusterkit.output.logs import tail
 from clusterkit.plan import Plan
 from clusterkit.run.folder import RunHandle
+from clusterkit.run.logs import tail
 from clusterkit.run.status import Failure, State, overall
 from clusterkit.spec import JobSpec
 

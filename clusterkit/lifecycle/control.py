@@ -24,8 +24,9 @@ from clusterkit.backends.base import (
 )
 from clusterkit.cluster import ClusterSpec, Facts, LocalCluster
 from clusterkit.errors import EXIT_INTERRUPTED, ClusterkitError, RunFolderError, pluralize
+from clusterkit.lifecycle.evidence import Terms, Verdict, verdict
+from clusterkit.lifecycle.outcome import diagnosis, without_spares
 from clusterkit.plan import Plan
-from clusterkit.run.evidence import Terms, Verdict, verdict
 from clusterkit.run.folder import (
     BY_HAND,
     LEFTOVERS,
@@ -35,7 +36,6 @@ from clusterkit.run.folder import (
     RunHandle,
     Submission,
 )
-from clusterkit.run.outcome import diagnosis, without_spares
 from clusterkit.run.status import Failure, RunStatus, State
 from clusterkit.spec import JobSpec
 

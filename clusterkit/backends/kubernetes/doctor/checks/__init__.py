@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from clusterkit.backends.kubernetes.doctor.checks import cluster, namespace, nodes
 from clusterkit.doctor.base import Check
-from clusterkit.doctor.kubernetes.checks import cluster, namespace, nodes
 
 CHECKS: tuple[Check, ...] = (
     cluster.api_server, cluster.namespace, cluster.rights, cluster.kind, namespace.plan,

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from clusterkit.errors import BadInput, ClusterkitError, RunFolderError
-from clusterkit.output.logs import LogLine, last_lines
+from clusterkit.lifecycle import control
 from clusterkit.plan import Plan
-from clusterkit.run import control
 from clusterkit.run.folder import POLL_SECONDS, Event, RunFolder
+from clusterkit.run.logs import LogLine, last_lines
 from clusterkit.run.status import RunStatus, State
 from clusterkit.spec import JobSpec
 
@@ -207,7 +207,7 @@ class Run:
         return [{key: mark[key] for key in mark if key != "event"} for mark in found]
 
     def reported_events(self) -> list[dict[str, Any]]:
-        """Return every marked line's object (`clusterkit.output.logs`), with metrics."""
+        """Return every marked line's object (`clusterkit.run.logs`), with metrics."""
         return [event for line in self.logs() if (event := line.event) is not None]
 
     def attach(self) -> bool:
@@ -226,7 +226,7 @@ class Run:
         check_secrets(self._folder.read_json("job.json", JobSpec))
         if (lock := self._folder.acquire_supervisor_lock()) is None:
             return False
-        from clusterkit.run import supervise
+        from clusterkit.lifecycle import supervise
 
         with lock:
             supervise.spawn(self._folder, lock, adopt=True)

@@ -31,14 +31,10 @@ from clusterkit.errors import (
     pluralize,
 )
 from clusterkit.files import write_atomic
-from clusterkit.output import mirror
-from clusterkit.output.track import tracking
-from clusterkit.run.begun import Begun
-from clusterkit.run.evidence import Terms, Verdict, facts_without, lost
-from clusterkit.run.folder import POLL_SECONDS, TOKEN, Event, RunFolder, RunHandle, Submission
-from clusterkit.run.notify import notify
-from clusterkit.run.outcome import diagnosis, port_was_taken, without_spares
-from clusterkit.run.reconcile import (
+from clusterkit.lifecycle.evidence import Terms, Verdict, facts_without, lost
+from clusterkit.lifecycle.notify import notify
+from clusterkit.lifecycle.outcome import diagnosis, port_was_taken, without_spares
+from clusterkit.lifecycle.reconcile import (
     LOST_SECONDS,
     Action,
     Ended,
@@ -51,6 +47,10 @@ from clusterkit.run.reconcile import (
     Start,
     Stop,
 )
+from clusterkit.output import mirror
+from clusterkit.output.track import tracking
+from clusterkit.run.begun import Begun
+from clusterkit.run.folder import POLL_SECONDS, TOKEN, Event, RunFolder, RunHandle, Submission
 from clusterkit.run.status import Failure, State
 from clusterkit.shell import Secret
 from clusterkit.spec import JobSpec

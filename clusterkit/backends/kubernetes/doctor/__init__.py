@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from clusterkit.doctor.base import Check, Finding
-from clusterkit.doctor.kubernetes.base import (
+from clusterkit.backends.kubernetes.doctor.base import (
     CLUSTER,
     UNEXPECTED,
     ClusterAnswers,
     KubeSubject,
     nodes_of,
 )
-from clusterkit.doctor.kubernetes.checks import CHECKS
+from clusterkit.backends.kubernetes.doctor.checks import CHECKS
+from clusterkit.doctor.base import Check, Finding
 from clusterkit.doctor.report import Progress, Report
 from clusterkit.errors import pluralize
 from clusterkit.transport import Transport

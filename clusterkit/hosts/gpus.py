@@ -40,7 +40,7 @@ def read_gpus(csv: str, complaint: str = "", visible: str | None = None) -> Foun
 
     Args:
         csv: the output; lines that are none of its rows are ignored.
-        complaint: as of `clusterkit.host_probe.gpus`.
+        complaint: as of `clusterkit.hosts.host_probe.gpus`.
         visible: CUDA_VISIBLE_DEVICES: which GPUs and in which order, by index or UUID.
     """
     listed: dict[str, Gpu] = {}

@@ -17,8 +17,8 @@ from clusterkit.backends.base import SupportsFile, check_capabilities
 from clusterkit.cluster import CLUSTER_TYPES, Facts
 from clusterkit.errors import BadInput
 from clusterkit.jobfile import request
+from clusterkit.lifecycle.launch import resolved_cluster
 from clusterkit.run import folder as run_folder
-from clusterkit.run.launch import resolved_cluster
 from clusterkit.spec import Job
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from clusterkit.output.live import LiveRun
+from clusterkit.lifecycle.live import LiveRun
 from clusterkit.run.status import RunStatus, State
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -20,8 +20,8 @@ import msgspec
 from msgspec import Struct
 
 from clusterkit.backends.base import Observation
+from clusterkit.lifecycle.evidence import Phase, Terms, Verdict, lost, may_live, phase, verdict
 from clusterkit.run.begun import Begun
-from clusterkit.run.evidence import Phase, Terms, Verdict, lost, may_live, phase, verdict
 from clusterkit.run.status import RunStatus, State
 
 PEERS_SECONDS = 2.0

@@ -1,0 +1,1 @@
+"""What hosts are called and what they have."""

@@ -1,0 +1,1 @@
+"""From the request of a run to its end."""
