@@ -54,10 +54,10 @@ if TYPE_CHECKING:
 
 _LAUNCH = ("Prepared", "Progress", "launch", "prepare", "resolved_cluster")
 _LAZY = {
-    **dict.fromkeys(_LAUNCH, "run.launch"),
+    **dict.fromkeys(_LAUNCH, "lifecycle.launch"),
     **dict.fromkeys(("example", "examples"), "jobfile.examples"),
-    "init": "jobfile.scaffold",
-    "plan_as": "run.export",
+    "init": "lifecycle.scaffold",
+    "plan_as": "lifecycle.export",
 }
 
 

@@ -1,4 +1,4 @@
-"""Probing an interpreter and its host with `clusterkit.hosts.host_probe`, the same for every backend."""
+"""Probing an interpreter and its host with `hosts.host_probe`, the same for every backend."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def probe_python(
     hint: str = NAMES_PYTHON,
     refusal: Callable[[Completed], ClusterkitError] | None = None,
 ) -> HostReport:
-    """Return the report of `clusterkit.hosts.host_probe`, run by an interpreter from its standard input.
+    """Return the report of `hosts.host_probe`, run by an interpreter from its standard input.
 
     Args:
         start: the command that starts the interpreter.

@@ -11,10 +11,10 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Column
 from rich.text import Text
 
-from clusterkit import api
 from clusterkit.agent import HANG_NOTE, HANG_OVER, SLOW_NOTE, SLOW_OVER
 from clusterkit.errors import pluralize
 from clusterkit.lifecycle.live import Reported
+from clusterkit.lifecycle.run import Run
 from clusterkit.output import tracebacks
 from clusterkit.run.logs import LogLine
 from clusterkit.run.status import RunStatus, State
@@ -125,7 +125,7 @@ class View(Reported):
         return ", ".join(f"{name.replace('_', ' ')} {times[name]:.1f} s" for name in times)
 
 
-def follow(run: api.Run, console: Console | None = None) -> RunStatus:
+def follow(run: Run, console: Console | None = None) -> RunStatus:
     """Show a run's progress on stderr until it ends, then its summary; return its status."""
     console = console or Console(stderr=True, highlight=False)
     view = View()

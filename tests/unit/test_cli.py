@@ -133,9 +133,9 @@ def test_the_version_is_told(cli):
 
 HEAVY = {
     "torch", "rich", "yaml", "matplotlib", "hypothesis", "subprocess", "concurrent.futures",
-    "tempfile", "secrets", "importlib.resources", "importlib.metadata", "clusterkit.lifecycle.launch",
-    "clusterkit.lifecycle.supervisor", "clusterkit.transport", "clusterkit.assemble",
-    "clusterkit.jobfile.command", "clusterkit.agent",
+    "tempfile", "secrets", "importlib.resources", "importlib.metadata",
+    "clusterkit.lifecycle.launch", "clusterkit.lifecycle.supervisor", "clusterkit.transport",
+    "clusterkit.assemble", "clusterkit.jobfile.command", "clusterkit.agent",
 }  # fmt: skip
 
 

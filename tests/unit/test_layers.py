@@ -2,10 +2,10 @@
 
 import ast
 import functools
+import graphlib
 import re
 import sys
 from collections import Counter
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -16,121 +16,24 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "clusterkit"
 
 LAYERS = """
-agent.protocol agent.limits
-agent.clock agent.files agent.visible agent.worker
-agent.numa agent.failure agent.messages agent.retries
-agent.member
-agent.processes
-agent.signals agent.archive agent.connections agent.membership
-agent.ending
-agent.standstill agent.host agent.node_log agent.report agent.coordinator agent.peer
-agent.hangs agent.recorder agent.stragglers
-agent.rank_state agent.preload agent.rank agent.program
-agent.module_files agent.influences agent.static_look agent.first_import
-agent.usage agent.stopped
-agent.forkserver
-agent.forkserver_process
-agent.watch
-agent.node_files
-agent.streams agent.client
-agent.launcher agent.guard
-agent.spawn agent.fork
-agent.node
-agent.start
-agent.__main__ agent
-errors bench jobfile output run sync
-files run.status output.series host_probe sync.receiver
-shell transport output.logs run.begun yaml_text estimate.mesh
-output.mirror output.tracebacks yaml_file
-spec output.diagnose
-jobfile.launcher_options
-cluster jobfile.command jobfile.sources
-addresses backends.gpus
-batch rendezvous jobfile.loader jobfile.schema
-plan jobfile.request jobfile.catalogue jobfile.deepspeed_config
-program run.folder jobfile.examples
-run.find
-run.goodput
-convert.draft convert.files
-convert.options
-convert.deepspeed
-convert.mpirun convert.accelerate
-convert.shell_text
-convert.lines
-convert.nested
-convert.batch convert.kubernetes
-convert
-jobfile.deepspeed_probe estimate.units estimate.setup estimate.published
-estimate.memory
-estimate.models estimate.advice
-estimate.jobs
-estimate
-sync.relay sync.snapshot
-sync.upload
-assemble execute bench.slow_links
-bench.bandwidth
-doctor.hosts.runner doctor.hosts.meeting doctor.base
-doctor.report doctor.hosts doctor.hosts.base doctor.hosts.helpers
-doctor.hosts.bundle
-doctor.hosts.checks.packages
-doctor.hosts.checks.gpus
-doctor.hosts.checks.*
-doctor.hosts.checks
-doctor.hosts.examine
-doctor
-backends.base
-backends backends.node_status backends.ports backends.placing backends.probing
-backends.local backends.ssh backends.compose backends.kubernetes backends.slurm
-backends.ssh.config backends.ssh.variables backends.compose.engine
-backends.compose.compose_file backends.slurm.queue backends.slurm.tail
-backends.kubernetes.objects backends.kubernetes.lost_pods backends.kubernetes.connect
-backends.kubernetes.pod
-backends.kubernetes.nodes backends.slurm.login
-backends.ssh.inventory backends.ssh.known_hosts
-backends.ssh.connection
-backends.ssh.transport
-backends.ssh.hosts
-backends.*.probe backends.ssh.observe backends.slurm.observe
-backends.*.place
-backends.compose.containers backends.kubernetes.pods
-backends.compose.observe
-backends.kubernetes.flavors backends.kubernetes.pod_status
-backends.kubernetes.api_server
-backends.kubernetes.rbac backends.kubernetes.validation
-backends.kubernetes.remote_runs
-backends.kubernetes.probe
-doctor.kubernetes.base
-doctor.kubernetes.checks.*
-doctor.kubernetes.checks
-doctor.kubernetes backends.slurm.doctor
-backends.kubernetes.observe
-backends.kubernetes.pod_log
-backends.kubernetes.apply
-backends.kubernetes.place backends.kubernetes.monitor
-backends.slurm.remote_runs
-backends.*.backend
-run.outcome run.evidence
-run.reconcile jobfile.scaffold run.notify output.track
-run.supervisor
-run.supervise
-run.control
-run.run output.live
-output.prometheus
-run.launch
-run.export
-ui ui.formatting
-ui.plots ui.spinner ui.top ui.top.paint web.page web.log_pages
-ui.top.log_pane
-ui.top.board web.site
-web.server web
+agent errors
+files shell
+spec batch
+cluster rendezvous
+hosts jobfile
+plan transport
+program execute run
+estimate convert bench output sync
+assemble doctor
+backends
+lifecycle
+ui
+web
 api
-ui.follow ui.top.app
-cli cli.common
-cli.following
-cli.*
+cli
 __main__
 """.strip().splitlines()
-"""From the ground up; a module imports only from layers below its own."""
+"""Packages, and modules at the top, from the ground up: each imports only from the lines above it."""
 
 
 def modules() -> dict[str, Path]:
@@ -145,18 +48,9 @@ MODULES = modules()
 ORCHESTRATOR = [name for name in MODULES if not name.startswith("clusterkit.runtime")]
 
 
-def layer(name: str) -> int | None:
-    """The number of the line that names a module, by a pattern only if none names it whole."""
-    if name == "clusterkit":
-        return -1
-    short = name.removeprefix("clusterkit.")
-    fits = [
-        (pattern != short, number)
-        for number, patterns in enumerate(LAYERS)
-        for pattern in patterns.split()
-        if fnmatch(short, pattern)
-    ]
-    return min(fits)[1] if fits else None
+def part(name: str) -> str:
+    """The package of a module, or the module at the top."""
+    return name.split(".")[1] if "." in name else ""
 
 
 @functools.cache
@@ -180,24 +74,28 @@ def imports(name: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def test_every_module_has_a_layer_and_imports_only_from_below_it():
+def test_packages_import_only_from_layers_below_their_own():
+    layer = {name: number for number, line in enumerate(LAYERS) for name in line.split()}
+    assert layer.keys() == {part(name) for name in ORCHESTRATOR} - {""}
     for name in ORCHESTRATOR:
-        own = layer(name)
-        assert own is not None, f"give {name} a place in LAYERS"
-        for other in imports(name):
-            if other.split(".")[0] == "clusterkit":
-                below = layer(other)
-                assert below is not None, f"{name} imports {other}, which has no layer"
-                assert below < own, f"{name} imports {other}, which is not below it"
+        for other in imports(name) & MODULES.keys():
+            if part(other) not in ("", part(name)):
+                assert layer[part(other)] < layer[part(name)], f"{name} imports {other}"
 
 
-def test_every_layer_is_of_modules_that_exist():
-    named = {f"clusterkit.{name}" for line in LAYERS for name in line.split() if "*" not in name}
-    assert named <= set(MODULES)
+def test_modules_do_not_import_each_other_in_a_circle():
+    graphlib.TopologicalSorter(
+        {name: imports(name) & MODULES.keys() - {name} for name in MODULES}
+    ).prepare()
+
+
+def test_the_top_holds_few_modules():
+    tops = {name for name, path in MODULES.items() if path.parent == PACKAGE}
+    assert len(tops - {"clusterkit", "clusterkit.__main__"}) <= 14
 
 
 def test_what_serves_one_backend_is_used_by_that_one_alone():
-    """But by its doctor; the registry names them, and imports what is asked for."""
+    """The registry names them, and imports what is asked for."""
     for name in ORCHESTRATOR:
         own = name.split(".")[2:3]
         for other in imports(name):
@@ -238,7 +136,7 @@ def test_modules_are_short():
 AGENT = {name for name in MODULES if name.startswith("clusterkit.agent")}
 SENT = {
     f"clusterkit.{name}"
-    for name in ("host_probe", "sync.receiver", "backends.kubernetes.lost_pods")
+    for name in ("hosts.host_probe", "sync.receiver", "backends.kubernetes.lost_pods")
 }
 
 
@@ -251,7 +149,7 @@ def test_what_is_sent_to_a_node_imports_the_standard_library_alone():
 def test_no_backend_is_asked_for_by_name_outside_backends():
     """No ``if backend == "slurm"``: what differs between backends lives in their modules."""
     for name in ORCHESTRATOR:
-        if not name.startswith("clusterkit.back"):
+        if part(name) != "backends":
             for node in nodes(name):
                 assert not asks_for_a_backend(node), f"{MODULES[name]}:{node.lineno}"
 

@@ -6,12 +6,12 @@ import io
 import pytest
 from rich.cells import cell_len
 
-from clusterkit import api
 from clusterkit.cli import following, main
 from clusterkit.errors import BadInput, ClusterkitError, Unavailable
+from clusterkit.lifecycle.run import Run
 from clusterkit.output.series import Series
 from clusterkit.run import logs
-from clusterkit.run.status import Failure, State
+from clusterkit.run.status import Failure, RunStatus, State
 from clusterkit.ui.top import paint
 from clusterkit.ui.top.app import Top
 from clusterkit.ui.top.board import Action, RunBoard, RunsBoard
@@ -327,13 +327,13 @@ def test_a_search_finds_old_lines(run):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_cancel_says_what_came_of_it(run, monkeypatch, fails):
-    def cancel(name):
+    def cancel(_):
         if fails:
             raise ClusterkitError("host h1 does not answer")
         run.state(State.CANCELLED)
         return run.status
 
-    monkeypatch.setattr(api, "cancel", cancel)
+    monkeypatch.setattr(Run, "cancel", cancel)
 
     async def drive(app, pilot):
         await pilot.press("c", "y")
@@ -347,8 +347,8 @@ def test_a_cancel_says_what_came_of_it(run, monkeypatch, fails):
 
 def test_what_a_run_without_a_supervisor_does_is_asked(run, monkeypatch):
     run.close()
-    ended = api.RunStatus(run="demo-1", job="demo", cluster="local", backend="local",
-                          state=State.FAILED, failure=Failure(cause="lost"))  # fmt: skip
+    ended = RunStatus(run="demo-1", job="demo", cluster="local", backend="local",
+                      state=State.FAILED, failure=Failure(cause="lost"))  # fmt: skip
     monkeypatch.setattr("clusterkit.lifecycle.control.reconcile", lambda folder, connections: ended)
 
     async def drive(app, pilot):

@@ -20,8 +20,8 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from clusterkit import api
 from clusterkit.errors import ClusterkitError
+from clusterkit.lifecycle.run import Run
 from clusterkit.run.find import find_run
 from clusterkit.ui.top.board import Action, Board, RunBoard, RunsBoard
 from clusterkit.ui.top.paint import Line, style_of
@@ -142,10 +142,11 @@ class Top(App[None]):
             self.board = self._list = self._list or RunsBoard()
         elif verb == "cancel":
             self.board.message = f"cancelling {argument}"
-            self._in_thread(partial(api.cancel, argument), lambda run: f"{run.run} {run.state}")
+            self._in_thread(lambda: Run(find_run(argument)).cancel(),
+                            lambda status: f"{status.run} {status.state}")  # fmt: skip
         elif verb == "attach":
-            self._in_thread(partial(api.attach, argument),
-                            lambda run: f"{run.id} has a supervisor again")  # fmt: skip
+            self._in_thread(lambda: Run(find_run(argument)).attach(),
+                            lambda _: f"{argument} has a supervisor again")  # fmt: skip
         elif isinstance(self.board, RunBoard) and (find := self.board.log.search(argument)):
             self._in_thread(find, partial(self.board.log.show_matches, argument))
 
