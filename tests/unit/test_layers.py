@@ -33,7 +33,7 @@ api
 cli
 __main__
 """.strip().splitlines()
-"""Packages, and modules at the top, from the ground up: each imports only from the lines above it."""
+"""Packages, and modules at the top, each imports only from the lines above its own."""
 
 
 def modules() -> dict[str, Path]:
