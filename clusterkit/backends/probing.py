@@ -150,7 +150,7 @@ def probe_python(
     # The interpreter that runs clusterkit need not be started.
     if isinstance(transport, LocalTransport) and [*start] == [sys.executable] and env is None:
         return msgspec.convert(host_probe.document(probe_request(workdir)), HostReport)
-    program = (resources.files("clusterkit") / "hosts/host_probe.py").read_bytes()
+    program = (resources.files("clusterkit") / "hosts" / "host_probe.py").read_bytes()
     argv = [*start, "-", msgspec.json.encode(probe_request(workdir)).decode()]
     failure = f"{where}: python: {python} is not a working Python interpreter"
     try:

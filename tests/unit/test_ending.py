@@ -66,8 +66,10 @@ class Host:
 
     def up(self):
         """The process id of the next rank that has started."""
-        with (self.path / "up").open() as pipe:
-            return int(pipe.readline())
+        while True:  # a rank that has written may still have it open: then nothing comes
+            with (self.path / "up").open() as pipe:
+                if line := pipe.readline():
+                    return int(line)
 
     def log(self, attempt=1):
         return (self.node(attempt) / "log").read_text()
