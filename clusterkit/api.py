@@ -22,7 +22,7 @@ import msgspec
 
 from clusterkit import backends
 from clusterkit.backends.base import SupportsDoctor, SupportsRemoteRuns
-from clusterkit.errors import EXIT_FAILURE, BadInput, CapabilityError, RunFailed
+from clusterkit.errors import EXIT_FAILURE, BadInput, CapabilityError, ClusterkitError, RunFailed
 from clusterkit.lifecycle import control
 from clusterkit.lifecycle.run import Run as Run
 from clusterkit.run import folder as run_folder
@@ -46,13 +46,14 @@ if TYPE_CHECKING:
     from clusterkit.lifecycle.launch import Progress as Progress
     from clusterkit.lifecycle.launch import launch as launch
     from clusterkit.lifecycle.launch import prepare as prepare
+    from clusterkit.lifecycle.launch import prepare_again as prepare_again
     from clusterkit.lifecycle.launch import resolved_cluster as resolved_cluster
     from clusterkit.lifecycle.scaffold import init as init
     from clusterkit.plan import Plan
     from clusterkit.run.logs import LogLine
     from clusterkit.web.server import Server
 
-_LAUNCH = ("Prepared", "Progress", "launch", "prepare", "resolved_cluster")
+_LAUNCH = ("Prepared", "Progress", "launch", "prepare", "prepare_again", "resolved_cluster")
 _LAZY = {
     **dict.fromkeys(_LAUNCH, "lifecycle.launch"),
     **dict.fromkeys(("example", "examples"), "jobfile.examples"),
@@ -120,6 +121,17 @@ def submit(job: Job, **options: Any) -> Run:
     from clusterkit.lifecycle.launch import launch, prepare
 
     return launch(prepare(job, **options))
+
+
+def rerun(run: str | Run, **options: Any) -> Run:
+    """Start the job of a run again, as a new run; options as for `prepare_again`.
+
+    Raises:
+        ClusterkitError: the run could not be started; nothing is left behind.
+    """
+    from clusterkit.lifecycle.launch import launch, prepare_again
+
+    return launch(prepare_again(get(run), **options))
 
 
 def get(run: str | Run) -> Run:
@@ -466,7 +478,7 @@ def convert(
     text = None
     if file is not None:
         if os.path.isdir(file):
-            name = os.path.join(name, "plan.json")  # a folder that `plan --out` wrote
+            name = os.path.join(name, "plan.json")  # a folder that `plan -o` wrote
         text = files.text_of(name)
     return converter.convert(text, words, name=name, kind=kind, read=files.named)
 
@@ -487,6 +499,51 @@ def notify(cluster: str = "local", clusters_file: str | os.PathLike[str] | None 
         raise BadInput(f"cluster {cluster} has no `notify`", hint)
     test = notifications.Notification("test", f"clusterkit: a test of cluster {cluster}")
     return notifications.send(spec, test)
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry of the cluster file, and what was found when it was asked."""
+
+    name: str
+    backend: str | None = None
+    nodes: int | None = None
+    """How many nodes a run can have; None if that is not limited or not known."""
+    gpus: int | None = None
+    """GPUs of all hosts that were looked at."""
+    error: str | None = None
+    """Why it cannot be used; None if it can be reached."""
+
+
+def clusters(clusters_file: str | os.PathLike[str] | None = None) -> list[Cluster]:
+    """Ask every cluster of the cluster file, all at once, whether it can be reached.
+
+    Raises:
+        BadInput: there is no such file, or it is no cluster file.
+    """
+    from concurrent.futures import ThreadPoolExecutor
+
+    from clusterkit.jobfile import loader
+
+    names = loader.cluster_names(clusters_file)
+    with ThreadPoolExecutor(len(names)) as pool:
+        return [*pool.map(lambda name: _asked(name, clusters_file), names)]
+
+
+def _asked(name: str, clusters_file: str | os.PathLike[str] | None) -> Cluster:
+    from clusterkit.lifecycle.launch import resolved_cluster
+
+    found = Cluster(name=name)
+    try:
+        entry = resolved_cluster(name, clusters_file)
+        found = Cluster(name=name, backend=entry.backend)
+        backend = backends.backend(entry.backend)
+        with contextlib.closing(backends.transport_for(entry)) as transport:
+            facts = backend.probe(entry, transport, None)
+            nodes = backend.capacity(entry, transport) or None
+    except ClusterkitError as error:
+        return msgspec.structs.replace(found, error=error.message)
+    gpus = sum(len(host.gpus) for host in facts.hosts)
+    return msgspec.structs.replace(found, nodes=nodes, gpus=gpus)
 
 
 def schema() -> dict[str, Any]:

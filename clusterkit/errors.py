@@ -13,8 +13,10 @@ KeyPath = tuple[str | int, ...]
 Source = Literal["job", "cluster"]
 
 EXIT_FAILURE = 1
-EXIT_BAD_INPUT = 2
-EXIT_UNAVAILABLE = 3
+"""The answer is no: a check failed, a run has not ended."""
+EXIT_TIMEOUT = 124
+EXIT_REFUSED = 125
+"""Clusterkit itself refused or failed, as docker and timeout have it: nothing of the user's ran."""
 EXIT_INTERRUPTED = 130
 
 
@@ -52,7 +54,7 @@ class ClusterkitError(Exception):
         hint: the remedy, shown on a line of its own; None: there is none to give.
     """
 
-    exit_code = EXIT_FAILURE
+    exit_code = EXIT_REFUSED
     answered = False
     """Whether a host or service was reached: what it answered is the problem."""
 
@@ -74,8 +76,6 @@ class BadInput(ClusterkitError, ValueError):
         job: key of the job that holds the value: one key, or a path of keys.
         cluster: key of the cluster's entry that holds the value, likewise.
     """
-
-    exit_code = EXIT_BAD_INPUT
 
     def __init__(
         self,
@@ -126,8 +126,6 @@ class RunNotFound(BadInput, LookupError):
 
 class Unavailable(ClusterkitError):
     """A tool or a service that a backend needs is missing or does not answer."""
-
-    exit_code = EXIT_UNAVAILABLE
 
 
 class RunFolderError(ClusterkitError):

@@ -164,14 +164,24 @@ class Plan(Struct, frozen=True, kw_only=True):
         """Return the plan as an indented JSON document with a fixed order of keys."""
         return msgspec.json.format(msgspec.json.encode(self, order="deterministic"), indent=2)
 
-    def to_text(self) -> str:
-        """Return the plan for people: notes, every file with its text, every command."""
+    def to_text(self, *, files: bool = True) -> str:
+        """Return the plan for people: notes, every file with its text, every command.
+
+        Args:
+            files: whether with the files' texts, or their names and a node's command alone.
+        """
         parts = [f"plan {self.run_id}: {self.summary}\n\n"]
         parts += [f"  {note}\n" for note in self.notes]
         for tree in self.trees:
             parts.append(f"\ntree {tree.path}\n  | {tree.source}: {tree.what}\n")
             parts.append(f"  | digest {tree.digest}\n")
-        for file in self.files:
+        if not files:
+            parts += ["\nfiles\n", *(f"  {file.path}\n" for file in self.files)]
+            scripts = [file.text or "" for file in self.files if file.path.endswith("/node.sh")]
+            for script in scripts:
+                command = script[script.rfind("\nexec ") + 1 :].splitlines()
+                parts += ["\non each node\n", *(f"  {line}\n" for line in command)]
+        for file in self.files if files else ():
             parts.append(f"\nfile {file.path} (mode {file.mode:04o})\n")
             if file.resource is not None:
                 parts.append(f"  | clusterkit's own {file.resource}, copied as installed\n")
@@ -179,7 +189,7 @@ class Plan(Struct, frozen=True, kw_only=True):
                 parts += [
                     f"  | {line}\n" for line in (file.text or "").removesuffix("\n").split("\n")
                 ]
-        if self.job is not None:
+        if self.job is not None and files:
             from clusterkit.jobfile import yaml_text
 
             text = yaml_text.documents([msgspec.to_builtins(self.job)])

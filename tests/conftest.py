@@ -241,7 +241,7 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
 def refused(cli: Callable[..., Outcome], clusterkit_home: Path) -> Callable[..., str]:
     """Run a command line that must be refused as bad input; gives what stood on stderr."""
 
-    def call(*argv: str, code: int = 2) -> str:
+    def call(*argv: str, code: int = 125) -> str:
         done = cli(*argv)
         assert done.out == ""
         assert "Traceback" not in done.err

@@ -167,7 +167,7 @@ def default(field: types.Field) -> str:
 
 
 def jobs() -> str:
-    """The job files of jobs/, and what each needs: `clusterkit ls-jobs`."""
+    """The job files of jobs/, and what each needs: `clusterkit jobs`."""
     rows = []
     for job in catalogue.entries(ROOT / "jobs"):
         if job.error is not None:

@@ -29,7 +29,7 @@ FORMS: dict[str, tuple[str, dict[str, str]]] = {
         for flavor in ("pytorchjob", "mpijob", "trainjob", "jobset", "job")
     },
 }
-"""The formats of `clusterkit plan --as`: for each the backend, and keys of its cluster entry."""
+"""The formats of `clusterkit export`: for each the backend, and keys of its cluster entry."""
 
 
 def backend_type(name: str) -> type[Backend[Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -23,8 +24,25 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+_RENAMED = {"--clusters": "--cluster-file", "--out": "--output"}
+"""Options of the release before, and their names now."""
+
+
 class Verb(click.Command):
     """A command whose help ends with its examples, a line each."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        known = {name for param in self.get_params(ctx) for name in param.opts}
+        split = args.index("--") if "--" in args else len(args)
+        words = []
+        for word in args[:split]:
+            name, equals, value = word.partition("=")
+            new = _RENAMED.get(name)
+            if new in known and name not in known:
+                click.echo(f"note: {name} has a new name: {new}", err=True)
+                word = f"{new}{equals}{value}"
+            words.append(word)
+        return super().parse_args(ctx, words + args[split:])
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write(f"\n{self.epilog}\n")
@@ -63,6 +81,8 @@ class JobVerb(TrailingVerb):
 
     trailing_metavar = "ARGS...|COMMAND..."
     job_required = True
+    before_job = 0
+    """How many arguments stand before the job."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         from clusterkit import shell
@@ -70,10 +90,13 @@ class JobVerb(TrailingVerb):
 
         split = args.index("--") if "--" in args else len(args)
         options, others = self._split(ctx, args[:split])
+        first, others = others[: self.before_job], others[self.before_job :]
         if others and (command := instead_of_a_job([*others, *args[split + 1 :]])) is not None:
             raise BadInput(
                 f"{others[0]} is not a job file: a command stands after --",
-                hint=shell.join(["clusterkit", str(ctx.info_name), *options, "--", *command]),
+                hint=shell.join(
+                    ["clusterkit", str(ctx.info_name), *first, *options, "--", *command]
+                ),
             )
         rest = super().parse_args(ctx, args)
         trailing = ctx.params.pop("trailing")
@@ -166,11 +189,11 @@ def options(*each: Callable[[Any], Any]) -> Callable[[Function], Function]:
 
 
 def cluster_options(help: str, default: str | None = None) -> Callable[[Function], Function]:
-    """Return a decorator that adds ``--cluster``, with this help, and ``--clusters``."""
+    """Return a decorator that adds ``--cluster``, with this help, and ``--cluster-file``."""
     return options(
         click.option("-c", "--cluster", default=default, show_default=True, metavar="NAME",
                      help=help, shell_complete=complete_cluster),
-        click.option("--clusters", "clusters_file", metavar="FILE", type=click.Path(),
+        click.option("--cluster-file", "clusters_file", metavar="FILE", type=click.Path(),
                      help="Cluster file. Default: the nearest clusters.yaml, here or in a folder "
                      "above."),
     )  # fmt: skip
@@ -178,7 +201,8 @@ def cluster_options(help: str, default: str | None = None) -> Callable[[Function
 
 set_option = click.option("--set", "settings", multiple=True, metavar="KEY=VALUE",
                           help="Override a key of the job file, e.g. batch.micro=4.")  # fmt: skip
-gpus_option = click.option("-g", "--gpus", type=int, metavar="N", help="Ranks per node.")
+gpus_option = click.option("-g", "--ranks-per-node", "--gpus", "gpus", type=int, metavar="N",
+                           help="Ranks per node.")  # fmt: skip
 facts_option = click.option("--facts", metavar="FILE", type=click.Path(), callback=read_facts,
                             help="Facts of an earlier run (its facts.json), instead of probing "
                             "the cluster.")  # fmt: skip
@@ -187,30 +211,59 @@ host_options = options(
                  help="Use only these hosts and GPUs: h1@h2:0,1 is h1, and GPUs 0 and 1 of h2."),
     click.option("--exclude", metavar="HOSTS", help="Do not use these hosts or GPUs."),
 )  # fmt: skip
-plan_options = options(
+nodes_option = click.option(
+    "-n", "--nodes", metavar="N|MIN:MAX", help="Number of nodes, or a range."
+)
+doctor_option = click.option(
+    "--no-doctor", "doctor", is_flag=True, flag_value=False, default=True,
+    help="Do not check the hosts first.",
+)  # fmt: skip
+job_options = options(
     click.argument("job", required=False, type=click.Path()),
     cluster_options("Where to run: an entry of the cluster file.", "local"),
-    click.option("-n", "--nodes", metavar="N|MIN:MAX", help="Number of nodes, or a range."),
+    nodes_option,
     gpus_option,
     set_option,
     host_options,
+)
+"""The options of `submit`, `plan` and `export`."""
+rare_options = options(
     facts_option,
     click.option("--run-id", metavar="ID", help="Id of the run. Default: a new one."),
-    click.option("--no-doctor", "doctor", is_flag=True, flag_value=False, default=True,
-                 help="Do not check the hosts first."),
-)  # fmt: skip
-"""The options that `submit` and `plan` share."""
-
-
-def print_json(document: Any) -> None:
-    """Print a struct, or a list of them, as indented JSON on stdout."""
-    click.echo(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+)
+"""Options that hardly anybody types: they stand last."""
+follow_options = options(
+    click.option("-d", "--detach", is_flag=True, help="Return once the run has started."),
+    click.option("--top", is_flag=True, help="Follow the run in `clusterkit top`."),
+)
 
 
 STATE_COLOURS = {
     "SUCCEEDED": "green", "FAILED": "red", "RUNNING": "cyan", "RESTARTING": "yellow",
     "PENDING": "yellow", "CANCELLED": "magenta", "UNKNOWN": "red",
 }  # fmt: skip
+
+state_option = click.option(
+    "--state", "states", multiple=True, metavar="STATE",
+    type=click.Choice([*STATE_COLOURS], case_sensitive=False),
+    help="Only runs in this state; may be given several times.",
+)  # fmt: skip
+
+
+def parse_duration(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
+    """Read a duration such as ``90``, ``5m`` or ``1.5h``; return seconds."""
+    if value is None:
+        return None
+    units = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", value)
+    if match is None:
+        raise click.BadParameter(f"{value!r} is no duration such as 90s, 5m, 2h or 30d", ctx, param)
+    return float(match[1]) * units[match[2]]
+
+
+def print_json(document: Any) -> None:
+    """Print a struct, or a list of them, as indented JSON on stdout."""
+    click.echo(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
 
 
 def table(

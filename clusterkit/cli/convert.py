@@ -25,7 +25,9 @@ from clusterkit.ui.formatting import terminal_filter
 @click.option("--from", "kind", type=click.Choice(list(convert.KINDS)),
               metavar="KIND",
               help=f"Kind of FILE, if not recognized: {', '.join(convert.KINDS)}.")  # fmt: skip
-@click.option("-o", "--out", metavar="FILE", type=click.Path(), help="Write the job file to FILE.")
+@click.option(
+    "-o", "--output", "out", metavar="FILE", type=click.Path(), help="Write the job file to FILE."
+)
 @click.option("--clusters-out", metavar="FILE", type=click.Path(),
               help="Write the entry of the cluster file to FILE, or add it there.")  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace an existing job file.")

@@ -54,13 +54,20 @@ def _complete_check(ctx: click.Context, param: click.Parameter, incomplete: str)
 @gpus_option
 @set_option
 @host_options
-@click.option("--quick", is_flag=True, help="Only the checks that submit makes, too.")
+@click.option("--quick", is_flag=True, help="Only the quick checks that submit also runs.")
 @click.option("--only", metavar="CHECK,...", shell_complete=_complete_check,
               help="Only these checks.")  # fmt: skip
-@click.option("--list", "list_checks", is_flag=True, help="List the checks, and make none.")
+@click.option("--list", "list_checks", is_flag=True, help="List the checks and exit.")
+@click.option("--notify", is_flag=True,
+              help="Send the cluster's test notification instead.")  # fmt: skip
 @json_option
 def command(
-    job: str | None, only: str | None, list_checks: bool, as_json: bool, **options: Any
+    job: str | None,
+    only: str | None,
+    list_checks: bool,
+    notify: bool,
+    as_json: bool,
+    **options: Any,
 ) -> int:
     """Check every host of a cluster before it costs you a night.
 
@@ -69,7 +76,13 @@ def command(
     fault the cause and the command that mends it. With JOB, a job file, the hosts are compared
     with what that job needs, otherwise with what most jobs need. The exit code is 1 if a check
     fails; a warning is not a failure.
+
+    --notify sends the event `test` to what `notify` in the cluster's entry names, a command or a
+    URL, and waits for the answer.
     """
+    if notify:
+        click.echo(api.notify(options["cluster"], options["clusters_file"]), err=True)
+        return 0
     if list_checks:
         _list(as_json)
         return 0

@@ -21,6 +21,31 @@ QUEUE_SECONDS = 3.0
 """How long nodes may be pending for a known reason before `submit --detach` returns."""
 
 
+def start(ready: api.Prepared, as_json: bool, *, detach: bool, top: bool) -> int:
+    """Start a prepared run and follow it, here or in `top`; return its exit code."""
+    if top:
+        if detach:
+            raise click.UsageError("--top follows the run, --detach does not.")
+        check_terminal()
+    for note in ready.plan.notes:
+        if not note.name:
+            click.echo(f"note: {note}", err=True)
+    if outer := os.environ.get("CLUSTERKIT_RUN_ID"):
+        click.echo(f"note: inside run {outer}: this one ends with it", err=True)
+    run = None
+    try:
+        with spinner("copying the project" if ready.plan.trees else "starting") as shown:
+            run = api.launch(ready, shown.report_sent)
+        if not as_json:
+            click.echo(run.id)
+    except KeyboardInterrupt:
+        if run is None:
+            raise
+        handle_interrupt(run)
+        return 0
+    return follow_in_top(run, as_json) if top else follow(run, as_json, detach=detach)
+
+
 def follow(run: api.Run, as_json: bool, *, detach: bool = False) -> int:
     """Show a run until it ends, or with ``detach`` wait until it has started.
 

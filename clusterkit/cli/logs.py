@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import sys
+import time
+from collections import deque
 from collections.abc import Iterable
 
 import click
 import msgspec
 
 from clusterkit import api
-from clusterkit.cli.common import json_option, run_argument, verb
+from clusterkit.cli.common import json_option, parse_duration, run_argument, verb
 from clusterkit.errors import BadInput
 from clusterkit.output import tracebacks
 from clusterkit.run.folder import Event
@@ -17,14 +21,28 @@ from clusterkit.run.logs import LogLine
 from clusterkit.ui.formatting import log_text, terminal_filter
 
 
-@verb("logs", "clusterkit logs -f last --rank 0")
+def _parse_pattern(
+    ctx: click.Context, param: click.Parameter, value: str | None
+) -> re.Pattern[str] | None:
+    try:
+        return None if value is None else re.compile(value)
+    except re.error as error:
+        raise click.BadParameter(f"{value!r}: {error}", ctx, param) from None
+
+
+@verb("logs", "clusterkit logs -f last --rank 0", "clusterkit logs last --since 5m --grep Error")
 @run_argument
 @click.option("-f", "--follow", is_flag=True, help="Print new lines until the run ends.")
 @click.option("-r", "--rank", type=int, metavar="R", help="Only this rank.")
-@click.option("-n", "--node", type=int, metavar="N", help="Only this node.")
+@click.option("--node", type=int, metavar="N", help="Only this node.")
 @click.option(
     "--tail", type=click.IntRange(1), metavar="N", help="Only the last N lines, read from the end."
 )
+@click.option("--since", metavar="TIME", callback=parse_duration,
+              help="Only lines of the last 90 (seconds), 5m or 2h.")  # fmt: skip
+@click.option("--attempt", type=click.IntRange(1), metavar="K", help="Only this attempt.")
+@click.option("--grep", metavar="REGEX", callback=_parse_pattern,
+              help="Only lines in which this regular expression matches.")  # fmt: skip
 @click.option("--raw", is_flag=True, help="Print only the text, as the program wrote it.")
 @json_option
 def command(
@@ -33,6 +51,9 @@ def command(
     rank: int | None,
     node: int | None,
     tail: int | None,
+    since: float | None,
+    attempt: int | None,
+    grep: re.Pattern[str] | None,
     raw: bool,
     as_json: bool,
 ) -> None:
@@ -51,12 +72,26 @@ def command(
         if follow:
             click.echo(f"note: {event.text}", err=True)
 
-    if tail is None:
-        batches = api.get(run).log_batches(rank=rank, node=node, follow=follow, note=note)
-    elif follow:
+    start = None if since is None else time.time() - since
+
+    def wanted(line: LogLine) -> bool:
+        return (
+            (start is None or line.time >= start)
+            and (attempt is None or line.attempt == attempt)
+            and (grep is None or grep.search(line.text) is not None)
+        )
+
+    filtered = start is not None or attempt is not None or grep is not None
+    if tail is not None and follow:
         raise BadInput("--tail, --follow: only one of them", hint="--follow prints all lines")
-    else:
+    if tail is not None and not filtered:
         batches = iter([api.get(run).tail(tail, rank=rank, node=node)])
+    else:
+        batches = api.get(run).log_batches(rank=rank, node=node, follow=follow, note=note)
+        if filtered:
+            batches = ([line for line in batch if wanted(line)] for batch in batches)
+        if tail is not None:
+            batches = iter([[*deque(itertools.chain.from_iterable(batches), maxlen=tail)]])
     if as_json and not follow:
         _print_list(batches)
         return

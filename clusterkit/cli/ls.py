@@ -13,6 +13,7 @@ from clusterkit.cli.common import (
     cluster_options,
     json_option,
     print_json,
+    state_option,
     table,
     verb,
 )
@@ -21,8 +22,16 @@ from clusterkit.ui.spinner import spinner
 
 @verb("ls", "clusterkit ls --json | jq '.[0].state'", "clusterkit ls --cluster k8s")
 @cluster_options("Only runs of this cluster, including those of other people.")
+@state_option
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the N newest.")
 @json_option
-def command(cluster: str | None, clusters_file: str | None, as_json: bool) -> None:
+def command(
+    cluster: str | None,
+    clusters_file: str | None,
+    states: tuple[str, ...],
+    limit: int | None,
+    as_json: bool,
+) -> None:
     """List runs, newest first.
 
     With --cluster, list also the runs that were submitted to it by other people or from other
@@ -34,11 +43,14 @@ def command(cluster: str | None, clusters_file: str | None, as_json: bool) -> No
     else:
         with spinner(f"asking cluster {cluster}"):
             found = list(api.runs_of(cluster, clusters_file=clusters_file))
+    any_run = bool(found)
+    found = [run for run in found if not states or run.state in states][:limit]
     if as_json:
         print_json(found)
         return
     if not found:
-        click.echo("no runs yet: clusterkit submit jobs/ddp.yaml", err=True)
+        none = "no run is in that state" if any_run else "no runs yet: clusterkit submit job.yaml"
+        click.echo(none, err=True)
         return
     header = ["RUN", "STATE", "NODES", "CLUSTER", "STARTED"]
     rows = [[run.run, run.state, _nodes(run), run.cluster, _ago(run.started_at)] for run in found]

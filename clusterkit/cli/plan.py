@@ -6,32 +6,34 @@ from typing import Any
 
 import click
 
-from clusterkit import api, backends
-from clusterkit.cli.common import JobVerb, json_option, plan_options, verb
+from clusterkit import api
+from clusterkit.cli.common import (
+    JobVerb,
+    doctor_option,
+    job_options,
+    json_option,
+    rare_options,
+    verb,
+)
+from clusterkit.errors import BadInput
 from clusterkit.ui.spinner import spinner
 
 
 @verb(
     "plan",
     "clusterkit plan jobs/zero3.yaml --nodes 2",
-    "clusterkit plan jobs/ddp.yaml --nodes 2 --gpus 8 --as sbatch > ddp.sh",
+    "clusterkit plan jobs/ddp.yaml -o ddp-plan",
     cls=JobVerb,
 )
-@plan_options
-@click.option("-o", "--out", metavar="DIR", type=click.Path(), help="Write all files to DIR.")
-@click.option("--as", "form", metavar="FORM", type=click.Choice([*backends.FORMS]),
-              help="Print the job as one file for another tool: sbatch, pytorchjob, mpijob, "
-              "trainjob, jobset, job, compose or ssh.")  # fmt: skip
+@job_options
+@click.option("--files", is_flag=True, help="Print the contents of all files, too.")
+@click.option("-o", "--output", metavar="DIR", type=click.Path(), help="Write all files to DIR.")
+@click.option("--as", "form", metavar="FORM", hidden=True, help="Now `clusterkit export FORM`.")
+@doctor_option
 @json_option
-@click.pass_context
+@rare_options
 def command(
-    ctx: click.Context,
-    /,
-    job: api.Job,
-    out: str | None,
-    form: str | None,
-    as_json: bool,
-    **options: Any,
+    job: api.Job, files: bool, output: str | None, form: str | None, as_json: bool, **options: Any
 ) -> None:
     """Print exactly what submit would do, without doing it.
 
@@ -39,28 +41,20 @@ def command(
     a command after --. The cluster is probed (for GPUs, a free port), but nothing is written or
     started. With --run-id and --facts of an existing run, that run's plan is printed again.
 
-    --as prints the job as one file for other tools: a batch script or a manifest. It probes nothing
-    unless --cluster is given; comments in the file say what is assumed instead.
+    Prints the summary, each value with its source, the names of the files, what each node runs and
+    the steps; --files prints the files as well.
     """
-    probing = spinner(f"looking at cluster {options['cluster']}")
     if form is not None:
-        if out is not None or as_json:
-            raise click.UsageError("--as prints one file: it goes without --out and --json.")
-        if ctx.get_parameter_source("cluster") is click.core.ParameterSource.DEFAULT:
-            options["cluster"] = None
-        del options["doctor"]
+        raise BadInput("plan --as has a new name", f"clusterkit export {form}")
+    probing = spinner(f"looking at cluster {options['cluster']}")
+    if output is not None:
         with probing:
-            text = api.plan_as(job, form=form, **options)
-        click.echo(text, nl=False)
-        return
-    if out is not None:
-        with probing:
-            count = api.write_plan(job, out, **options)
-        click.echo(f"{count} files written to {out}", err=True)
+            count = api.write_plan(job, output, **options)
+        click.echo(f"{count} files written to {output}", err=True)
         return
     with probing:
         plan = api.plan(job, **options)
     if as_json:
         click.echo(plan.to_json().decode())
     else:
-        click.echo(plan.to_text(), nl=False)
+        click.echo(plan.to_text(files=files), nl=False)

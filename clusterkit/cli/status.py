@@ -9,23 +9,30 @@ import time
 import click
 
 from clusterkit import api
-from clusterkit.cli.common import STATE_COLOURS, json_option, print_json, run_argument, table, verb
+from clusterkit.cli.common import STATE_COLOURS, json_option, print_json, runs_argument, table, verb
+from clusterkit.run.status import RunStatus
 from clusterkit.ui.formatting import failure_text, goodput_text, remark_lines, terminal_filter
 
 
 @verb("status", "clusterkit status last")
-@run_argument
+@runs_argument
 @json_option
-def command(run: str, as_json: bool) -> None:
-    """Show the state of a run and of its nodes, and why it failed.
+def command(runs: tuple[str, ...], as_json: bool) -> None:
+    """Show the state of runs and of their nodes, and why they failed.
 
-    RUN is a run's id, the beginning of one, or `last`.
+    RUN is a run's id, the beginning of one, or `last`. --json prints an object for one run, a list
+    for several.
     """
-    found = api.get(run)
-    status = found.with_goodput(found.status())
+    found = [api.get(name) for name in runs]
+    statuses = [run.with_goodput(run.status()) for run in found]
     if as_json:
-        print_json(status)
+        print_json(statuses[0] if len(statuses) == 1 else statuses)
         return
+    for run, status in zip(found, statuses, strict=True):
+        _show(run, status)
+
+
+def _show(run: api.Run, status: RunStatus) -> None:
     clean = terminal_filter(sys.stdout)
     click.echo(f"{status.run}  ", nl=False)
     click.secho(status.state, fg=STATE_COLOURS[status.state], bold=True)
@@ -60,7 +67,7 @@ def command(run: str, as_json: bool) -> None:
         click.echo(f"  {goodput_text(status.goodput)}")
     for line in remark_lines(status):
         click.echo(f"  {clean(line)}")
-    for event in found.events():
+    for event in run.events():
         click.echo(f"  {time.strftime('%H:%M:%S', time.localtime(event.at))} {clean(event.text)}")
     if status.remark:
         click.echo(f"  {clean(status.remark)}")

@@ -48,7 +48,7 @@ def find_folder() -> Path:
             return base / FOLDER
     raise BadInput(
         f"there is no folder {FOLDER}/ with job files in {current} or above",
-        hint="clusterkit init writes a job file, clusterkit examples lists some to copy",
+        hint="clusterkit init writes a job file, clusterkit jobs --examples lists some to copy",
     )
 
 

@@ -29,7 +29,8 @@ def files_of(name: str) -> list[Path]:
     path = folder() / f"{name}.yaml"
     if name not in names():
         raise BadInput(
-            f"there is no example {name!r}", did_you_mean(name, names()) or "clusterkit examples"
+            f"there is no example {name!r}",
+            did_you_mean(name, names()) or "clusterkit jobs --examples",
         )
     job = loader.read_job(path)[0]
     assert job.program is not None

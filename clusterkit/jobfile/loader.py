@@ -457,8 +457,8 @@ def find_clusters_file() -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def cluster_names() -> list[str]:
-    """Return the names that ``--cluster`` accepts in this folder."""
-    found = find_clusters_file()
+def cluster_names(path: str | os.PathLike[str] | None = None) -> list[str]:
+    """Return the names that ``--cluster`` accepts in this folder, or with that cluster file."""
+    found = Path(path) if path is not None else find_clusters_file()
     data = read_yaml(found, depth=1).data if found is not None else {}
     return sorted({"local", *(data if isinstance(data, dict) else {})})

@@ -23,7 +23,13 @@ from clusterkit.backends.base import (
     SupportsSync,
 )
 from clusterkit.cluster import ClusterSpec, Facts, LocalCluster
-from clusterkit.errors import EXIT_INTERRUPTED, ClusterkitError, RunFolderError, pluralize
+from clusterkit.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_REFUSED,
+    ClusterkitError,
+    RunFolderError,
+    pluralize,
+)
 from clusterkit.lifecycle.evidence import Terms, Verdict, verdict
 from clusterkit.lifecycle.outcome import diagnosis, without_spares
 from clusterkit.plan import Plan
@@ -115,8 +121,8 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
         unknown = saved or RunStatus.unknown(folder.run_id)
         if _unrecorded(folder):
             hint = f"clusterkit rm {folder.run_id} removes what is left of it"
-            failure = Failure(exit_code=1, cause=UNSTARTED, hint=hint)
-            return _replace(unknown, state=State.FAILED, exit_code=1, failure=failure)
+            failure = Failure(exit_code=EXIT_REFUSED, cause=UNSTARTED, hint=hint)
+            return _replace(unknown, state=State.FAILED, exit_code=EXIT_REFUSED, failure=failure)
         return _replace(unknown, state=State.UNKNOWN, remark=error.message)
     base = saved or submission.initial_status()
     if (host := elsewhere(folder)) is not None:
@@ -225,7 +231,7 @@ def _unsupervised(base: RunStatus, handle: RunHandle, seen: Observation) -> tupl
         remark = f"it was not started: {attach} does"
         again = f"clusterkit was killed before attempt {base.attempt} started"
         failure = Failure(
-            exit_code=1,
+            exit_code=EXIT_REFUSED,
             cause=UNSTARTED if base.attempt == 1 else again,
             hint=f"{attach} starts it" if can_attach else "submit it again",
         )

@@ -1,4 +1,4 @@
-"""Exports a job as one file of another tool: `clusterkit plan --as`.
+"""Exports a job as one file of another tool: `clusterkit export`.
 
 The backend makes it from its plan. Without a cluster nothing is probed: facts are assumed, and the
 file says so.
@@ -57,7 +57,7 @@ def plan_as(
         entry = resolved_cluster(cluster, clusters_file, include=include, exclude=exclude)
         if entry.backend != name:
             raise BadInput(
-                f"--as {form} needs a cluster of backend {name}, and {cluster} is {entry.backend}",
+                f"{form} needs a cluster of backend {name}, and {cluster} is {entry.backend}",
                 hint="leave --cluster out: then nothing is probed",
             )
     entry = msgspec.structs.replace(entry, **keys)

@@ -104,7 +104,42 @@ def prepare(
         ClusterkitError: the job could not start.
     """
     asked = request.read(job, settings, nodes, gpus, more_args, cluster)
-    spec = asked.job
+    loaded = _cluster(cluster, clusters_file, include, exclude)
+    return _prepare(asked, loaded, facts, doctor, run_id)
+
+
+def prepare_again(
+    run: Run,
+    *,
+    nodes: int | str | None = None,
+    gpus: int | None = None,
+    settings: Sequence[str] = (),
+    more_args: Sequence[str] = (),
+    doctor: bool = True,
+) -> Prepared:
+    """Prepare the recorded job of a run on its recorded cluster entry, as `prepare` does.
+
+    Raises:
+        RunFolderError: the record is missing or damaged.
+        ClusterkitError: the job could not start.
+    """
+    folder = RunFolder(run.path)
+    name = folder.read_json("run.json", Submission).cluster
+    asked = request.read(
+        folder.read_json("job.json", JobSpec), settings, nodes, gpus, more_args, name
+    )
+    loaded = loader.LoadedCluster(name, folder.cluster(), folder.path)
+    return _prepare(asked, loaded, None, doctor, None)
+
+
+def _prepare(
+    asked: request.Request,
+    loaded: loader.LoadedCluster,
+    facts: Facts | None,
+    doctor: bool,
+    run_id: str | Callable[[str], str] | None,
+) -> Prepared:
+    spec, cluster = asked.job, loaded.name
     with asked.locating():
         if spec.command is not None:
             from clusterkit.convert import nested  # deferred: most jobs have a program instead
@@ -112,7 +147,6 @@ def prepare(
             nested.check(spec)
         check_secrets(spec)
         check_trackers(spec)
-    loaded = _cluster(cluster, clusters_file, include, exclude)
     entry = loaded.cluster
     kind = backends.backend_type(entry.backend)
     check_capabilities(kind, spec, map(backends.backend_type, backends.NAMES))

@@ -15,7 +15,7 @@ _TIMESTAMP = re.compile(r"-\d{10}-")
 
 
 def all_runs() -> Iterator[RunFolder]:
-    """Yield every run folder, newest first, but not the folders of `plan --out`."""
+    """Yield every run folder, newest first, but not the folders of `plan -o`."""
     base = home() / "runs"
     try:
         folders = [entry for entry in os.scandir(base) if entry.is_dir() and not _is_plan(entry)]
@@ -28,7 +28,7 @@ def all_runs() -> Iterator[RunFolder]:
 
 
 def _is_plan(folder: os.DirEntry[str]) -> bool:
-    # What `plan --out` writes has neither of these files.
+    # What `plan -o` writes has neither of these files.
     ours = (os.path.exists(f"{folder.path}/{name}") for name in ("run.json", "job.json"))
     return not any(ours) and os.path.exists(f"{folder.path}/plan.txt")
 

@@ -63,7 +63,7 @@ POLL_SECONDS = 0.1
 LAST = "last"
 """Stands for the newest run in place of an id."""
 BY_HAND = "by-hand"
-"""Marks a run that `clusterkit plan --out` has written, for a person to start."""
+"""Marks a run that `clusterkit plan -o` has written, for a person to start."""
 HOME_HINT = "set CLUSTERKIT_HOME to a folder that you may write to"
 _CHUNK = 1 << 18
 _ALPHABET = "abcdefghjkmnpqrstuvwxyz23456789"

@@ -43,7 +43,6 @@ from torch import Tensor
 
 MARK = "@clusterkit "
 EXIT_FAILURE = 1
-EXIT_BAD_INPUT = 2
 
 WARMUP = 5
 CONNECTING = 2
@@ -74,10 +73,6 @@ DTYPES = {
 
 class Refused(Exception):
     """An error of the user, reported in one line, without a traceback."""
-
-    def __init__(self, message: str, exit_code: int = EXIT_BAD_INPUT) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 @dataclass(frozen=True)
@@ -659,8 +654,7 @@ def main(arguments: Sequence[str]) -> int:
             raise
         raise Refused(
             f"not enough memory on {socket.gethostname()} for {max(options.sizes)} bytes "
-            "(smaller --sizes)",
-            EXIT_FAILURE,
+            "(smaller --sizes)"
         ) from error
     dist.barrier()
     if world.backend == "nccl":
@@ -674,7 +668,7 @@ def run(arguments: Sequence[str]) -> NoReturn:
         code = main(arguments)
     except Refused as refused:
         sys.stderr.write(f"error: {refused}\n")
-        code = refused.exit_code
+        code = EXIT_FAILURE
     except Exception:
         traceback.print_exc()
         code = EXIT_FAILURE

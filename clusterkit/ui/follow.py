@@ -114,7 +114,7 @@ class View(Reported):
         lines += [f"  note      {line}" for line in (*notes, *remark_lines(status))]
         lines.append(
             f"  again     clusterkit status {status.run}; clusterkit logs {status.run}"
-            + (f"; clusterkit plot {status.run} -o loss.png" if losses else "")
+            + (f"; clusterkit metrics {status.run} --plot loss.png" if losses else "")
         )
         return lines
 

@@ -175,4 +175,4 @@ if __name__ == "__main__":
         main()
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(1)

@@ -60,7 +60,7 @@ def submitted() -> float:
 def by_hand(slurm: Slurm) -> float:
     name = f"by-hand-{time.time_ns()}"
     folder = Path(os.environ["CLUSTERKIT_HOME"], "runs", name)
-    argv = [str(BIN / "clusterkit"), "plan", *WHERE, "--run-id", name, "--out", str(folder)]
+    argv = [str(BIN / "clusterkit"), "plan", *WHERE, "--run-id", name, "--output", str(folder)]
     subprocess.run([*argv, "--", *PROGRAM], check=True, capture_output=True)
     begun = time.time()
     subprocess.run(["sbatch", str(folder / "files/slurm.sh")], check=True, capture_output=True)

@@ -249,7 +249,7 @@ def first_step(rounds: int) -> Row:
 
         def ours() -> float:
             argv = [str(BIN / "clusterkit"), "submit", "jobs/ddp.yaml", "--cluster", "lab",
-                    "--clusters", str(clusters), "--nodes", "2",
+                    "--cluster-file", str(clusters), "--nodes", "2",
                     "--set", "threads_per_rank=1", "--set", "checkpoint=",
                     "--set", f"args={json.dumps(program.args)}"]  # fmt: skip
             begun = time.time()

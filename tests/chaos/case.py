@@ -76,7 +76,7 @@ class Case:
         return self.started[0]
 
     def start(self) -> subprocess.Popen[bytes]:
-        words = ["submit", "job.yaml", "--cluster", "here", "--clusters", "clusters.yaml"]
+        words = ["submit", "job.yaml", "--cluster", "here", "--cluster-file", "clusters.yaml"]
         words += ["--detach"] if self.fault.long else []
         with (self.folder / "said").open("ab") as said:
             return subprocess.Popen(

@@ -581,7 +581,7 @@ def test_a_cancel_that_fails_says_so(stage, demo, recording):
 def test_a_missing_tool_is_unavailable_with_the_remedy(stage, demo, fields, host, missing):
     with pytest.raises(Unavailable, match=f"needs {missing}") as error:
         stage.plan(demo(**fields), stage.facts_of(**host))
-    assert error.value.exit_code == 3
+    assert error.value.exit_code == 125
     assert "install" in (error.value.hint or "")
 
 

@@ -325,7 +325,7 @@ def test_a_run_that_has_not_ended_is_not_deleted(unstarted_run):
 def test_the_facade_has_a_function_for_every_verb():
     from clusterkit.cli import VERBS
 
-    names = {"ls": "runs", "logs": "log_lines", "rm": "get", "ls-jobs": "jobs"}
+    names = {"ls": "runs", "logs": "log_lines", "rm": "get", "export": "plan_as", "wait": "get"}
     for verb in set(VERBS) - {"completion", "top"}:  # these are for a terminal
         assert callable(getattr(api, names.get(verb, verb))), verb
 

@@ -408,7 +408,7 @@ def test_a_missing_package_or_tool_is_named_with_the_interpreter_and_the_remedy(
     with pytest.raises(Unavailable, match=message) as error:
         require_packages(job(**fields), make_facts(**host).hosts[0])
     assert hint in (error.value.hint or "")
-    assert error.value.exit_code == 3
+    assert error.value.exit_code == 125
 
 
 def test_the_fork_server_needs_nothing(make_facts):

@@ -1,4 +1,4 @@
-"""What `clusterkit ls-jobs` says of the job files of a project, broken ones among them."""
+"""What `clusterkit jobs` says of the job files of a project, broken ones among them."""
 
 from __future__ import annotations
 
@@ -125,22 +125,22 @@ def test_without_job_files_there_is_one_error(cwd: Path, refused) -> None:
     (cwd / "jobs").mkdir()
     with pytest.raises(BadInput, match="no folder jobs/ with job files"):
         catalogue.find_folder()
-    assert "there is no folder jobs/" in refused("ls-jobs")
+    assert "there is no folder jobs/" in refused("jobs")
 
 
 def test_a_file_that_cannot_be_read_is_an_error_after_the_others(project: Path, cli) -> None:
     job(project, "bad", "program: train/main.py\nnodse: 2\n")
     job(project, "gone", "program: train/gone.py\n")
     (project / "jobs" / "other.yml").write_text("command: [./run]\nlauncher: forkserver\n")
-    done = cli("ls-jobs")
-    assert done.code == 2
+    done = cli("jobs")
+    assert done.code == 1
     lines = done.out.splitlines()
     assert lines[0].split() == ["JOB", "NODES", "RANKS", "DEVICE", "PACKAGES", "WHAT", "IT", "DOES"]
     assert [line.split()[0] for line in lines[1:]] == ["one", "other"]
     assert done.err.splitlines()[0].startswith("error: jobs/bad.yaml:2: nodse: unknown key")
     assert done.err.splitlines()[1].startswith("error: jobs/gone.yaml:1: program: train/gone.py")
-    as_json = cli("ls-jobs", "--json")
-    assert as_json.code == 2
+    as_json = cli("jobs", "--json")
+    assert as_json.code == 1
     assert [(entry["name"], entry["error"] is None) for entry in as_json.json] == [
         ("bad", False), ("gone", False), ("one", True), ("other", True),
     ]  # fmt: skip
@@ -148,7 +148,7 @@ def test_a_file_that_cannot_be_read_is_an_error_after_the_others(project: Path, 
 
 def test_every_job_of_ours_is_listed(cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    done = cli("ls-jobs", "--json")
+    done = cli("jobs", "--json")
     assert done.code == 0, done.err
     files = sorted((ROOT / "jobs").glob("*.yaml"), key=lambda path: path.stem)
     assert [entry["path"] for entry in done.json] == [f"jobs/{path.name}" for path in files]

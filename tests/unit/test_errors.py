@@ -26,13 +26,13 @@ def test_an_error_without_a_hint_reads_as_its_message_alone():
 @pytest.mark.parametrize(
     ("kind", "code"),
     [
-        (ClusterkitError, 1),
-        (BadInput, 2),
-        (errors.CapabilityError, 2),
-        (RunNotFound, 2),
-        (Unavailable, 3),
-        (errors.RunFolderError, 1),
-        (errors.SubmitFailed, 1),
+        (ClusterkitError, 125),
+        (BadInput, 125),
+        (errors.CapabilityError, 125),
+        (RunNotFound, 125),
+        (Unavailable, 125),
+        (errors.RunFolderError, 125),
+        (errors.SubmitFailed, 125),
         (errors.RunFailed, 1),
     ],
 )

@@ -734,7 +734,7 @@ def test_a_sample_as_long_as_a_model_takes_is_named(cli: Callable[..., Any]) -> 
 
 def test_nothing_to_estimate_is_refused(cli: Callable[..., Any]) -> None:
     done = cli("estimate")
-    assert (done.code, done.out) == (2, "")
+    assert (done.code, done.out) == (125, "")
     assert "Give a job file, --model or --parameters." in done.err
 
 

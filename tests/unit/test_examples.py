@@ -25,11 +25,15 @@ def shipped(folder: str = "jobs") -> set[str]:
 
 
 def test_every_job_file_is_listed(cwd, cli):
-    done = cli("examples")
+    done = cli("jobs", "--examples")
     names = sorted(path.stem for path in (ROOT / "jobs").glob("*.yaml"))
     assert [line.split()[0] for line in done.out.splitlines()] == ["JOB", *names]
     assert not done.err
-    assert [entry["name"] for entry in cli("examples", "--json").json] == names == examples.names()
+    assert (
+        [entry["name"] for entry in cli("jobs", "--examples", "--json").json]
+        == names
+        == examples.names()
+    )
 
 
 def test_each_is_copied_with_all_that_its_program_imports_and_loads(cwd):
@@ -47,27 +51,31 @@ def test_each_is_copied_with_all_that_its_program_imports_and_loads(cwd):
 
 
 def test_what_a_program_names_comes_along_and_nothing_else(cwd, cli):
-    done = cli("examples", "ddp-launch")
+    done = cli("jobs", "--copy", "ddp-launch")
     assert done.out.splitlines() == [
         "jobs/ddp-launch.yaml", "jobs/train/ddp.py", "jobs/train/ddp_start.py"
     ]  # fmt: skip
     assert done.err == "to start it: clusterkit submit jobs/ddp-launch.yaml\n"
-    assert "jobs/data/reviews.csv" in cli("examples", "sentiment", "--json").json
+    assert "jobs/data/reviews.csv" in cli("jobs", "--copy", "sentiment", "--json").json
 
 
 def test_a_file_that_is_there_with_other_contents_is_left_alone(cwd, refused, cli):
     (cwd / "jobs" / "train").mkdir(parents=True)
     (cwd / "jobs" / "train" / "ddp.py").write_text("mine")
-    said = refused("examples", "ddp-torchrun")
+    said = refused("jobs", "--copy", "ddp-torchrun")
     assert f"jobs{os.sep}train{os.sep}ddp.py already exists" in said
     assert not (cwd / "jobs" / "ddp-torchrun.yaml").exists()
     (cwd / "jobs" / "train" / "ddp.py").unlink()
-    assert cli("examples", "ddp-torchrun").code == cli("examples", "ddp-torchrun").code == 0
+    assert (
+        cli("jobs", "--copy", "ddp-torchrun").code
+        == cli("jobs", "--copy", "ddp-torchrun").code
+        == 0
+    )
 
 
 def test_an_unknown_one_is_told_the_nearest(cwd, refused):
-    assert "there is no example 'dpd'" in refused("examples", "dpd")
-    assert "did you mean" in refused("examples", "zero33")
+    assert "there is no example 'dpd'" in refused("jobs", "--copy", "dpd")
+    assert "did you mean" in refused("jobs", "--copy", "zero33")
 
 
 @pytest.mark.parametrize("cut", ["", "zero"])

@@ -1,4 +1,4 @@
-"""`clusterkit plan --as`: one file that holds what the plan holds, and does what it does."""
+"""`clusterkit export`: one file that holds what the plan holds, and does what it does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ env: {UGLY: "a 'b' $c \\u2028 d"}
 
 @pytest.fixture
 def handed(write_job, monkeypatch):
-    """What `plan --as` prints of a job."""
+    """What `export` prints of a job."""
     monkeypatch.setenv("TOKEN", "never in a file")
 
     def make(form: str, text: str = JOB, **options: object) -> str:
@@ -44,7 +44,7 @@ def test_without_a_cluster_nothing_is_probed_and_the_file_says_so(
     summary = next(line for line in printed.splitlines() if "world size 4" in line)
     assert " ," not in summary
     assert "the default of" not in summary
-    done = cli("plan", write_job(JOB), "--as", form)
+    done = cli("export", form, write_job(JOB))
     assert (done.code, done.out, done.err) == (0, printed, "")
 
 
@@ -106,18 +106,33 @@ def test_a_manifest_says_how_its_run_gets_a_token_of_its_own(handed):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (("--as", "ssh"), "'ssh' is not one of"),
-        (("--as", "slurm"), "'slurm' is not one of"),
-        (("--as", "sbatch", "--json"), "--as prints one file: it goes without --out"),
-        (
-            ("--as", "sbatch", "--cluster", "local"),
-            "needs a cluster of backend slurm",
-        ),
-        (("--as", "sbatch", "--set", "launcher=mpirun"), "slurm does not support launcher"),
+        (("ssh",), "'ssh' is not one of"),
+        (("slurm",), "'slurm' is not one of"),
+        (("sbatch", "--cluster", "local"), "needs a cluster of backend slurm"),
+        (("sbatch", "--set", "launcher=mpirun"), "slurm does not support launcher"),
     ],
 )
 def test_what_has_no_such_form_is_refused(refused, write_job, argv, said):
-    assert said in refused("plan", write_job(), *argv)
+    form, *options = argv
+    assert said in refused("export", form, write_job(), *options)
+
+
+def test_a_file_can_be_named(cli, write_job, cwd):
+    printed = cli("export", "sbatch", write_job(JOB)).out
+    done = cli("export", "sbatch", write_job(JOB), "-o", "ddp.sh")
+    assert (done.code, done.out, Path("ddp.sh").read_text()) == (0, "", printed)
+    assert "no/ddp.sh" in cli("export", "sbatch", write_job(JOB), "-o", "no/ddp.sh").err
+
+
+def test_the_old_option_names_the_verb(refused, write_job):
+    assert "hint: clusterkit export sbatch" in refused("plan", write_job(), "--as", "sbatch")
+
+
+def test_a_command_can_be_exported(cli, write_job):
+    write_job()
+    done = cli("export", "sbatch", "--nodes", "2", "--", "python", "train.py")
+    assert done.code == 0, done.err
+    assert "train.py" in done.out
 
 
 def test_its_forms_complete():
@@ -125,5 +140,5 @@ def test_its_forms_complete():
 
     from clusterkit.cli import cli
 
-    found = ShellComplete(cli, {}, "clusterkit", "X").get_completions(["plan", "--as"], "py")
+    found = ShellComplete(cli, {}, "clusterkit", "X").get_completions(["export"], "py")
     assert [item.value for item in found] == ["pytorchjob"]

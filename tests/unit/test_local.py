@@ -190,7 +190,7 @@ def test_an_interpreter_that_does_not_work_is_unavailable_and_named(tmp_path, co
         python.chmod(0o755)
     with pytest.raises(Unavailable, match=str(python)) as error:
         probe(python=str(python))
-    assert error.value.exit_code == 3
+    assert error.value.exit_code == 125
 
 
 @pytest.fixture
@@ -301,7 +301,7 @@ def test_an_interpreter_is_found_by_its_name(environment, monkeypatch):
     assert found.hosts[0].python == f"{os.path.dirname(python)}/python3.99"
     with pytest.raises(Unavailable, match=r"python: python3\.98 does not exist") as error:
         LOCAL.probe(LocalCluster(), LocalTransport(), job(python="python3.98"))
-    assert error.value.exit_code == 3
+    assert error.value.exit_code == 125
 
 
 def test_an_interpreter_that_is_too_old_is_refused(tmp_path):
@@ -553,7 +553,7 @@ def test_a_field_that_a_backend_cannot_honour_is_refused_and_never_dropped(field
     with pytest.raises(CapabilityError, match=message) as error:
         check_capabilities(Limited, job(**fields), OTHERS)
     assert error.value.hint == "backends that do: local"
-    assert error.value.exit_code == 2
+    assert error.value.exit_code == 125
 
 
 def test_a_field_left_at_its_default_is_no_request():

@@ -138,16 +138,16 @@ def test_a_supervisor_tells_of_the_end_and_records_it(cwd, unstarted_run, tmp_pa
 
 
 def test_it_can_be_tried_out(cwd, cli, refused, tmp_path):
-    assert "cluster local has no `notify`" in refused("notify")
+    assert "cluster local has no `notify`" in refused("doctor", "--notify")
     command = list(writer(tmp_path / "told").command)
     entries = {"a": {"backend": "local", "notify": {"command": command}},
                "b": {"backend": "local", "notify": {"command": ["false"]}}}  # fmt: skip
     (cwd / "clusters.yaml").write_text(json.dumps(entries))
-    done = cli("notify", "--cluster", "a")
+    done = cli("doctor", "--notify", "--cluster", "a")
     assert (done.code, done.err) == (0, f"{sys.executable} was notified: test\n")
     assert json.loads((tmp_path / "told").read_text())["event"] == "test"
-    done = cli("notify", "--cluster", "b")
-    assert (done.code, done.err) == (1, "error: notify: false: exit code 1: \n")
+    done = cli("doctor", "--notify", "--cluster", "b")
+    assert (done.code, done.err) == (125, "error: notify: false: exit code 1: \n")
 
 
 @pytest.mark.parametrize(

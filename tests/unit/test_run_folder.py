@@ -400,7 +400,7 @@ def test_an_ambiguous_id_is_refused_with_the_candidates(three):
     with pytest.raises(RunNotFound, match="run 'dd' is ambiguous: ddp-2, ddp-1") as error:
         find_run("dd")
     assert error.value.hint == "give more of its id"
-    assert error.value.exit_code == 2
+    assert error.value.exit_code == 125
 
 
 def test_many_candidates_are_counted():

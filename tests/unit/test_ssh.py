@@ -495,7 +495,7 @@ def refusal(host, timeout=20):
     with pytest.raises(HostUnreachable) as error:
         transport.run(host.name, ["true"])
     transport.close()
-    assert error.value.exit_code == 3
+    assert error.value.exit_code == 125
     return error.value.message, error.value.hint or "", type(error.value)
 
 

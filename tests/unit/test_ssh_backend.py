@@ -505,7 +505,7 @@ def entry(cwd):
             (cwd / "hosts.yaml").write_text(hosts)
         with pytest.raises(BadInput) as error:
             api.resolved_cluster("lab", **options)
-        assert error.value.exit_code == 2
+        assert error.value.exit_code == 125
         return error.value.message.replace(f"{cwd}/", "")
 
     return read

@@ -379,6 +379,6 @@ def test_submit_says_what_is_wrong_first(tmp_path, monkeypatch, capsys, options,
     monkeypatch.setattr("sys.stdin", io.StringIO())
     with pytest.raises(SystemExit) as ended:
         main(["submit", *options, "--", "true"])
-    assert ended.value.code == 2
+    assert ended.value.code == 125
     assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -10,9 +10,7 @@ import torch
 
 
 class Explained(Exception):
-    """An error with its remedy; ``run`` prints it as one line and ends with its exit code."""
-
-    exit_code = 1
+    """An error with its remedy; ``run`` prints it as one line and ends with exit code 1."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
@@ -22,13 +20,9 @@ class Explained(Exception):
 class BadInput(Explained):
     """A flag, file or variable that cannot be used."""
 
-    exit_code = 2
-
 
 class Unavailable(Explained):
     """Something that is needed is missing or does not answer."""
-
-    exit_code = 3
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ def run(main: Callable[[], int]) -> NoReturn:
             _let_others_speak()  # ranks that share a node mostly share their mistakes
         hint = f" ({error.hint})" if error.hint else ""
         print(f"error: {error.message}{hint}", file=sys.stderr)
-        code = error.exit_code
+        code = 1
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except Exception as error:

@@ -154,7 +154,7 @@ def test_a_job_file_runs_in_two_containers(
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    job = ["jobs/ddp.yaml", "--nodes", "2", "--cluster", "here", "--clusters", str(clusters)]
+    job = ["jobs/ddp.yaml", "--nodes", "2", "--cluster", "here", "--cluster-file", str(clusters)]
     job += ["--set", "threads_per_rank=1"]
     run = call("submit", *job, "--", "--steps", "4").strip()
     status = json.loads(call("status", run, "--json"))
@@ -630,7 +630,7 @@ def refused(
     home = tmp_path / "home"
     done = subprocess.run(
         [*prefix, sys.executable, "-m", "clusterkit", "submit", "--cluster", "here",
-         "--clusters", str(clusters), "--", "python", "jobs/train/gpt/train.py"],
+         "--cluster-file", str(clusters), "--", "python", "jobs/train/gpt/train.py"],
         capture_output=True, text=True, timeout=SOON,
         env={**os.environ, "CLUSTERKIT_HOME": str(home), **environment},
     )  # fmt: skip
@@ -681,7 +681,7 @@ def test_bench_measures_between_containers(
 ) -> None:
     clusters = tmp_path / "clusters.yaml"
     clusters.write_text(json.dumps({"here": {"backend": "compose", "image": image}}))
-    line = f"bench --nodes 2 --cluster here --clusters {shlex.quote(str(clusters))} --json"
+    line = f"bench --nodes 2 --cluster here --cluster-file {shlex.quote(str(clusters))} --json"
     options = ["--collectives", "all_reduce", "--sizes", "1K,64K", "--iterations", "2"]
     done = subprocess.run(
         [*clusterkit, *shlex.split(line), *options], capture_output=True, text=True, timeout=SOON

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.live, pytest.mark.thorough, pytest.mark.timeout(600)]
 def test_every_node_of_the_cluster_takes_part(words, kube: Kube, tmp_path: Path):
     kube.entry()
     done = subprocess.run(
-        [sys.executable, "-m", "clusterkit", "bench", "--cluster", "k8s", "--clusters",
+        [sys.executable, "-m", "clusterkit", "bench", "--cluster", "k8s", "--cluster-file",
          str(kube.file), "--sizes", "1K,64K", "--iterations", "5", "--json", *words],
         cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=400,
     )  # fmt: skip

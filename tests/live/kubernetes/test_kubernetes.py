@@ -398,7 +398,7 @@ def test_the_role_is_enough_and_no_more(submit, begun, kube, tmp_path):
 def test_the_command_line_follows_a_run_to_its_end(kube, own_home):
     kube.entry()
     done = subprocess.run(
-        [sys.executable, "-m", "clusterkit", "submit", "--cluster", "k8s", "--clusters",
+        [sys.executable, "-m", "clusterkit", "submit", "--cluster", "k8s", "--cluster-file",
          str(kube.file), "--nodes", "2", "--", "sh", "-c",
          "echo here is $RANK; exit $((RANK * 5))"],
         capture_output=True, text=True, cwd=ROOT,

@@ -258,4 +258,4 @@ def test_the_commands(submit, begun, kube, elsewhere, monkeypatch):
     assert (taken.returncode, taken.stdout) == (0, f"{run.id}\n"), taken.stderr
     ended = clusterkit("cancel", "last")
     assert (ended.returncode, ended.stdout) == (0, f"{run.id} CANCELLED\n"), ended.stderr
-    assert clusterkit("attach", "x", "--cluster", "k8s").returncode == 2
+    assert clusterkit("attach", "x", "--cluster", "k8s").returncode == 125

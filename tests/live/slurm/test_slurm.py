@@ -104,11 +104,11 @@ def test_a_run_waits_in_the_queue_says_why_and_needs_nobody_to_watch(
 def test_what_the_plan_prints_can_be_submitted_by_hand(
     slurm: Slurm, clusterkit: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the folder that ``plan --out`` wrote; who looks from elsewhere sees it."""
+    """From the folder that ``plan -o`` wrote; who looks from elsewhere sees it."""
     job = tmp_path / "hello.yaml"
     job.write_text('name: hello\ncommand: [sh, -c, "echo hello from $RANK of $WORLD_SIZE"]\n')
     out = os.environ["CLUSTERKIT_HOME"] + "/runs/hello-plan"
-    words = [str(job), "--cluster", "hpc", "--nodes", "2", "--out", out]
+    words = [str(job), "--cluster", "hpc", "--nodes", "2", "--output", out]
     subprocess.run([*clusterkit, "plan", *words], check=True, capture_output=True)
     assert api.get("hello-plan").status().state is State.PENDING
     slurm.run("sbatch", f"{out}/files/slurm.sh")
@@ -130,7 +130,7 @@ def test_a_plan_runs_once_at_a_time_and_its_run_alone_is_cancelled(
     job = tmp_path / "hello.yaml"
     job.write_text('name: hello\ncommand: [sh, -c, "echo began; exec sleep 600"]\n')
     out = os.environ["CLUSTERKIT_HOME"] + "/runs/hello-plan"
-    words = [str(job), "--cluster", "hpc", "--out", out]
+    words = [str(job), "--cluster", "hpc", "--output", out]
     subprocess.run([*clusterkit, "plan", *words], check=True, capture_output=True)
     # Another one of the same name, as another user may have it.
     options = ("--job-name=hello-plan", f"--chdir={tmp_path}", "-o/dev/null", "--parsable")
@@ -348,7 +348,7 @@ def test_two_runs_at_once_do_not_disturb_each_other(slurm: Slurm, train: Train) 
 
 
 def test_a_script_that_is_handed_to_sbatch_runs_the_job_on_all_nodes(slurm, own_home, tmp_path):
-    """Without clusterkit: `plan --as sbatch`, and Slurm's own command. No rank needs torch."""
+    """Without clusterkit: `export sbatch`, and Slurm's own command. No rank needs torch."""
     job = tmp_path / "handed.yaml"
     job.write_text(
         "nodes: 2\ngpus_per_node: 2\n"

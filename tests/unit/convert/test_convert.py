@@ -171,12 +171,12 @@ def test_files_are_written_and_nothing_is_replaced_unasked(hosts, cli):
     assert done.err.endswith("next: clusterkit plan job.yaml --cluster hosts\n")
     assert loader.cluster_names() == ["hosts", "local", "mine"]
     assert [each.name for each in loader.read_cluster("hosts").cluster.hosts] == ["h1", "h2"]
-    assert cli("convert", *line).code == 2
+    assert cli("convert", *line).code == 125
     # The same entry once more is no other one.
     assert cli("convert", "--force", *line).code == 0
     (hosts / "hosts").write_text("h1 slots=2\n")
     done = cli("convert", "--force", *line)
-    assert done.code == 2
+    assert done.code == 125
     assert "clusters.yaml:3: cluster hosts is there already" in done.err
 
 
@@ -203,6 +203,6 @@ def test_what_cannot_be_converted_is_one_error(hosts, cli):
         (("-o", "out.yaml", "--", "torchrun", "--turbo", "x.py"), "--turbo: clusterkit does not"),
     ):
         done = cli("convert", *words)
-        assert (done.code, done.out) == (2, "")
+        assert (done.code, done.out) == (125, "")
         assert said in done.err
     assert not (hosts / "out.yaml").exists()

@@ -79,8 +79,8 @@ def test_a_warning_is_none(cli, examined):
 
 def test_options_reach_the_examination(cli, examined):
     asked = examined(FAULTS)
-    cli("doctor", "job.yaml", "-c", "lab", "--clusters", "f.yaml", "-n", "2", "-g", "4", "--set",
-        "device=cuda", "--include", "h1", "--quick", "--only", "user, clock,")  # fmt: skip
+    cli("doctor", "job.yaml", "-c", "lab", "--cluster-file", "f.yaml", "-n", "2", "-g", "4",
+        "--set", "device=cuda", "--include", "h1", "--quick", "--only", "user, clock,")  # fmt: skip
     assert asked == [{
         "job": "job.yaml", "cluster": "lab", "clusters_file": "f.yaml", "nodes": "2", "gpus": 4,
         "settings": ("device=cuda",), "include": "h1", "exclude": None, "quick": True,
@@ -123,7 +123,7 @@ def test_an_error_is_no_traceback(cli, monkeypatch):
 
     monkeypatch.setattr(api, "doctor", fail)
     done = cli("doctor")
-    assert (done.code, done.out) == (3, "")
+    assert (done.code, done.out) == (125, "")
     assert done.err == "error: nothing works\n hint: mend it\n"
 
 

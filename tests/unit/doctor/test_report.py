@@ -6,7 +6,7 @@ import pytest
 from clusterkit.doctor.base import Finding, shortened
 from clusterkit.doctor.hosts.helpers import size_text
 from clusterkit.doctor.report import Report, ranges, refusal
-from clusterkit.errors import EXIT_BAD_INPUT, EXIT_UNAVAILABLE
+from clusterkit.errors import EXIT_REFUSED
 
 HOSTS = tuple(f"h{i}" for i in range(64))
 
@@ -207,7 +207,7 @@ def test_nothing_is_refused_for_a_warning():
 def test_a_submit_is_refused_with_the_same_words():
     found = report(Finding("packages", "h6", "fail", "torch 2.12.0", "pip install torch==2.13.0"))
     error = refusal(found)
-    assert error.exit_code == EXIT_BAD_INPUT
+    assert error.exit_code == EXIT_REFUSED
     assert error.message == "cluster lab is not fit: packages on h6: torch 2.12.0"
     assert error.message.partition("fit: ")[2] in found.table()
     assert error.hint.splitlines()[0] == "h6: pip install torch==2.13.0"
@@ -218,7 +218,7 @@ def test_a_submit_is_refused_with_the_same_words():
 @pytest.mark.parametrize("check", ["reachable", "host-key"])
 def test_a_host_that_does_not_answer_is_no_bad_input(check):
     found = report(Finding(check, "h6", "fail", "no"), checks=(check,))
-    assert refusal(found).exit_code == EXIT_UNAVAILABLE
+    assert refusal(found).exit_code == EXIT_REFUSED
 
 
 def test_a_refusal_does_not_fill_the_screen():

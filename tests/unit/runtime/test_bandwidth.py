@@ -476,7 +476,7 @@ def test_arguments_are_checked(
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         bandwidth.parse(arguments)
-    assert ended.value.code == 2
+    assert ended.value.code == 1
     assert said in capsys.readouterr().err
 
 

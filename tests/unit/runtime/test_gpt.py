@@ -348,7 +348,7 @@ def test_bad_input_is_one_line(
     monkeypatch.setattr(sys, "argv", ["train.py", *args])
     with pytest.raises(SystemExit) as leaving:
         run(train.main)
-    assert leaving.value.code == 2
+    assert leaving.value.code == 1
     captured = capsys.readouterr()
     assert captured.err.startswith(f"error: {message}")
     assert captured.err.count("\n") == 1
