@@ -22,7 +22,7 @@ import msgspec
 
 from clusterkit import backends
 from clusterkit.backends.base import SupportsDoctor, SupportsRemoteRuns
-from clusterkit.errors import EXIT_FAILURE, BadInput, CapabilityError, ClusterkitError, RunFailed
+from clusterkit.errors import EXIT_FAILURE, BadInput, CapabilityError, RunFailed
 from clusterkit.lifecycle import control
 from clusterkit.lifecycle.run import Run as Run
 from clusterkit.run import folder as run_folder
@@ -41,24 +41,36 @@ if TYPE_CHECKING:
     from clusterkit.jobfile.catalogue import CatalogueEntry
     from clusterkit.jobfile.examples import example as example
     from clusterkit.jobfile.examples import examples as examples
+    from clusterkit.lifecycle.clusters import Cluster as Cluster
+    from clusterkit.lifecycle.clusters import clusters as clusters
     from clusterkit.lifecycle.export import plan_as as plan_as
     from clusterkit.lifecycle.launch import Prepared as Prepared
     from clusterkit.lifecycle.launch import Progress as Progress
     from clusterkit.lifecycle.launch import launch as launch
     from clusterkit.lifecycle.launch import prepare as prepare
     from clusterkit.lifecycle.launch import prepare_again as prepare_again
+    from clusterkit.lifecycle.launch import rerun as rerun
     from clusterkit.lifecycle.launch import resolved_cluster as resolved_cluster
     from clusterkit.lifecycle.scaffold import init as init
     from clusterkit.plan import Plan
     from clusterkit.run.logs import LogLine
     from clusterkit.web.server import Server
 
-_LAUNCH = ("Prepared", "Progress", "launch", "prepare", "prepare_again", "resolved_cluster")
+_LAUNCH = (
+    "Prepared",
+    "Progress",
+    "launch",
+    "prepare",
+    "prepare_again",
+    "rerun",
+    "resolved_cluster",
+)
 _LAZY = {
     **dict.fromkeys(_LAUNCH, "lifecycle.launch"),
     **dict.fromkeys(("example", "examples"), "jobfile.examples"),
     "init": "lifecycle.scaffold",
     "plan_as": "lifecycle.export",
+    **dict.fromkeys(("Cluster", "clusters"), "lifecycle.clusters"),
 }
 
 
@@ -121,17 +133,6 @@ def submit(job: Job, **options: Any) -> Run:
     from clusterkit.lifecycle.launch import launch, prepare
 
     return launch(prepare(job, **options))
-
-
-def rerun(run: str | Run, **options: Any) -> Run:
-    """Start the job of a run again, as a new run; options as for `prepare_again`.
-
-    Raises:
-        ClusterkitError: the run could not be started; nothing is left behind.
-    """
-    from clusterkit.lifecycle.launch import launch, prepare_again
-
-    return launch(prepare_again(get(run), **options))
 
 
 def get(run: str | Run) -> Run:
@@ -201,15 +202,10 @@ def metrics(run: str | Run) -> list[dict[str, Any]]:
 
 def prometheus(run: str | Run) -> str:
     """Return a run's state and the newest value of each metric in Prometheus' text format."""
-    from clusterkit.lifecycle.live import LiveRun
     from clusterkit.web import prometheus as text_format
 
     found = get(run)
-    live = LiveRun(found._folder)
-    live.poll()
-    while live.behind:
-        live.poll()
-    return text_format.text([text_format.reported(live, found.status())])
+    return text_format.of_run(found._folder, found.status())
 
 
 def attach(
@@ -499,51 +495,6 @@ def notify(cluster: str = "local", clusters_file: str | os.PathLike[str] | None 
         raise BadInput(f"cluster {cluster} has no `notify`", hint)
     test = notifications.Notification("test", f"clusterkit: a test of cluster {cluster}")
     return notifications.send(spec, test)
-
-
-class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry of the cluster file, and what was found when it was asked."""
-
-    name: str
-    backend: str | None = None
-    nodes: int | None = None
-    """How many nodes a run can have; None if that is not limited or not known."""
-    gpus: int | None = None
-    """GPUs of all hosts that were looked at."""
-    error: str | None = None
-    """Why it cannot be used; None if it can be reached."""
-
-
-def clusters(clusters_file: str | os.PathLike[str] | None = None) -> list[Cluster]:
-    """Ask every cluster of the cluster file, all at once, whether it can be reached.
-
-    Raises:
-        BadInput: there is no such file, or it is no cluster file.
-    """
-    from concurrent.futures import ThreadPoolExecutor
-
-    from clusterkit.jobfile import loader
-
-    names = loader.cluster_names(clusters_file)
-    with ThreadPoolExecutor(len(names)) as pool:
-        return [*pool.map(lambda name: _asked(name, clusters_file), names)]
-
-
-def _asked(name: str, clusters_file: str | os.PathLike[str] | None) -> Cluster:
-    from clusterkit.lifecycle.launch import resolved_cluster
-
-    found = Cluster(name=name)
-    try:
-        entry = resolved_cluster(name, clusters_file)
-        found = Cluster(name=name, backend=entry.backend)
-        backend = backends.backend(entry.backend)
-        with contextlib.closing(backends.transport_for(entry)) as transport:
-            facts = backend.probe(entry, transport, None)
-            nodes = backend.capacity(entry, transport) or None
-    except ClusterkitError as error:
-        return msgspec.structs.replace(found, error=error.message)
-    gpus = sum(len(host.gpus) for host in facts.hosts)
-    return msgspec.structs.replace(found, nodes=nodes, gpus=gpus)
 
 
 def schema() -> dict[str, Any]:

@@ -179,8 +179,8 @@ class Plan(Struct, frozen=True, kw_only=True):
             parts += ["\nfiles\n", *(f"  {file.path}\n" for file in self.files)]
             scripts = [file.text or "" for file in self.files if file.path.endswith("/node.sh")]
             for script in scripts:
-                command = script[script.rfind("\nexec ") + 1 :].splitlines()
-                parts += ["\non each node\n", *(f"  {line}\n" for line in command)]
+                lines = script[script.rfind("\nexec ") + 1 :].splitlines()
+                parts += ["\non each node\n", *(f"  {line}\n" for line in lines)]
         for file in self.files if files else ():
             parts.append(f"\nfile {file.path} (mode {file.mode:04o})\n")
             if file.resource is not None:

@@ -132,6 +132,15 @@ def prepare_again(
     return _prepare(asked, loaded, None, doctor, None)
 
 
+def rerun(run: str | Run, **options: Any) -> Run:
+    """Start the job of a run again, as a new run; options as for `prepare_again`.
+
+    Raises:
+        ClusterkitError: the run could not be started; nothing is left behind.
+    """
+    return launch(prepare_again(run if isinstance(run, Run) else Run(find_run(run)), **options))
+
+
 def _prepare(
     asked: request.Request,
     loaded: loader.LoadedCluster,

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from clusterkit.lifecycle.live import LiveRun
+from clusterkit.run.folder import RunFolder
 from clusterkit.run.status import RunStatus, State
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -40,6 +41,15 @@ def reported(live: LiveRun, status: RunStatus) -> Reported:
     found = live.reported
     values = {name: series.last for name, series in found.series.items()}
     return Reported(status, values | ({"step": found.step} if values else {}))
+
+
+def of_run(folder: RunFolder, status: RunStatus) -> str:
+    """Return `text` of one run, read from its folder."""
+    live = LiveRun(folder)
+    live.poll()
+    while live.behind:
+        live.poll()
+    return text([reported(live, status)])
 
 
 def text(runs: Iterable[Reported]) -> str:

@@ -177,7 +177,7 @@ def test_nodes_that_do_not_start_are_how_the_run_ended(write_job, monkeypatch):
     monkeypatch.setattr(LocalTransport, "start", refused)
     monkeypatch.setattr(supervise, "spawn", lambda *_, **__: pytest.fail("nothing to watch"))
     status = api.submit(write_job("launcher: python\n")).status()
-    assert (status.state, status.exit_code) == (State.FAILED, 1)
+    assert (status.state, status.exit_code) == (State.FAILED, 125)
     assert (status.failure.cause, status.failure.hint) == ("no process", "look")
 
 

@@ -691,7 +691,7 @@ def test_a_run_without_a_diagnosis_says_where_to_look(played: Any, cli: Any) -> 
 def test_a_run_that_reports_too_little_is_no_result(played: Any, cli: Any) -> None:
     played(MARKS[:3])
     done = cli("bench", "-n", "2")
-    assert done.code == 1
+    assert done.code == 125
     assert "reported 1 of 2 measurements" in done.err
     assert done.out == ""
 

@@ -1,0 +1,275 @@
+"""The verbs of version 0.1 that `test_cli.py` does not hold, their exit codes and old names."""
+
+import io
+import json
+import time
+
+import msgspec
+import pytest
+
+from clusterkit import api
+from clusterkit.cli import GROUPS, VERBS
+from clusterkit.errors import Unavailable
+from clusterkit.lifecycle import launch
+from clusterkit.run.folder import RunFolder
+from clusterkit.run.status import Failure, NodeStatus, RunStatus, State
+
+pytestmark = pytest.mark.usefixtures("no_gpus")
+
+
+@pytest.fixture
+def ended(unstarted_run, by_hand):
+    """Make a run that has ended: ``ended("a", State.FAILED, 7)``."""
+
+    def make(run_id, state=State.SUCCEEDED, code=0, *, ago=10.0, log="", **fields):
+        run = unstarted_run("launcher: forkserver\nargs: [--lr, '1']\n", run_id=run_id)
+        by_hand(run).node(exit_code=code, log=log)
+        by_hand(run).unwatched()
+        status = RunStatus(
+            run=run.id, job="demo", cluster="local", backend="local", state=state, exit_code=code,
+            nodes=(NodeStatus(node=0, host="localhost", state=state, exit_code=code),),
+            started_at=time.time() - ago - 5, finished_at=time.time() - ago, **fields,
+        )  # fmt: skip
+        RunFolder(run.path).write_json("state.json", status)
+        return run
+
+    return make
+
+
+# ---------------------------------------------------------------- help and names
+
+
+def test_help_shows_the_groups_in_their_order(cli):
+    said = cli("--help").out
+    places = [said.index(f"\n{group}:\n") for group in ("Start", "Runs", "Cluster", "Other")]
+    assert places == sorted(places)
+    assert list(GROUPS) == ["Start", "Runs", "Cluster", "Other"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("ls-jobs", "clusterkit jobs"),
+        ("examples", "clusterkit jobs --examples, jobs --copy NAME"),
+        ("notify", "clusterkit doctor --notify"),
+        ("plot", "clusterkit metrics RUN... --plot FILE.png"),
+    ],
+)
+def test_an_old_verb_answers_with_its_new_name(refused, old, new):
+    assert old not in VERBS
+    assert refused(old, "x") == f"error: {old} has a new name\n hint: {new}\n"
+
+
+def test_an_old_option_works_and_names_the_new_one(cli, cwd):
+    (cwd / "c.yaml").write_text("lab: {backend: local}\n")
+    done = cli("clusters", "--clusters", "c.yaml", "--json")
+    assert [each["name"] for each in done.json] == ["lab", "local"]
+    assert "note: --clusters has a new name: --cluster-file\n" in done.err
+
+
+def test_ranks_per_node_is_what_gpus_is(cli, write_job):
+    first = cli("plan", write_job("launcher: forkserver\n"), "--ranks-per-node", "2", "--json")
+    assert first.json["world_size"] == 2
+    assert cli("plan", "job.yaml", "--gpus", "2", "--json").json["world_size"] == 2
+
+
+def test_debug_is_heard_after_the_verb(cli):
+    with pytest.raises(LookupError):
+        cli("status", "nope", "--debug")
+
+
+# ---------------------------------------------------------------- errors
+
+
+def test_an_error_is_one_json_object_with_json(cli):
+    done = cli("status", "nope", "--json")
+    assert done.code == 125
+    assert done.json["error"]["message"].startswith("run 'nope' is unknown under ")
+    assert done.err.startswith("error: run 'nope' is unknown")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("status",), ("status", "--nope", "last"), ("submit", "no.yaml"), ("nonsense",),
+     ("logs", "last", "--since", "soon"), ("logs", "last", "--grep", "(")],
+)  # fmt: skip
+def test_what_is_refused_ends_with_125(cli, words):
+    assert cli(*words).code == 125
+
+
+# ---------------------------------------------------------------- wait
+
+
+def test_wait_exits_with_the_code_of_the_first_that_failed(cli, ended):
+    failure = Failure(node=0, rank=1, exit_code=7, cause="ValueError: bad")
+    ended("good"), ended("bad", State.FAILED, 7, failure=failure), ended("worse", State.FAILED, 9)
+    assert cli("wait", "good").code == 0
+    done = cli("wait", "good", "bad", "worse")
+    assert done.code == 7
+    assert done.out == "good SUCCEEDED\nbad FAILED\nworse FAILED\n"
+    assert "ValueError: bad" in done.err
+    assert [each["exit_code"] for each in cli("wait", "bad", "good", "--json").json] == [7, 0]
+    assert cli("wait", "good", "--json").json["state"] == "SUCCEEDED"
+
+
+def test_wait_gives_up_after_its_timeout_and_the_run_goes_on(cli, unstarted_run):
+    run = unstarted_run()
+    done = cli("wait", run.id, "--timeout", "0.1s")
+    assert (done.code, done.out) == (124, f"{run.id} PENDING\n")
+    assert f"run {run.id} is PENDING after 0." in done.err
+    assert run.status().state is State.PENDING
+
+
+# ---------------------------------------------------------------- rerun
+
+
+def test_rerun_prepares_the_recorded_job_on_the_recorded_cluster(ended, facts, monkeypatch, cwd):
+    run = ended("first")
+    (cwd / "job.yaml").unlink()  # the record is enough
+    entry = json.loads((run.path / "cluster.json").read_bytes())
+    (run.path / "cluster.json").write_text(json.dumps({**entry, "env": {"FROM": "record"}}))
+    probed = []
+
+    def probe(self, cluster, transport, job):
+        probed.append(cluster)
+        return facts
+
+    monkeypatch.setattr("clusterkit.backends.local.backend.LocalBackend.probe", probe)
+    with launch.prepare_again(run, settings=["restarts=2"], more_args=["--steps", "3"]) as ready:
+        before = msgspec.json.decode((run.path / "job.json").read_bytes(), type=api.JobSpec)
+        assert ready.job == msgspec.structs.replace(
+            before, restarts=2, args=("--lr", "1", "--steps", "3")
+        )
+        assert ready.plan.run_id != "first"
+        assert ready.cluster_name == "local"
+    assert probed[0].env == {"FROM": "record"}
+
+
+def test_rerun_starts_a_new_run(cli, ended, monkeypatch):
+    run = ended("first")
+    seen = []
+
+    def start(ready, as_json, *, detach, top):
+        seen.append((ready.job.args, detach))
+        ready.__exit__()
+        return 5
+
+    monkeypatch.setattr("clusterkit.cli.rerun.start", start)
+    assert cli("rerun", run.id, "-d", "--", "--epochs", "-3").code == 5
+    assert seen == [(("--lr", "1", "--epochs", "-3"), True)]
+
+
+def test_rerun_of_nothing_is_refused(refused):
+    assert "run 'nope' is unknown" in refused("rerun", "nope")
+
+
+# ---------------------------------------------------------------- clusters
+
+
+def test_clusters_says_which_can_be_reached(cli, cwd, monkeypatch):
+    (cwd / "clusters.yaml").write_text(
+        "lab: {backend: ssh, hosts: [{name: h1}]}\nhere: {backend: local}\nbad: {backend: nope}\n"
+    )
+
+    def probe(self, cluster, transport, job):
+        raise Unavailable("h1: connection refused")
+
+    monkeypatch.setattr("clusterkit.backends.ssh.backend.SshBackend.probe", probe)
+    done = cli("clusters", "--json")
+    found = {each["name"]: each for each in done.json}
+    assert done.code == 1
+    assert list(found) == ["bad", "here", "lab", "local"]
+    assert found["lab"]["error"] == "h1: connection refused"
+    assert found["lab"]["backend"] == "ssh"
+    assert "'nope' is not a backend" in found["bad"]["error"]
+    assert found["here"]["error"] is None
+    assert "can be reached" in cli("clusters").out
+
+
+# ---------------------------------------------------------------- several runs
+
+
+def test_status_and_cancel_take_several_runs(cli, ended):
+    ended("a"), ended("b", State.FAILED, 3)
+    done = cli("status", "a", "b")
+    assert done.code == 0
+    assert done.out.index("a  SUCCEEDED") < done.out.index("b  FAILED")
+    assert [each["run"] for each in cli("status", "a", "b", "--json").json] == ["a", "b"]
+    assert cli("cancel", "a", "b").out == "a SUCCEEDED\nb FAILED\n"
+
+
+def test_ls_shows_the_newest_in_a_state(cli, ended):
+    for name in ("a", "b", "c"):
+        ended(name, State.FAILED if name == "b" else State.SUCCEEDED)
+    assert [run["run"] for run in cli("ls", "--limit", "2", "--json").json] == ["c", "b"]
+    assert [run["run"] for run in cli("ls", "--state", "failed", "--json").json] == ["b"]
+    assert cli("ls", "--state", "RUNNING").err == "no run is in that state\n"
+
+
+def test_rm_by_age_and_state_removes_what_matches_alone(cli, ended, unstarted_run, monkeypatch):
+    day = 86400.0
+    old, failed = ended("old", ago=40 * day), ended("bad", State.FAILED, 1, ago=31 * day)
+    new, pending = ended("new"), unstarted_run(run_id="pending")
+    words = ("rm", "--older-than", "30d", "--state", "FAILED")
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert cli(*words).code == 130  # nobody to ask
+    assert failed.path.exists()
+    assert cli(*words, "--yes").out == "bad\n"
+    assert cli("rm", "--older-than", "30d", "-y").out == "old\n"
+    assert [path.exists() for path in (old.path, failed.path)] == [False, False]
+    assert new.path.exists()
+    assert pending.path.exists()
+    assert cli("rm").code == cli("rm", "new", "--older-than", "1d").code == 125
+    assert new.path.exists()
+
+
+def test_rm_of_one_run_twice_removes_it_once(cli, ended):
+    ended("a")
+    done = cli("rm", "a", "a")
+    assert (done.code, done.out) == (0, "a\n")
+
+
+# ---------------------------------------------------------------- logs and metrics
+
+
+def stamped(ago, text):
+    at = time.time() - ago
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at))
+    return f"{whole}.000000Z 0 {text}\n"
+
+
+def test_logs_are_chosen_by_time_pattern_and_attempt(cli, ended):
+    log = stamped(7200, "old Error one") + stamped(60, "new line") + stamped(30, "new Error two")
+    run = ended("a", log=log)
+
+    def texts(*words):
+        return [line["text"] for line in cli("logs", run.id, "--json", *words).json]
+
+    assert texts("--since", "1h") == ["new line", "new Error two"]
+    assert texts("--grep", "Err.r") == ["old Error one", "new Error two"]
+    assert texts("--grep", "Error", "--tail", "1") == ["new Error two"]
+    assert texts("--attempt", "1", "--since", "5m", "--grep", "line") == ["new line"]
+    assert texts("--attempt", "2") == []
+
+
+def test_metrics_draws_several_runs_and_lists_one(cli, ended, monkeypatch):
+    ended("a"), ended("b")
+    seen = []
+    monkeypatch.setattr(api, "plot", lambda runs, path: seen.append((runs, path)) or path)
+    assert cli("metrics", "a", "b", "--plot", "x.png").out == "x.png\n"
+    assert seen == [(("a", "b"), "x.png")]
+    assert "need --plot" in cli("metrics", "a", "b").err
+
+
+# ---------------------------------------------------------------- plan
+
+
+def test_plan_names_its_files_and_shows_them_when_asked(cli, write_job):
+    short = cli("plan", write_job("launcher: forkserver\n")).out
+    whole = cli("plan", "job.yaml", "--files").out
+    assert "\nfiles\n" in short
+    assert "node.sh" in short
+    assert "#!/bin/sh" not in short
+    assert "#!/bin/sh" in whole
+    assert "nproc_per_node=1" in short
+    assert short.split("\nsteps\n")[1] == whole.split("\nsteps\n")[1]
