@@ -57,14 +57,8 @@ if TYPE_CHECKING:
     from clusterkit.web.server import Server
 
 _LAUNCH = (
-    "Prepared",
-    "Progress",
-    "launch",
-    "prepare",
-    "prepare_again",
-    "rerun",
-    "resolved_cluster",
-)
+    "Prepared", "Progress", "launch", "prepare", "prepare_again", "rerun", "resolved_cluster",
+)  # fmt: skip
 _LAZY = {
     **dict.fromkeys(_LAUNCH, "lifecycle.launch"),
     **dict.fromkeys(("example", "examples"), "jobfile.examples"),
