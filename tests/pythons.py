@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 CLAIMED = ("3.14", "3.13", "3.12", "3.11")
-"""As README and pyproject.toml say."""
+"""As CONTRIBUTING.md and pyproject.toml say."""
 _ASK = "import ensurepip, ssl, sys, venv; print('%d.%d' % sys.version_info[:2])"
 
 

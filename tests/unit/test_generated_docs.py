@@ -59,11 +59,11 @@ def test_a_stale_page_is_named_and_the_check_changes_nothing(
 
 
 def test_a_stale_page_is_written_anew(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    spoilt = copy / "README.md"
+    spoilt = copy / "docs" / "jobs.md"
     spoilt.write_text(spoilt.read_text().replace("[`zero1`]", "[`zeroth`]"))
     assert generated_docs.main([], copy) == 0
-    assert capsys.readouterr().out == "README.md\n"
-    assert spoilt.read_text() == page("README.md")
+    assert capsys.readouterr().out == "docs/jobs.md\n"
+    assert spoilt.read_text() == page("docs/jobs.md")
 
 
 @pytest.mark.parametrize(

@@ -56,12 +56,12 @@ def test_the_python_that_asks_is_not_its_own_newest(tmp_path: Path, found: dict[
     assert found["newest"] == found["others"] == ""
 
 
-def test_readme_and_pyproject_name_the_same() -> None:
+def test_contributing_and_pyproject_name_the_same() -> None:
     root = Path(pythons.__file__).parents[1]
     project = (root / "pyproject.toml").read_text()
     named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
     assert named == sorted(pythons.CLAIMED)
     assert (
         f"\n- Python {min(pythons.CLAIMED)} to {max(pythons.CLAIMED)}:"
-        in (root / "README.md").read_text()
+        in (root / "CONTRIBUTING.md").read_text()
     )
