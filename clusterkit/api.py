@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from clusterkit import backends
+from clusterkit.arguments import checked
 from clusterkit.backends.base import SupportsDoctor, SupportsRemoteRuns
+from clusterkit.cluster import Facts
 from clusterkit.errors import EXIT_FAILURE, BadInput, CapabilityError, RunFailed
 from clusterkit.lifecycle import control
 from clusterkit.lifecycle.run import Run as Run
@@ -30,12 +32,11 @@ from clusterkit.run.find import all_runs, find_run
 from clusterkit.run.folder import Submission
 from clusterkit.run.status import RunStatus, State
 from clusterkit.spec import Job as Job
-from clusterkit.spec import JobSpec, parse_nodes
+from clusterkit.spec import parse_nodes
 
 if TYPE_CHECKING:
     from clusterkit import doctor as doctors
     from clusterkit.bench import bandwidth
-    from clusterkit.cluster import Facts
     from clusterkit.convert import Converted
     from clusterkit.estimate import Estimate
     from clusterkit.jobfile.catalogue import CatalogueEntry
@@ -94,6 +95,7 @@ def plan(job: Job, **options: Any) -> Plan:
         return ready.plan
 
 
+@checked
 def write_plan(job: Job, out: str | os.PathLike[str], **options: Any) -> int:
     """Write what `plan` returns into a folder, to start it by hand; return the number of files.
 
@@ -138,11 +140,17 @@ def get(run: str | Run) -> Run:
     return run if isinstance(run, Run) else Run(find_run(run))
 
 
+def _several(runs: Sequence[str | Run]) -> list[Run]:
+    each: Sequence[Any] = runs if isinstance(runs, list | tuple) else [runs]
+    return [get(run) for run in each]
+
+
 def runs() -> list[RunStatus]:
     """Return the status of every run of this machine, newest first."""
     return [control.reconcile(folder) for folder in all_runs()]
 
 
+@checked
 def runs_of(
     cluster: str, *, clusters_file: str | os.PathLike[str] | None = None
 ) -> list[ListedRun]:
@@ -202,6 +210,7 @@ def prometheus(run: str | Run) -> str:
     return text_format.of_run(found._folder, found.status())
 
 
+@checked
 def attach(
     run: str | Run,
     *,
@@ -236,6 +245,7 @@ def cancel(run: str | Run) -> RunStatus:
     return get(run).cancel()
 
 
+@checked
 def plot(names: Sequence[str | Run], output: str | os.PathLike[str]) -> Path:
     """Draw loss and tokens per second of one or several runs to a .png, .svg or .pdf file.
 
@@ -247,12 +257,13 @@ def plot(names: Sequence[str | Run], output: str | os.PathLike[str]) -> Path:
     """
     from clusterkit.ui import plots
 
-    chosen = {run.id: run for run in map(get, names)}
+    chosen = {run.id: run for run in _several(names)}
     jobs = {name: run._folder.read_json("run.json", Submission).job for name, run in chosen.items()}
     labels = {name: name if [*jobs.values()].count(job) > 1 else job for name, job in jobs.items()}
     return plots.draw({name: run.metrics() for name, run in chosen.items()}, Path(output), labels)
 
 
+@checked
 def web(runs: Sequence[str | Run] = (), *, host: str = "127.0.0.1", port: int = 0) -> Server:
     """Return a server that shows runs live in a browser at its ``url``, once `serve_forever` runs.
 
@@ -267,9 +278,10 @@ def web(runs: Sequence[str | Run] = (), *, host: str = "127.0.0.1", port: int = 
     """
     from clusterkit.web.server import Server
 
-    return Server(host, port, [get(run).id for run in runs])
+    return Server(host, port, [run.id for run in _several(runs)])
 
 
+@checked
 def report(runs: Sequence[str | Run], output: str | os.PathLike[str]) -> Path:
     """Write what `web` shows of runs as one HTML file, which needs no server and no network.
 
@@ -279,9 +291,10 @@ def report(runs: Sequence[str | Run], output: str | os.PathLike[str]) -> Path:
     """
     from clusterkit.web import site
 
-    return site.write_report([get(run).id for run in runs], Path(output))
+    return site.write_report([run.id for run in _several(runs)], Path(output))
 
 
+@checked
 def bench(
     *,
     nodes: int | None = None,
@@ -335,23 +348,7 @@ def bench(
     return bandwidth.report(run.id, run.reported_events(), [node.host for node in status.nodes])
 
 
-def _read_job(
-    job: Job | None,
-    settings: Sequence[str],
-    nodes: int | str | None,
-    gpus: int | None,
-    more_args: Sequence[str] = (),
-) -> JobSpec | None:
-    """Read and check a job; without one, check ``nodes`` and ``gpus`` by themselves if given."""
-    from clusterkit.jobfile import request
-
-    if job is None and nodes is None and gpus is None:
-        return None
-    if job is None:
-        job, settings = JobSpec(name="any", command=("true",)), ()
-    return request.read(job, settings, nodes, gpus, more_args).job
-
-
+@checked
 def estimate(
     job: Job | None = None,
     *,
@@ -380,11 +377,12 @@ def estimate(
         ClusterkitError: the model is unknown, or cannot be divided like this.
     """
     from clusterkit import estimate as estimates
+    from clusterkit.jobfile import request, values
     from clusterkit.lifecycle.launch import resolved_cluster
 
-    asked = estimates.check(estimates.Question(**question))
-    checked = _read_job(job, settings, nodes, gpus, more_args)
-    spec = checked if job is not None else None
+    asked = estimates.check(values.of_fields(question, estimates.Question))
+    spec = request.spec_of(job, settings, nodes, gpus, more_args)
+    spec = spec if job is not None else None
     counted = gpus is not None or (spec is not None and spec.gpus_per_node != "auto")
     if facts is None and not (asked.gpu_memory is not None and counted):
         entry = resolved_cluster(cluster, clusters_file)
@@ -394,6 +392,7 @@ def estimate(
     return estimates.estimate(spec, facts, nodes=count, gpus=gpus, question=asked)
 
 
+@checked
 def doctor(
     job: Job | None = None,
     *,
@@ -421,9 +420,10 @@ def doctor(
         ClusterkitError: no such cluster, job or check. A host that does not answer is a finding.
     """
     from clusterkit import doctor as doctors
+    from clusterkit.jobfile import request
     from clusterkit.lifecycle.launch import resolved_cluster
 
-    spec = _read_job(job, settings, nodes, gpus)
+    spec = request.spec_of(job, settings, nodes, gpus)
     entry = resolved_cluster(cluster, clusters_file, include=include, exclude=exclude)
     backend = backends.backend(entry.backend)
     if not isinstance(backend, SupportsDoctor):
@@ -448,6 +448,7 @@ def jobs() -> list[CatalogueEntry]:
     return catalogue.entries(catalogue.find_folder())
 
 
+@checked
 def convert(
     file: str | os.PathLike[str] | None, words: Sequence[str] = (), *, kind: str | None = None
 ) -> Converted:
@@ -473,6 +474,7 @@ def convert(
     return converter.convert(text, words, name=name, kind=kind, read=files.named)
 
 
+@checked
 def notify(cluster: str = "local", clusters_file: str | os.PathLike[str] | None = None) -> str:
     """Send a test notification as a cluster's entry says; return a line that says where to.
 

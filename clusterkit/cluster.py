@@ -8,13 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from clusterkit.shell import NAME
+from clusterkit.shell import NAME, VARIABLE
 from clusterkit.spec import Auto, Count, Spec
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Amount = Annotated[int, Meta(ge=0)]
 Word = Annotated[str, Meta(min_length=1)]
-Absolute = Annotated[str, Meta(pattern="^/")]
+Absolute = Annotated[str, Meta(pattern="^/", description="an absolute path")]
 Seconds = Annotated[float, Meta(gt=0, le=86400)]
 
 
@@ -23,7 +23,7 @@ class NotifySpec(Spec, frozen=True, kw_only=True):
 
     command: tuple[Word, ...] = ()
     """Command to run where runs are submitted; it gets the event as JSON on its standard input."""
-    url_from: Annotated[str, Meta(pattern=f"^{NAME}$")] | None = None
+    url_from: Annotated[str, Meta(pattern=f"^{NAME}$", description=VARIABLE)] | None = None
     """Variable of the submitter's environment with the URL to which the event is sent by POST."""
     on: tuple[Literal["ended", "failed", "restarted"], ...] = ("ended", "failed", "restarted")
     """Which events; `ended`: the run succeeded, or was cancelled."""

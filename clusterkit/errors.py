@@ -33,10 +33,19 @@ def join_some(words: Iterable[str], most: int = 6) -> str:
 
 
 def did_you_mean(word: object, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return ``did you mean NAME?`` with the most similar name, or "" if none is similar."""
+    """Return ``did you mean NAME?`` with the most similar name, or "" if none is similar.
+
+    Similar names begin with the same letter, or one is a part of the other: by their letters alone
+    `extends` is as similar to `nodes` as `nodz` is.
+    """
     import difflib
 
-    near = difflib.get_close_matches(str(word), list(names), 1, cutoff)
+    typed = str(word).lower()
+    near = [
+        name
+        for name in difflib.get_close_matches(str(word), list(names), 5, cutoff)
+        if typed[:1] == name[:1].lower() or typed in name.lower() or name.lower() in typed
+    ]
     return f"did you mean {near[0]}?" if near else ""
 
 

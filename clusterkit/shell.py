@@ -16,6 +16,7 @@ from clusterkit.errors import BadInput
 
 NAME = "[A-Za-z_][A-Za-z0-9_]*"
 """Regular expression of an environment variable's name."""
+VARIABLE = "a valid name of an environment variable"
 _PLAIN = re.compile(rb"([\t -~]*\n)*")
 """ASCII lines, which a here-document keeps unchanged."""
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from clusterkit.errors import BadInput, KeyPath, Source, dotted, error_key
-from clusterkit.shell import NAME, check_text, is_name
+from clusterkit.shell import NAME, VARIABLE, check_text, is_name
 
 Launcher = Literal["forkserver", "torchrun", "deepspeed", "mpirun"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -44,6 +44,10 @@ Duration = Annotated[
     ),
 ]
 """A length of time as `parse_duration` reads it."""
+
+ModuleName = Annotated[
+    str, Meta(pattern=rf"^{_MODULE}$", description="a name of a module, such as torch.nn")
+]
 
 RUNS = ("program", "module", "command")
 """Keys that say what a job runs; it has exactly one of them."""
@@ -184,7 +188,7 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     secrets: tuple[Annotated[str, Meta(extra_json_schema={"pattern": f"^{NAME}$"})], ...] = ()
     """Names of variables taken from the submitter's environment; their values are never written to
     a file, an argument list or a log."""
-    preload: tuple[Annotated[str, Meta(pattern=rf"^{_MODULE}$")], ...] | None = None
+    preload: tuple[ModuleName, ...] | None = None
     """Modules that launcher forkserver imports once per node, before the ranks start. By default
     torch, where the program's source shows that the time of the import makes no difference; `[]`:
     none. The program must not influence these imports, by its environment for example."""
@@ -367,9 +371,7 @@ def _check_texts(job: JobSpec) -> None:
     check_environment(job.env)
     for name in job.secrets:
         if not is_name(name):
-            raise BadInput(
-                f"secrets: {name!r} is not a valid name of an environment variable", job="secrets"
-            )
+            raise BadInput(f"secrets: {name!r} is not {VARIABLE}", job="secrets")
     texts: list[tuple[KeyPath, str]] = [
         ((key,), getattr(job, key) or "") for key in ("program", "module", "python", "workdir")
     ]
@@ -394,7 +396,7 @@ def check_environment(env: Mapping[str, str], source: Source = "job") -> None:
     for name, value in env.items():
         with error_key(source, "env", name):
             if not is_name(name):
-                raise BadInput(f"env: {name!r} is not a valid name of an environment variable")
+                raise BadInput(f"env: {name!r} is not {VARIABLE}")
             check_text(f"env.{name}", value)
 
 

@@ -20,7 +20,7 @@ from clusterkit.convert import accelerate, batch, kubernetes, lines
 from clusterkit.convert.draft import Draft, Note, Read, Tree, hosts_of
 from clusterkit.convert.options import job_name
 from clusterkit.errors import BadInput, choices
-from clusterkit.jobfile import loader, yaml_text
+from clusterkit.jobfile import values, yaml_text
 from clusterkit.jobfile.yaml_file import Document, parse_yaml
 from clusterkit.spec import JobSpec, check_job
 
@@ -119,17 +119,17 @@ def convert(
         cluster = {draft.cluster_name: draft.cluster}
         entry_type = CLUSTER_TYPES[draft.cluster["backend"]]
         with _located(draft, "cluster"):
-            loader.convert(Document("", draft.cluster, {}), (), draft.cluster, entry_type)
+            values.convert(Document("", draft.cluster, {}), (), draft.cluster, entry_type)
     return Converted(kind, job, cluster, tuple(draft.notes))
 
 
 def _checked_job(draft: Draft) -> dict[str, Any]:
     """Check the job, and return its keys in the order of `JobSpec`."""
-    order = list(loader.fields_of(JobSpec))
+    order = list(values.fields_of(JobSpec))
     if not draft.job.get("name"):
         draft.job["name"] = job_name(posixpath.splitext(posixpath.basename(draft.name))[0])
     with _located(draft, "job"):
-        check_job(loader.convert(Document("", draft.job, {}), (), draft.job, JobSpec))
+        check_job(values.convert(Document("", draft.job, {}), (), draft.job, JobSpec))
     return {key: draft.job[key] for key in sorted(draft.job, key=order.index)}
 
 

@@ -31,7 +31,7 @@ measured."""
 ATTENTION = ("fused", "eager")
 
 
-class Question(Struct, frozen=True, kw_only=True):
+class Question(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The flags of `clusterkit estimate`. None: taken from the job or the cluster.
 
     Sizes and counts are text such as ``80GB`` and ``7B``.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
+from clusterkit.arguments import checked
 from clusterkit.errors import BadInput, did_you_mean
 from clusterkit.files import write_new
 from clusterkit.jobfile import catalogue, loader
@@ -54,6 +55,7 @@ def examples() -> list[catalogue.CatalogueEntry]:
     return catalogue.entries(folder())
 
 
+@checked
 def example(name: str) -> list[Path]:
     """Copy an example to ``jobs`` in the current folder.
 

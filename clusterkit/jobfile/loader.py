@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -10,20 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
-from msgspec import inspect
 
 from clusterkit import shell
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, LocalCluster
-from clusterkit.errors import BadInput, KeyPath, choices, did_you_mean
+from clusterkit.errors import BadInput, choices
 from clusterkit.files import read_file, reason
 from clusterkit.jobfile import command
-from clusterkit.jobfile.yaml_file import Document, is_text, names_in, parse_yaml, read_yaml
+from clusterkit.jobfile.values import convert
+from clusterkit.jobfile.yaml_file import Document, is_text, parse_yaml, read_yaml, similar_file
 from clusterkit.spec import JobSpec, check_environment, check_job
 
-Spec = TypeVar("Spec", bound=msgspec.Struct)
 CLUSTERS_FILE = "clusters.yaml"
 
 
@@ -46,136 +44,11 @@ def locating(
             if key in flags:
                 error.locate(flags[key], flags[key] + error.message.removeprefix(key))
             elif error.source == "job" and job is not None:
-                where = job.where(error.key)
-                error.locate(where, f"{where}: {error.message}")
+                job.locate(error, error.key)
             elif error.source == "cluster" and cluster is not None and cluster.document is not None:
                 where = cluster.document.where((cluster.name, *error.key))
                 error.locate(where, f"{where}: {cluster.name}.{error.message}")
         raise
-
-
-# ---------------------------------------------------------------- specs
-
-
-def convert(document: Document, place: KeyPath, data: Any, kind: type[Spec]) -> Spec:
-    """Convert ``data``, which is at ``place`` of the document, to a spec.
-
-    Raises:
-        BadInput: an unknown key, a wrong type, a value out of range.
-    """
-    if isinstance(data, dict):
-        # `env:` without a value means no `env`, but an unknown key is an error with or without.
-        known = fields_of(kind)
-        data = {key: value for key, value in data.items() if value is not None or key not in known}
-    try:
-        return msgspec.convert(data, kind)
-    except msgspec.ValidationError as error:
-        raise _type_error(document, place, data, kind, error) from None
-    except UnicodeEncodeError as error:
-        half = str(error.object)[error.start : error.end].encode("unicode-escape").decode()
-        raise document.error(
-            place, f"{half} is half of a surrogate pair, which text cannot hold"
-        ) from None
-
-
-def fields_of(kind: type[msgspec.Struct]) -> dict[str, inspect.Type]:
-    """Return the keys of a struct and the type of each."""
-    return _fields(inspect.type_info(kind))
-
-
-def _fields(kind: inspect.Type) -> dict[str, inspect.Type]:
-    structs = [each for each in _alternatives(kind) if isinstance(each, inspect.StructType)]
-    return {field.encode_name: field.type for struct in structs for field in struct.fields}
-
-
-def _alternatives(kind: inspect.Type) -> Iterator[inspect.Type]:
-    if isinstance(kind, inspect.Metadata):
-        yield from _alternatives(kind.type)
-    elif isinstance(kind, inspect.UnionType):
-        yield from (each for member in kind.types for each in _alternatives(member))
-    else:
-        yield kind
-
-
-_MESSAGE = re.compile(r"(?s)(.*?)(?: - at `\$(.*)`)?\Z")
-_REMOVED = {"warm": "removed: it changed what programs compute; leave it out"}  # keys
-_SEGMENT = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
-_NAMES = {"str": "text", "int": "a whole number", "float": "a number", "bool": "true or false",
-          "array": "a list", "object": "a mapping", "null": "nothing"}  # fmt: skip
-
-
-def _type_error(
-    document: Document, base: KeyPath, data: Any, kind: type[Spec], error: msgspec.ValidationError
-) -> BadInput:
-    """Turn an error of msgspec into one with file, line, key, value and allowed values."""
-    match = _MESSAGE.match(str(error))
-    assert match is not None
-    message = match[1]
-    place, value = _place_and_value(match[2] or "", data)
-    expected = _type_at(kind, place)
-    place = (*base, *place)
-    if missing := re.match(r"Object missing required field `(.+)`", message):
-        return document.error(place, f"{missing[1]} is missing")
-    if unknown := re.match(r"(?s)Object contains unknown field `(.*)`", message):
-        fields = _fields(expected)
-        near = _REMOVED.get(unknown[1]) or did_you_mean(unknown[1], fields, 0.5)
-        message = f"unknown key ({near})" if near else "unknown key"
-        return document.error((*place, unknown[1]), message, f"allowed: {', '.join(fields)}")
-    shown = "nothing" if value is None else repr(value)[:80]
-    if "Expected" in message and "got" in message:
-        wanted, got = re.findall(r"`([^`]+)`", message)[:2]
-        names = [_NAMES.get(name.strip(), name.strip()) for name in wanted.split("|")]
-        wanted = " or ".join(name for name in names if name != "nothing") or "nothing"
-        message = f"{shown} is {_NAMES.get(got, got)}, not {wanted}"
-        if got.startswith(("int", "float")) and value == got:
-            message = f"{shown}: {wanted}"
-    else:
-        message = f"{shown}: {message[0].lower()}{message[1:]}"
-    return document.error(place, message, _allowed(expected, value))
-
-
-def _place_and_value(path: str, data: Any) -> tuple[KeyPath, Any]:
-    """Return the keys of msgspec's path ``.env[...]`` and the value at that place in ``data``."""
-    place: KeyPath = ()
-    for name, index in _SEGMENT.findall(path):
-        part: str | int = name or (0 if index == "..." else int(index))
-        if index == "...":
-            # msgspec does not name the key of a mapping: take the first with a value of wrong type.
-            wrong = [key for key, item in data.items() if not isinstance(item, str)]
-            part = wrong[0] if wrong else next(iter(data), "")
-        place = (*place, part)
-        data = data[part] if part != "" else data
-    return place, data
-
-
-def _allowed(expected: inspect.Type, value: Any) -> str | None:
-    """Return a hint: the values that a type allows, or a text value as the list of its words."""
-    members = list(_alternatives(expected))
-    if isinstance(value, str) and any(isinstance(one, inspect.VarTupleType) for one in members):
-        try:
-            words = shell.split(value)
-        except BadInput:  # a single quote may be an apostrophe
-            words = value.split()
-        return json.dumps(words, ensure_ascii=False)
-    allowed = [
-        str(each) for one in members if isinstance(one, inspect.LiteralType) for each in one.values
-    ]
-    if allowed and any(isinstance(one, inspect.IntType) for one in members):
-        allowed.insert(0, "a whole number")
-    return choices(allowed, value) if allowed else None
-
-
-def _type_at(kind: type[Spec], place: KeyPath) -> inspect.Type:
-    """Return the type of a place in a struct; any type below a mapping with free keys."""
-    found: inspect.Type = inspect.type_info(kind)
-    for part in place:
-        items = [
-            each.item_type
-            for each in _alternatives(found)
-            if isinstance(part, int) and isinstance(each, inspect.VarTupleType)
-        ]
-        found = items[0] if items else _fields(found).get(str(part), inspect.AnyType())
-    return found
 
 
 # ---------------------------------------------------------------- jobs
@@ -237,12 +110,7 @@ def apply_setting(document: Document, setting: str) -> None:
             value = parse_yaml(text, "--set", base=tuple(parts)).data
         except BadInput as error:
             raise BadInput(f"--set {setting!r}: the value is not YAML", error.message) from None
-    target = document.data
-    for depth, part in enumerate(parts[:-1]):
-        target = target.setdefault(part, {})
-        if not isinstance(target, dict):
-            raise BadInput(f"--set {setting!r}: {'.'.join(parts[: depth + 1])} is not a mapping")
-    target[parts[-1]] = value
+    document.set(parts, value)
 
 
 def job_from_command(argv: Sequence[str], **fields: Any) -> JobSpec:
@@ -319,12 +187,8 @@ def locate_program(job: JobSpec, document: Document | None = None) -> JobSpec:
             return msgspec.structs.replace(job, workdir=str(base), python=python)
     assert job.program is not None
     program = Path(job.program)
-    beside = names_in((bases[0] / program).parent)
-    near = [str(program.with_name(name)) for name in beside if name.endswith(".py")]
     raise BadInput(
-        f"program: {program} is {where}",
-        hint=did_you_mean(program, near) or None,
-        job="program",
+        f"program: {program} is {where}", hint=similar_file(program, bases[0]), job="program"
     )
 
 

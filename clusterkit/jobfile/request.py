@@ -11,8 +11,9 @@ from pathlib import Path
 import msgspec
 
 from clusterkit.agent import LOCAL_RANK_WORD
+from clusterkit.arguments import checked
 from clusterkit.errors import BadInput
-from clusterkit.jobfile import command, loader, sources
+from clusterkit.jobfile import command, loader, sources, values
 from clusterkit.jobfile.yaml_file import Document
 from clusterkit.spec import Job, JobSpec, check_job
 
@@ -22,8 +23,8 @@ class Request:
     """A job that has been read and checked, and where its keys come from."""
 
     job: JobSpec
-    document: Document | None
-    """The job's file; None: a command or a spec."""
+    document: Document
+    """The job's file; without a name for a command or a spec."""
     flags: Mapping[str, str]
     """Keys of the job that a flag has set, and the flag."""
     remark: str | None = None
@@ -43,6 +44,7 @@ class Request:
         return loader.locating(self.document, cluster, self.flags)
 
 
+@checked
 def read(
     job: Job,
     settings: Sequence[str] = (),
@@ -64,22 +66,17 @@ def read(
     Raises:
         BadInput: anything wrong with the job.
     """
-    document: Document | None = None
     if isinstance(job, (str, os.PathLike)):
         spec, document = loader.read_job(Path(job), settings)
         keys = list(document.data)
     else:
-        if isinstance(job, Mapping):  # otherwise its keys would be the words of a command
-            raise BadInput(
-                "a job is a path, a JobSpec or a command's words, not a mapping",
-                "msgspec.convert(job, clusterkit.spec.JobSpec)",
-            )
-        spec = job if isinstance(job, JobSpec) else loader.job_from_command(list(job))
-        if settings:
-            changes = Document("--set", msgspec.to_builtins(spec), {})
-            for setting in settings:
-                loader.apply_setting(changes, setting)
-            spec = loader.convert(changes, (), changes.data, JobSpec)
+        if not isinstance(job, JobSpec):
+            job = loader.job_from_command(_words(job))
+        document = values.document_of(job)
+        for setting in settings:
+            loader.apply_setting(document, setting)
+        document.include("deepspeed", Path())
+        spec = values.convert(document, (), document.data, JobSpec)
         keys = list(msgspec.to_builtins(spec))
     given = {key: f"{key}: {getattr(spec, key)}" for key in keys if hasattr(spec, key)}
     flags: dict[str, str] = {}
@@ -97,12 +94,13 @@ def read(
             gpus_per_node=spec.gpus_per_node if gpus is None else gpus,
         )
         check_job(spec)
-        environ = None if document else os.environ
-        taken = command.take_over(spec, given, None if document else typed, environ)
+        from_file = bool(document.name)
+        environ = None if from_file else os.environ
+        taken = command.take_over(spec, given, None if from_file else typed, environ)
         spec = taken.job
         check_job(spec)
-        if spec.workdir is None or document is not None:
-            spec = loader.locate_program(spec, document)
+        if spec.workdir is None or from_file:
+            spec = loader.locate_program(spec, document if from_file else None)
         note, texts = taken.note, []
         if spec.program or taken.local_rank:
             texts = [text for _, text in sources.imported(*sources.starts_of(spec))]
@@ -113,6 +111,36 @@ def read(
             note = f"{note}; each rank gets {name}"
         several_ranks = command.check_source(spec, texts[0] if texts else "")
     return Request(spec, document, flags, note, several_ranks)
+
+
+def spec_of(
+    job: Job | None,
+    settings: Sequence[str],
+    nodes: int | str | None,
+    gpus: int | None,
+    more_args: Sequence[str] = (),
+) -> JobSpec | None:
+    """Return the job of `read`; without one, only check ``nodes`` and ``gpus``."""
+    if job is None and nodes is None and gpus is None:
+        return None
+    if job is None:
+        job, settings = JobSpec(name="any", command=("true",)), ()
+    return read(job, settings, nodes, gpus, more_args).job
+
+
+def _words(job: object) -> Sequence[str]:
+    """Return a job that is a command.
+
+    Raises:
+        BadInput: it is not a list of text.
+    """
+    if isinstance(job, list | tuple) and all(isinstance(word, str) for word in job):
+        return job
+    shown = repr(job)[:80]
+    raise BadInput(
+        f"job: {shown} is neither a path nor a JobSpec nor a list of a command's words",
+        'submit("job.yaml"), submit(["python", "train.py"]), or submit(JobSpec(...))',
+    )
 
 
 def _as_number(nodes: int | str) -> int | str:

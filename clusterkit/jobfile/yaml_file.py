@@ -7,10 +7,9 @@ exactly as written: ``FLAG: 010`` is ``"010"``.
 
 from __future__ import annotations
 
-import os
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,28 +24,64 @@ VERBATIM = frozenset({"env", "args", "command"})
 """Keys below which every scalar is text, exactly as written."""
 
 
+OPTION = "--set"
+
+
 class Document:
     """A parsed YAML file: its data and the line of every key."""
 
     def __init__(self, name: str, data: Any, lines: Mapping[KeyPath, int]) -> None:
         self.name = name
         self.data = data
-        self._lines = lines
+        self._lines = dict(lines)
+        self._set = set[KeyPath]()
         self._parts: dict[str | int, Document] = {}
 
     def error(self, place: KeyPath, message: str, hint: str | None = None) -> BadInput:
         """Return an error that begins with the file, the line and the key of a place."""
         key = dotted(place)
-        return BadInput(f"{self.where(place)}: {key + ': ' if key else ''}{message}", hint)
+        error = BadInput(f"{key}: {message}" if key else message, hint)
+        self.locate(error, place)
+        return error
+
+    def locate(self, error: BadInput, place: KeyPath) -> None:
+        """Begin an error, whose message begins with the key, with where the place was set."""
+        if where := self.where(place):
+            error.locate(where, f"{where}{' ' if where == OPTION else ': '}{error.message}")
 
     def where(self, place: KeyPath) -> str:
-        """Return ``file:line`` of a place, or of the nearest key above it that has a line."""
-        if place and place[0] in self._parts:
-            return self._parts[place[0]].where(place)
-        while place and place not in self._lines:
-            place = place[:-1]
-        line = self._lines.get(place)
-        return f"{self.name}:{line}" if line else self.name
+        """Return ``file:line`` of a place, or of the nearest key above it that has a line.
+
+        That is `OPTION`, if `set` has set it.
+        """
+        for above in (place[:end] for end in range(len(place), -1, -1)):
+            if above in self._set:
+                return OPTION
+            if len(above) == 1 and above[0] in self._parts:
+                return self._parts[above[0]].where(place)
+            if above in self._lines:
+                return f"{self.name}:{self._lines[above]}"
+        return self.name
+
+    def set(self, parts: Sequence[str], value: Any) -> None:
+        """Set a value, as ``--set`` does.
+
+        Raises:
+            BadInput: a key above it has a value that is no mapping.
+        """
+        target, place = self.data, tuple(parts)
+        for end, part in enumerate(place[:-1], 1):
+            if part not in target:
+                self._set.add(place[:end])
+            target = target.setdefault(part, {})
+            if not isinstance(target, dict):
+                raise BadInput(f"{OPTION} {dotted(place)}: {dotted(place[:end])} is not a mapping")
+        target[place[-1]] = value
+        for known in [each for each in self._lines if each[: len(place)] == place]:
+            del self._lines[known]
+        if len(place) == 1:
+            self._parts.pop(place[0], None)
+        self._set.add(place)
 
     def include(self, key: str, folder: Path) -> None:
         """Replace a key's value, if it is a path relative to ``folder``, by that file's data.
@@ -60,6 +95,7 @@ class Document:
             except BadInput as error:
                 raise self.error((key,), error.message, error.hint) from None
             self.data[key], self._parts[key] = part.data, part
+            self._set.discard((key,))
 
 
 class _Loader(yaml.SafeLoader):
@@ -154,9 +190,8 @@ def read_yaml(path: Path, *, depth: int = 0, base: KeyPath = ()) -> Document:
     except UnicodeDecodeError as error:
         raise BadInput(f"{name}: not a text file (byte {error.start} is not UTF-8)") from None
     except OSError as error:
-        siblings = [str(path.parent / each) for each in names_in(path.parent)]
-        hint = did_you_mean(name, siblings) if isinstance(error, FileNotFoundError) else ""
-        raise BadInput(f"{name}: {reason(error)}", hint or None) from None
+        hint = similar_file(path) if isinstance(error, FileNotFoundError) else None
+        raise BadInput(f"{name}: {reason(error)}", hint) from None
     if path.suffix == ".json":
         text = text.replace("\t", " ")  # JSON allows tabs, and only between values
     return parse_yaml(text, name, depth=depth, base=base)
@@ -205,6 +240,8 @@ def _syntax_error(error: yaml.YAMLError, text: str, name: str) -> BadInput:
     if mark is None:
         return BadInput(f"{name}: not YAML: {problem}")
     where = f"{name}:{mark.line + 1}"
+    if "another document" in problem:
+        return BadInput(f"{where}: a second YAML document begins here", "one file for each job")
     lines = text.splitlines()
     line = lines[mark.line] if mark.line < len(lines) else ""
     if "\t" in line[: mark.column + 1] or "'\\t'" in problem:
@@ -217,9 +254,22 @@ def _syntax_error(error: yaml.YAMLError, text: str, name: str) -> BadInput:
     return BadInput(f"{where}: not YAML: {problem}", near)
 
 
-def names_in(folder: Path) -> list[str]:
-    """Return the names in a folder; none if it cannot be read."""
+def similar_file(path: Path, folder: Path = Path()) -> str | None:
+    """Return `did_you_mean` with a file beside a missing one; None: there is none like it.
+
+    A relative path starts in ``folder``.
+
+    Suffixes and folders are no part of the comparison: they would make all names similar.
+    """
     try:
-        return os.listdir(folder)
+        beside = [each for each in sorted((folder / path).parent.iterdir()) if each.is_file()]
     except OSError:
-        return []
+        return None
+    stems = {
+        each.stem: path.with_name(each.name)
+        for each in beside
+        if each.suffix == path.suffix or each.stem == path.stem
+    }
+    near = did_you_mean(path.stem, stems)
+    stem = near.removeprefix("did you mean ").removesuffix("?")
+    return f"did you mean {stems[stem]}?" if near else None

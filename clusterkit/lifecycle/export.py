@@ -13,15 +13,17 @@ from typing import Any
 import msgspec
 
 from clusterkit import backends
+from clusterkit.arguments import checked
 from clusterkit.backends.base import SupportsFile, check_capabilities
 from clusterkit.cluster import CLUSTER_TYPES, Facts
-from clusterkit.errors import BadInput
+from clusterkit.errors import BadInput, choices
 from clusterkit.jobfile import request
 from clusterkit.lifecycle.launch import resolved_cluster
 from clusterkit.run import folder as run_folder
 from clusterkit.spec import Job
 
 
+@checked
 def plan_as(
     job: Job,
     form: str,
@@ -44,6 +46,8 @@ def plan_as(
     Raises:
         ClusterkitError: the backend cannot run the job, or the entry is of another kind.
     """
+    if form not in backends.FORMS:
+        raise BadInput(f"form: {form!r} is none of them", choices(backends.FORMS, form))
     name, keys = backends.FORMS[form]
     backend = backends.backend(name)
     assert isinstance(backend, SupportsFile)

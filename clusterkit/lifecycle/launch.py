@@ -16,6 +16,7 @@ import msgspec
 
 import clusterkit
 from clusterkit import agent, backends
+from clusterkit.arguments import checked
 from clusterkit.backends.base import (
     Backend,
     SupportsPreflight,
@@ -69,6 +70,7 @@ class Prepared(contextlib.AbstractContextManager["Prepared"]):
         self.transport.close()
 
 
+@checked
 def prepare(
     job: Job,
     *,
@@ -249,6 +251,7 @@ def _probed(subject: doctors.Subject, transport: Transport, probe: Callable[[], 
     return facts
 
 
+@checked
 def resolved_cluster(
     name: str,
     clusters_file: str | os.PathLike[str] | None = None,
@@ -427,6 +430,7 @@ def _has_ended(run_id: str) -> bool:
     )
 
 
+@checked
 def take_over(run: str, cluster: str, clusters_file: str | os.PathLike[str] | None = None) -> Run:
     """Make a folder and a supervisor on this machine for a run of another machine.
 

@@ -12,7 +12,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from clusterkit.errors import BadInput, ClusterkitError, RunFolderError
+from clusterkit.arguments import checked
+from clusterkit.errors import BadInput, ClusterkitError, RunFolderError, RunNotFound
 from clusterkit.lifecycle import control
 from clusterkit.plan import Plan
 from clusterkit.run.folder import POLL_SECONDS, Event, RunFolder
@@ -36,19 +37,25 @@ class Run:
     """One submitted run, in any process."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
+        self._found = folder
 
     def __repr__(self) -> str:
         return f"<Run {self.id}>"
 
     @property
+    def _folder(self) -> RunFolder:
+        if not self.path.is_dir():
+            raise RunNotFound(f"run {self.id} is deleted: there is no folder {self.path}")
+        return self._found
+
+    @property
     def id(self) -> str:
-        return self._folder.run_id
+        return self._found.run_id
 
     @property
     def path(self) -> Path:
         """The run's folder."""
-        return self._folder.path
+        return self._found.path
 
     @property
     def plan(self) -> Plan:
@@ -70,6 +77,7 @@ class Run:
         """Return what the supervisor did beyond the plan, such as restarts."""
         return self._folder.records("events.jsonl", Event)
 
+    @checked
     def wait(
         self, timeout: float | None = None, *, until: Callable[[RunStatus], bool] | None = None
     ) -> RunStatus:
@@ -101,6 +109,7 @@ class Run:
 
         return self.supervised or bool(agent.processes_of(str(self.path)))
 
+    @checked
     def wait_started(self, timeout: float = 60.0) -> RunStatus:
         """Wait until every node runs or the run has ended. Return the status then."""
         return self.wait(
@@ -131,6 +140,7 @@ class Run:
             self.log_batches(rank=rank, node=node, follow=follow, note=note)
         )
 
+    @checked
     def tail(
         self, lines: int, *, rank: int | None = None, node: int | None = None
     ) -> list[LogLine]:
@@ -152,6 +162,7 @@ class Run:
             attempt -= 1
         return found[len(found) - min(lines, len(found)) :]
 
+    @checked
     def log_batches(
         self,
         *,
@@ -242,6 +253,7 @@ class Run:
         """End the run and everything that it started. Idempotent."""
         return control.cancel(self._folder)
 
+    @checked
     def delete(self, *, force: bool = False) -> None:
         """Remove the run's folder with logs, metrics and checkpoints, on this machine and its
         hosts.

@@ -17,11 +17,12 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import backends
+from clusterkit.arguments import checked
 from clusterkit.backends.probing import PROJECT_ENVIRONMENTS
 from clusterkit.cluster import CLUSTER_TYPES, HostFacts, LocalCluster
 from clusterkit.errors import BadInput, choices, join_some
 from clusterkit.files import source_of, write_new
-from clusterkit.jobfile import catalogue, loader
+from clusterkit.jobfile import catalogue, loader, values
 from clusterkit.jobfile.command import SPAWN
 from clusterkit.jobfile.yaml_text import documents
 from clusterkit.spec import parse_nodes
@@ -172,7 +173,7 @@ def _reachable(backend: str) -> bool:
 
 def takes_hosts(where: str) -> bool:
     """Return whether ``where`` is a backend whose entry lists hosts."""
-    return where in CLUSTER_TYPES and "hosts" in loader.fields_of(CLUSTER_TYPES[where])
+    return where in CLUSTER_TYPES and "hosts" in values.fields_of(CLUSTER_TYPES[where])
 
 
 def known_clusters() -> list[str]:
@@ -180,6 +181,7 @@ def known_clusters() -> list[str]:
     return [] if loader.find_clusters_file() is None else loader.cluster_names()
 
 
+@checked
 def write(
     script: Script,
     found: Machine,

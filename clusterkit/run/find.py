@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from clusterkit.arguments import checked
 from clusterkit.errors import RunFolderError, RunNotFound, join_some
 from clusterkit.run.folder import HOME_HINT, LAST, RUN_ID, RunFolder, home
 
@@ -41,6 +42,7 @@ def _created(path: Path) -> float:
         return path.stat().st_mtime if path.exists() else 0.0
 
 
+@checked
 def find_run(name: str) -> RunFolder:
     """Return the run with this id, the only one whose id begins so, or the newest for ``last``.
 

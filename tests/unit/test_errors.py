@@ -11,7 +11,7 @@ import pytest
 from clusterkit import errors
 from clusterkit.cluster import CLUSTER_TYPES
 from clusterkit.errors import BadInput, ClusterkitError, PortTaken, RunNotFound, Unavailable
-from clusterkit.jobfile import loader
+from clusterkit.jobfile import values
 from clusterkit.spec import JobSpec
 
 
@@ -72,8 +72,8 @@ NO_KEYS = {
 
 def unattributed() -> Iterator[str]:
     """Errors whose message begins with a key, and that do not say whose key that is."""
-    jobs = set(loader.fields_of(JobSpec))
-    keys = jobs.union(*(loader.fields_of(kind) for kind in CLUSTER_TYPES.values())) - {"backend"}
+    jobs = set(values.fields_of(JobSpec))
+    keys = jobs.union(*(values.fields_of(kind) for kind in CLUSTER_TYPES.values())) - {"backend"}
     for path in sorted(ROOT.rglob("*.py")):
         name = path.relative_to(ROOT)
         if name.parts[0] in ("runtime", "estimate", "doctor") or str(name) in NO_KEYS:
