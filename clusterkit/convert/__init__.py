@@ -16,11 +16,11 @@ from msgspec import Struct
 
 from clusterkit import shell
 from clusterkit.cluster import CLUSTER_TYPES
-from clusterkit.convert import accelerate, batch, kubernetes, lines
+from clusterkit.convert import accelerate, batch, kubernetes, lines, nested
 from clusterkit.convert.draft import Draft, Note, Read, Tree, hosts_of
 from clusterkit.convert.options import job_name
 from clusterkit.errors import BadInput, choices
-from clusterkit.jobfile import values, yaml_text
+from clusterkit.jobfile import command, values, yaml_text
 from clusterkit.jobfile.yaml_file import Document, parse_yaml
 from clusterkit.spec import JobSpec, check_job
 
@@ -129,7 +129,11 @@ def _checked_job(draft: Draft) -> dict[str, Any]:
     if not draft.job.get("name"):
         draft.job["name"] = job_name(posixpath.splitext(posixpath.basename(draft.name))[0])
     with _located(draft, "job"):
-        check_job(values.convert(Document("", draft.job, {}), (), draft.job, JobSpec))
+        job = values.convert(Document("", draft.job, {}), (), draft.job, JobSpec)
+        check_job(job)
+        # As plan does, so that it accepts every job that was converted.
+        nested.check(job, draft.read)
+        command.take_over(job, {key: f"{key}: {value}" for key, value in draft.job.items()})
     return {key: draft.job[key] for key in sorted(draft.job, key=order.index)}
 
 

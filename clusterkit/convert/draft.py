@@ -93,6 +93,8 @@ class Draft:
         self.cluster_name = ""
         self.notes: list[Note] = []
         self.refused: list[str] = []
+        self.instead = ""
+        """What to type instead of a launcher's line that has refused options."""
         self.at = ""
         self.origins: dict[tuple[Outcome, str], str] = {}
         """The option that set each key of the job or of the cluster entry."""
@@ -229,7 +231,8 @@ class Draft:
         if self.refused:
             count = len(self.refused)
             first = "" if count == 1 else f"{count} options have no equivalent:\n  "
-            raise BadInput(first + "\n  ".join(self.refused), hint=HINT)
+            hint = self.instead if count == 1 and self.instead else HINT
+            raise BadInput(first + "\n  ".join(self.refused), hint)
 
 
 class Tree:

@@ -25,10 +25,16 @@ from clusterkit.jobfile.launcher_options import (
     TORCHRUN,
     Tool,
 )
+from clusterkit.jobfile.prefixes import plain_script
 from clusterkit.jobfile.sources import imported, local_rank_argument, starts
 
 _ASSIGNMENT = re.compile(rf"({shell.NAME})=(.*)\Z", re.DOTALL)
-PLAIN_WRAPPERS = frozenset({"exec", "nohup", "time"})
+_NOT_NEEDED = {
+    "exec": "a rank becomes its program anyway",
+    "nohup": "a run outlives the terminal",
+    "time": "`clusterkit status` shows how long a run took",
+}
+PLAIN_WRAPPERS = frozenset(_NOT_NEEDED)
 _WRAPPERS = PLAIN_WRAPPERS | {"env", "timeout"}
 _STARTERS = frozenset(
     {"sudo", "numactl", "taskset", "conda", "mamba", "docker", "podman", "apptainer", "singularity",
@@ -104,10 +110,15 @@ def convert(
             why = "as one rank" if ranks == 1 else "a rank for each task"
             draft.key(started.name, "gpus_per_node", ranks, f"gpus_per_node: {ranks}, {why}")
     else:
-        name = next(name for name, of in _TOOLS if tool is of)
+        name, line = next(name for name, of in _TOOLS if tool is of), shell.join(words)
         for used in started.options:
             rule = apply_option if used.meaning in MISUSED else _RULES[name]
+            before = len(draft.refused)
             rule(draft, used)
+            if len(draft.refused) > before:
+                line = line.replace(f" {used.written}", "", 1)
+        if line != shell.join(words) and not unknown_in(line):
+            draft.instead = f"without what is refused: clusterkit convert -- {line}"
         draft.key(started.launcher, "launcher", tool.launcher)
         if name in _FINISH:
             _FINISH[name](draft)
@@ -161,11 +172,13 @@ def _without_wrappers(draft: Draft, words: list[str]) -> list[str]:
         elif words[0] == "env":
             words = words[1:]
         elif words[0] in PLAIN_WRAPPERS:
-            draft.drop(words[0], "a run outlives the terminal")
+            draft.drop(words[0], _NOT_NEEDED[words[0]])
             words = words[1:]
         elif words[0] == "timeout" and len(words) > 2:
             draft.key(f"timeout {words[1]}", "time_limit", words[1])
             words = words[2:]
+        elif (inner := plain_script(words)) is not None:
+            words = inner
         elif words[0] in _STARTERS:
             draft.refuse(words[0], f"clusterkit does not start ranks through {words[0]}")
             return []

@@ -51,8 +51,11 @@ class Found(NamedTuple):
     """The launcher's command line."""
 
 
-def check(job: JobSpec) -> None:
+def check(job: JobSpec, read: Read | None = None) -> None:
     """Refuse a command that starts a launcher, unless ``launcher: forkserver`` says it is meant.
+
+    Args:
+        read: returns the text of a script; None: reads it, relative to the job's folder.
 
     Raises:
         BadInput: naming the launcher, its line, and the remedy.
@@ -61,22 +64,51 @@ def check(job: JobSpec) -> None:
         return
     folder = job.workdir or "."
     words = [*job.command, *job.args]
-    found = _find(words, lambda path: read_source(posixpath.join(folder, path)), "", 0)
+    _check_sudo(words)
+    read = read or (lambda path: read_source(posixpath.join(folder, path)))
+    found = _find(words, read, "", 0)
     if found is None:
         return
     own = shell.join(["clusterkit", "submit", "--", *found.words])
-    if found.place:
+    if found.launcher in _OTHERS:
+        program = shell.join(found.words[_program_at(found.words) :])
+        remedy = f"without {found.launcher}: clusterkit submit --nodes N --gpus RANKS -- {program}"
+    elif found.place:
         remedy = f"start its line: {own}"
     else:
         before = words[: len(words) - len(found.words)]
-        own = shell.join([*before, "clusterkit", "submit", "--", *found.words])
-        remedy = f"the launcher first: {own}" if words[len(before) :] == [*found.words] else own
+        if words[len(before) :] == [*found.words]:
+            own = shell.join([*before, "clusterkit", "submit", "--", *found.words])
+        remedy = f"the launcher first: {own}"
     raise BadInput(
         f"command: {found.place or shell.join(words)[:80]} starts {found.launcher}, and clusterkit "
         "would start that once for every rank, each time with ranks of its own",
         hint=f"{remedy}; --set launcher=forkserver --gpus 1 starts it once on each node as it is",
         job="command",
     )
+
+
+def _program_at(words: Sequence[str]) -> int:
+    """Return where the program begins in a launcher's words, as far as they show it."""
+    for at, word in enumerate(words[1:], 1):
+        if re.search(r"(^|/)python[\d.]*\Z|\.(py|sh)\Z|^\./", word):
+            return at
+    return len(words) - 1
+
+
+def _check_sudo(words: Sequence[str]) -> None:
+    """Refuse ``sudo`` in front, which would take RANK and the like out of the environment.
+
+    Raises:
+        BadInput: with the remedy.
+    """
+    if posixpath.basename(words[0]) == "sudo" and not {"-E", "--preserve-env"} & {*words}:
+        at = _program_at(words) if words[1:2] and words[1].startswith("-") else 1
+        raise BadInput(
+            "command: sudo removes RANK, MASTER_ADDR and the like from the environment",
+            hint=f"the command itself, as ranks run as you: clusterkit submit -- {shell.join(words[at:])}",
+            job="command",
+        )
 
 
 def _is_shell(path: str, text: str) -> bool:

@@ -33,14 +33,9 @@ from clusterkit.jobfile.launcher_options import (
     TORCHRUN,
     Tool,
 )
+from clusterkit.jobfile.prefixes import Peeled, check_peeled, peel
 from clusterkit.spec import JobSpec
 
-_ASSIGNMENT = re.compile(rf"({shell.NAME})=(.*)\Z", re.DOTALL)
-_SECONDS = re.compile(r"(?=.*[1-9])\d+(\.\d+)?[smhd]?")
-_INTERPRETED = re.compile(r"[$`;&|<>(){}*?\[\]!~#\n]")
-_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE",
-               "LOCAL_WORLD_SIZE")  # fmt: skip
-"""Variables that clusterkit sets for every rank, as a launcher does."""
 _PYTHON = re.compile(r"python[\d.]*\Z")
 PYTHONS = ("python", "python3")
 """First words of a command that stand for the ranks' interpreter."""
@@ -177,7 +172,8 @@ def options(tool: Tool, words: Sequence[str], launcher: str) -> tuple[list[Used]
         if meaning is None:
             meaning = tool.unknown or f"!clusterkit does not know this option of {launcher}"
             follows = rest and (tool.unknown or not rest[0].startswith("-"))
-            takes = 1 if follows and (tool.unknown or not rest[0].endswith(".py")) else 0
+            program = follows and (rest[0].endswith(".py") or _PYTHON.match(rest[0]))
+            takes = 1 if follows and (tool.unknown or not program) else 0
         elif name in tool.flags and value is not None:
             meaning = NO_VALUE
         more = rest[: max(0, takes - (value is not None))]
@@ -225,77 +221,19 @@ def _launched(launcher: str, tool: Tool, words: Sequence[str], python: str | Non
 # ---------------------------------------------------------------- in front of a launcher
 
 
-class Peeled(NamedTuple):
-    """What stands in front of a launcher and has an equivalent."""
-
-    words: list[str]
-    """The command line without it."""
-    keys: dict[str, tuple[Any, str]]
-    """Keys of the job: value, and the words that set it."""
-    dropped: list[str]
-    """What a run does anyway."""
-
-
-def peel(words: Sequence[str]) -> Peeled:
-    """Take ``NAME=VALUE``, ``env``, ``nohup``, ``timeout`` and ``sh -c`` of plain words away.
-
-    Not with options, and no script that a shell would interpret.
-    """
-    rest, keys, dropped = list(words), dict[str, tuple[Any, str]](), list[str]()
-    while rest:
-        name, second = posixpath.basename(rest[0]), "".join(rest[1:2])
-        if match := _ASSIGNMENT.match(rest[0]):
-            if match[1] in _RENDEZVOUS:
-                dropped.append(rest[0])
-            else:
-                keys[f"env.{match[1]}"] = (match[2], rest[0])
-            rest = rest[1:]
-        elif name == "timeout" and _SECONDS.fullmatch(second) and "time_limit" not in keys:
-            keys["time_limit"] = (second, f"timeout {second}")
-            rest = rest[2:]
-        elif name in ("sh", "bash", "dash") and second == "-c" and len(rest) == 3:
-            if _INTERPRETED.search(rest[2]):
-                break
-            rest = shell.split(rest[2])
-        elif name in ("env", "nohup", "exec") and not second.startswith("-"):
-            dropped += [name] * (name == "nohup")
-            rest = rest[1:]
-        else:
-            break
-    return Peeled(rest, keys, dropped)
-
-
 def read_past(words: Sequence[str]) -> tuple[Started, Peeled]:
-    """Parse a command line, past what can be peeled if a launcher follows. Raises as `read`."""
+    """Parse a command line, past what can be peeled: all of it only if a launcher follows.
+
+    Raises:
+        BadInput: as `read`; nothing follows.
+    """
     peeled = peel(words)
     if peeled.words and (started := read(peeled.words)).tool is not None:
         return started, peeled
-    return read(words), Peeled(list(words), {}, [])
-
-
-def _check_peeled(peeled: Peeled, job: JobSpec) -> None:
-    """Refuse variables that would not mean to a job what they mean to a launcher."""
-    for key, (value, written) in peeled.keys.items():
-        name = key.removeprefix("env.")
-        if name.startswith("PET_"):
-            raise BadInput(
-                f"command: {written} is an option of torchrun",
-                hint="write it as an option",
-                job="command",
-            )
-        if name == "CUDA_VISIBLE_DEVICES":
-            hint = f"{shell.join([written])} clusterkit submit ..."
-            raise BadInput(
-                f"command: {written}: each node's share of the GPUs is set here",
-                hint=hint,
-                job="command",
-            )
-        if key != name and job.env.get(name, value) != value:
-            raise BadInput(
-                f"{key}: {job.env[name]}, but the command says {written}",
-                hint="leave one of the two out",
-                job=("env", name),
-            )
+    peeled = peel(words, programs=False)
+    if not peeled.words:
+        raise BadInput(f"command: {shell.join(words)} starts no program", job="command")
+    return read(peeled.words), peeled
 
 
 # ---------------------------------------------------------------- as a job
@@ -358,6 +296,9 @@ def take_over(
     line = ["clusterkit", "convert", "--", *words, *job.args]
     started, peeled = read_past(words)
     words = tuple(peeled.words)
+    check_peeled(peeled, job)
+    if started.tool is None:
+        job = msgspec.structs.replace(job, command=words, env=peeled.env | job.env)
     if started.python is not None:
         if job.python not in (None, started.python):
             raise BadInput(
@@ -367,8 +308,7 @@ def take_over(
             )
         job = msgspec.structs.replace(job, python=started.python, command=("python", *words[1:]))
     if (tool := started.tool) is None:
-        return Taken(job)
-    _check_peeled(peeled, job)
+        return Taken(job, peeled.remark)
     if tool in (TORCHRUN, LAUNCH):
         _check_torchruns_variables(started, given, environ or {})
     started = replace(started, args=(*started.args, *job.args))

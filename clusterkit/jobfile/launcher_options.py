@@ -218,7 +218,9 @@ _STEP_VALUES = (
     each("--nodes --ntasks --ntasks-per-node --cpus-per-task", SPECIAL)
     | each("--gpus --gpus-per-node --gpus-per-task --gres", SPECIAL)
     | each("--output --error --open-mode --input", LOGS)
-    | each("--jobid --job-id --cpu-bind --mpi", _AGENTS)
+    | each("--jobid --job-id", "-a run has an allocation of its own")
+    | each("--cpu-bind", f"-{BINDING[1:]}")
+    | each("--mpi", "-Slurm starts agents only, which need no PMI")
     | each("--gpu-bind", "!a rank sees all GPUs of its node, and takes that of LOCAL_RANK")
     | each("--ntasks-per-gpu --ntasks-per-core --ntasks-per-socket", "!write --ntasks-per-node")
     | {"--relative": "!a run has all nodes of its job"}

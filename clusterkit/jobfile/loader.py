@@ -17,7 +17,7 @@ from clusterkit import shell
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, LocalCluster
 from clusterkit.errors import BadInput, choices
 from clusterkit.files import read_file, reason
-from clusterkit.jobfile import command
+from clusterkit.jobfile import command, prefixes
 from clusterkit.jobfile.values import convert
 from clusterkit.jobfile.yaml_file import Document, is_text, parse_yaml, read_yaml, similar_file
 from clusterkit.spec import JobSpec, check_environment, check_job
@@ -129,13 +129,14 @@ def job_from_command(argv: Sequence[str], **fields: Any) -> JobSpec:
             f"{argv[0]} is a Python file, not a command",
             hint=shell.join(["clusterkit", "submit", "--", "python", *argv]),
         )
-    started, _ = command.read_past(argv)
+    started, peeled = command.read_past(argv)
     name = re.sub(r"[^\w. -]+", "-", started.name).lstrip("-. ")[:40] or "command"
     job = JobSpec(name=name, command=tuple(argv), **fields)
     if started.tool is None:
+        prefixes.check_peeled(peeled, job)
         job = msgspec.structs.replace(
             job, program=started.program, module=started.module, command=started.command,
-            args=started.args, python=started.python,
+            args=started.args, python=started.python, env=peeled.env | job.env,
         )  # fmt: skip
     check_job(job)
     return job

@@ -13,7 +13,7 @@ import msgspec
 from clusterkit.agent import LOCAL_RANK_WORD
 from clusterkit.arguments import checked
 from clusterkit.errors import BadInput
-from clusterkit.jobfile import command, loader, sources, values
+from clusterkit.jobfile import command, loader, prefixes, sources, values
 from clusterkit.jobfile.yaml_file import Document
 from clusterkit.spec import Job, JobSpec, check_job
 
@@ -66,12 +66,14 @@ def read(
     Raises:
         BadInput: anything wrong with the job.
     """
+    left = None
     if isinstance(job, (str, os.PathLike)):
         spec, document = loader.read_job(Path(job), settings)
         keys = list(document.data)
     else:
         if not isinstance(job, JobSpec):
-            job = loader.job_from_command(_words(job))
+            words = _words(job)
+            job, left = loader.job_from_command(words), prefixes.peel(words, programs=False).remark
         document = values.document_of(job)
         for setting in settings:
             loader.apply_setting(document, setting)
@@ -101,7 +103,7 @@ def read(
         check_job(spec)
         if spec.workdir is None or from_file:
             spec = loader.locate_program(spec, document if from_file else None)
-        note, texts = taken.note, []
+        note, texts = taken.note or left, []
         if spec.program or taken.local_rank:
             texts = [text for _, text in sources.imported(*sources.starts_of(spec))]
         if taken.local_rank:

@@ -71,6 +71,12 @@ def taken(line, given=None, typed=(), **fields):
         ("bash -c 'torchrun train.py; ls'", {"command": ("bash", "-c", "torchrun train.py; ls")}),
         ("env A=1 who", {"command": ("env", "A=1", "who"), "env": {}}),
         ("timeout 5 ./who", {"command": ("timeout", "5", "./who"), "time_limit": None}),
+        # Only a shell knows these: as commands they end with 127.
+        ("A=1 B='x y' ./who", {"command": ("./who",), "env": {"A": "1", "B": "x y"}}),
+        ("MASTER_PORT=1 python who.py", {"command": ("python", "who.py"), "env": {}}),
+        ("A=1 exec nohup time ./who 3", {"command": ("./who", "3"), "env": {"A": "1"}}),
+        ("time -v ./who", {"command": ("time", "-v", "./who")}),
+        ("nohup", {"command": ("nohup",)}),
         # Peeled.
         ("bash -c 'torchrun train.py --lr 1'", TRAIN | {"launcher": "torchrun"}),
         ("bash -c 'A=1 exec torchrun train.py --lr 1'", TRAIN | {"env": {"A": "1"}}),

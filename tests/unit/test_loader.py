@@ -427,6 +427,8 @@ def test_a_config_that_a_setting_names_is_named_by_its_own_line(write_job, cwd):
         (["./go.sh", "x y"], {"command": ("./go.sh", "x y"), "name": "go"}),
         (["python", "-c", "1"], {"command": ("python", "-c", "1"), "name": "python"}),
         (["./***"], {"command": ("./***",), "name": "command"}),
+        (["A=1", "sh", "-c", "x"], {"command": ("sh", "-c", "x"), "env": {"A": "1"}, "name": "sh"}),
+        (["nohup", "python", "train.py"], {"program": "train.py", "name": "train"}),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
@@ -440,6 +442,14 @@ def test_a_command_line_becomes_a_job(argv, fields, cwd, write_job):
 def test_an_empty_command_is_refused():
     with pytest.raises(BadInput, match="no command after --"):
         job_from_command([])
+    with pytest.raises(BadInput, match="command: A=1 B=2 starts no program"):
+        job_from_command(["A=1", "B=2"])
+
+
+@pytest.mark.parametrize("front", ["CUDA_VISIBLE_DEVICES=0", "PET_NNODES=2"])
+def test_a_variable_that_means_something_else_to_a_job_is_refused_in_front(front):
+    with pytest.raises(BadInput, match=f"command: {front}"):
+        job_from_command([front, "python", "train.py"])
 
 
 def test_a_command_whose_program_is_missing_is_refused(cwd):

@@ -13,9 +13,10 @@ import msgspec
 import pytest
 
 from clusterkit import backends, shell
-from clusterkit.convert import convert
+from clusterkit.convert import convert, nested
 from clusterkit.errors import BadInput
 from clusterkit.jobfile import loader
+from clusterkit.jobfile.command import take_over
 from clusterkit.jobfile.yaml_file import parse_yaml
 from clusterkit.spec import check_job
 from tests.golden.test_golden import place
@@ -103,6 +104,8 @@ def plans(found, folder, make_facts):
     assert loader.read_job(path)[1].data == parse_yaml(found.job_text(), "job").data
     job = loader.read_job(path)[0]
     check_job(job)
+    nested.check(job, lambda path: None)
+    take_over(job, {key: f"{key}: {value}" for key, value in found.job.items()})
     job = msgspec.structs.replace(job, workdir=job.workdir or "/srv/project")
     nodes = job.node_range[1]
     ranks = 8 if job.gpus_per_node == "auto" else job.gpus_per_node

@@ -47,6 +47,28 @@ def test_a_launcher_in_the_command_is_refused(line, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        (
+            "srun -N 2 python train.py",
+            "without srun: clusterkit submit --nodes N --gpus RANKS -- py",
+        ),
+        ("sudo -u me python train.py --lr 1", "clusterkit submit -- python train.py --lr 1"),
+        ("sh -c 'cd x; torchrun train.py'", "the launcher first: clusterkit submit -- torchrun tr"),
+        (
+            "nice torchrun train.py",
+            "the launcher first: nice clusterkit submit -- torchrun train.py",
+        ),
+    ],
+)
+def test_the_remedy_is_a_line_that_can_be_typed(line, remedy, tmp_path):
+    with pytest.raises(BadInput) as error:
+        check(line, tmp_path)
+    assert remedy in error.value.hint
+    check(line.replace("sudo", "sudo -E"), tmp_path, launcher="forkserver")
+
+
+@pytest.mark.parametrize(
     "text",
     [
         RUN,
