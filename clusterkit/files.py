@@ -84,12 +84,22 @@ def write_atomic(path: Path, data: bytes, mode: int | None = None) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise RunFolderError(
-            f"cannot write {path}: {error.strerror}",
-            hint=f"{path.parent} belongs to another user"
-            if isinstance(error, PermissionError)
-            else f"make room on the disk that holds {path.parent}, or set CLUSTERKIT_HOME",
-        ) from error
+        hint = "name another folder, or set CLUSTERKIT_HOME"
+        if isinstance(error, PermissionError):
+            hint = f"{path.parent} belongs to another user"
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+            hint = f"make room on the disk that holds {path.parent}, or set CLUSTERKIT_HOME"
+        raise RunFolderError(f"cannot write {path}: {error.strerror}", hint) from error
+
+
+def check_output(path: Path) -> None:
+    """Check that the folder exists in which a user wants a file: a typing mistake would make it.
+
+    Raises:
+        BadInput: it does not.
+    """
+    if not path.parent.is_dir():
+        raise BadInput(f"{path}: there is no folder {path.parent}", f"mkdir -p {path.parent}")
 
 
 def write_new(contents: Mapping[Path, bytes]) -> list[Path]:

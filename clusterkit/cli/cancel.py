@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import click
 
 from clusterkit import api
@@ -24,6 +26,7 @@ def command(runs: tuple[str, ...], as_json: bool) -> int:
     statuses = []
     for run in [api.get(name) for name in runs]:
         with spinner(f"cancelling {run.id}"):
+            ended = run.status().state.final
             status = run.cancel()
         statuses.append(status)
         if as_json:
@@ -31,6 +34,9 @@ def command(runs: tuple[str, ...], as_json: bool) -> int:
         click.echo(f"{status.run} {status.state}")
         if status.remark:
             click.echo(status.remark, err=True)
+        elif ended:
+            at = time.strftime(" at %H:%M:%S", time.localtime(status.finished_at))
+            click.echo(f"it had ended{at if status.finished_at else ''} already", err=True)
         elif not status.state.final:
             click.echo(
                 f"the run has not ended; clusterkit cancel {status.run} tries again", err=True

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 import msgspec
 
-from clusterkit.errors import BadInput
+from clusterkit.errors import BadInput, did_you_mean
 
 if TYPE_CHECKING:
     from clusterkit.cluster import Facts
@@ -42,7 +42,11 @@ class Verb(click.Command):
                 click.echo(f"note: {name} has a new name: {new}", err=True)
                 word = f"{new}{equals}{value}"
             words.append(word)
-        return super().parse_args(ctx, words + args[split:])
+        try:
+            return super().parse_args(ctx, words + args[split:])
+        except click.UsageError as error:
+            error.ctx = error.ctx or ctx  # click's parser forgets which command's help to name
+            raise
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write(f"\n{self.epilog}\n")
@@ -98,7 +102,19 @@ class JobVerb(TrailingVerb):
                     ["clusterkit", str(ctx.info_name), *first, *options, "--", *command]
                 ),
             )
-        rest = super().parse_args(ctx, args)
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if not others or "--" in args:
+                raise
+            names = [name.lstrip("-") for name in self._takes_value(ctx)]
+            near = did_you_mean(error.option_name.lstrip("-"), names, 0.8)
+            near = near.replace("mean ", "mean --")
+            line = ["clusterkit", str(ctx.info_name), *options, others[0], "--", *others[1:]]
+            raise BadInput(
+                f"No such option {error.option_name!r}. {near.capitalize()}".rstrip(),
+                hint=f"if it is the program's: {shell.join(line)}",
+            ) from None
         trailing = ctx.params.pop("trailing")
         if ctx.params["job"] is None:
             if self.job_required and not trailing and not ctx.resilient_parsing:
@@ -107,16 +123,19 @@ class JobVerb(TrailingVerb):
         ctx.params["more_args"] = trailing
         return rest
 
+    def _takes_value(self, ctx: click.Context) -> dict[str, bool]:
+        return {
+            name: isinstance(param, click.Option) and not (param.is_flag or param.count)
+            for param in self.get_params(ctx)
+            for name in (*param.opts, *param.secondary_opts)
+        }
+
     def _split(self, ctx: click.Context, args: Sequence[str]) -> tuple[list[str], list[str]]:
         """Split words into this command's options with their values, and all others.
 
         Click's own parser would read `-epochs`, which is the program's, as `-e -p -o chs`.
         """
-        takes_value = {
-            name: isinstance(param, click.Option) and not (param.is_flag or param.count)
-            for param in self.get_params(ctx)
-            for name in (*param.opts, *param.secondary_opts)
-        }
+        takes_value = self._takes_value(ctx)
         options, others = [], []
         rest = list(args)
         while rest:

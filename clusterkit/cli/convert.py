@@ -11,7 +11,7 @@ from clusterkit import api, convert, shell
 from clusterkit.cli.common import TrailingVerb, json_option, print_json, verb
 from clusterkit.convert.files import add_cluster
 from clusterkit.errors import BadInput
-from clusterkit.files import write_atomic
+from clusterkit.files import check_output, write_atomic
 from clusterkit.ui.formatting import terminal_filter
 
 
@@ -50,6 +50,8 @@ def command(
     """
     if file is None and not trailing:
         raise click.UsageError("Give a file, or a command after --.")
+    for output in filter(None, (out, clusters_out)):
+        check_output(Path(output))
     found = api.convert(file, trailing, kind=kind)
     clean = terminal_filter(sys.stderr)
     for note in found.notes:

@@ -116,7 +116,9 @@ def _option_for(word: str) -> str | None:
         return None
     if _COUNT.match(word):
         return "parameters"
-    return "model" if published.config(word) or word in published.PRESETS else None
+    named = published.config(word) or word in published.PRESETS
+    # A word that is no file's name is a model's, whose spelling the error corrects.
+    return "model" if named or not ("/" in word or "." in word) else None
 
 
 def _text(found: Estimate) -> Iterator[str]:

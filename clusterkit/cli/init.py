@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import click
 
 from clusterkit import backends, shell
-from clusterkit.cli.common import complete_cluster, json_option, print_json, verb
+from clusterkit.cli.common import TrailingVerb, complete_cluster, json_option, print_json, verb
+from clusterkit.errors import BadInput
 from clusterkit.jobfile import loader
 from clusterkit.lifecycle import scaffold
 
@@ -18,14 +19,18 @@ def _complete_where(ctx: click.Context, param: click.Parameter, incomplete: str)
     return list(dict.fromkeys([*complete_cluster(ctx, param, incomplete), *kinds]))
 
 
+class _Init(TrailingVerb):
+    trailing_metavar = "ARGS..."
+
+
 @verb(
     "init",
     "clusterkit init",
     "clusterkit init train.py --nodes 2 -- --epochs 3",
     "clusterkit init train.py --cluster ssh --hosts gpu1,gpu2",
+    cls=_Init,
 )
 @click.argument("script", required=False, type=click.Path())
-@click.argument("args", nargs=-1)
 @click.option("-c", "--cluster", "where", metavar="WHERE", shell_complete=_complete_where,
               help="Where to run: local, ssh, compose, kubernetes, slurm, or an entry of "
               "clusters.yaml.")  # fmt: skip
@@ -36,7 +41,7 @@ def _complete_where(ctx: click.Context, param: click.Parameter, incomplete: str)
 @json_option
 def command(
     script: str | None,
-    args: tuple[str, ...],
+    trailing: list[str],
     where: str | None,
     nodes: str | None,
     hosts: str,
@@ -52,16 +57,21 @@ def command(
     not overwritten. The words after -- are arguments of the program.
     """
     asks = not yes and not as_json and sys.stdin.isatty() and sys.stderr.isatty()
+    if script is None and trailing and trailing[0].endswith(".py"):
+        raise BadInput(
+            f"{trailing[0]} stands after --, where the program's arguments are",
+            hint=shell.join(["clusterkit", "init", trailing[0], "--", *trailing[1:]]),
+        )
     program = scaffold.inspect(script) if script else _program(asks)
     machine = scaffold.machine()
     known = scaffold.known_clusters()
     if where is None:
-        where = _where(machine.backends, known) if asks else "local"
-    if asks and where not in known and scaffold.takes_hosts(where) and not hosts:
+        where = _where(machine.backends, known) if asks and not hosts else None
+    if asks and where and where not in known and scaffold.takes_hosts(where) and not hosts:
         hosts = click.prompt("Which hosts? [user@]host[:port],... or an inventory file", err=True)
     elif asks and nodes is None and not hosts:
         nodes = click.prompt("How many nodes?", default="1", err=True)
-    made = scaffold.write(program, machine, where=where, nodes=nodes, hosts=hosts, args=args)
+    made = scaffold.write(program, machine, where=where, nodes=nodes, hosts=hosts, args=trailing)
     if as_json:
         print_json(made)
         return

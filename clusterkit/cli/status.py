@@ -13,6 +13,9 @@ from clusterkit.cli.common import STATE_COLOURS, json_option, print_json, runs_a
 from clusterkit.run.status import RunStatus
 from clusterkit.ui.formatting import failure_text, goodput_text, remark_lines, terminal_filter
 
+SHORT = 10.0
+"""Seconds below which a run is all start, and its share of training says nothing."""
+
 
 @verb("status", "clusterkit status last")
 @runs_argument
@@ -36,6 +39,7 @@ def _show(run: api.Run, status: RunStatus) -> None:
     clean = terminal_filter(sys.stdout)
     click.echo(f"{status.run}  ", nl=False)
     click.secho(status.state, fg=STATE_COLOURS[status.state], bold=True)
+    seconds = 0.0
     if status.started_at is not None:
         seconds = (status.finished_at or time.time()) - status.started_at
         click.echo(
@@ -63,7 +67,7 @@ def _show(run: api.Run, status: RunStatus) -> None:
             for earlier in status.attempts
         ]
         click.echo(textwrap.indent(clean(table(attempts, header, indent=2)), "  "))
-    if status.goodput is not None:
+    if status.goodput is not None and seconds >= SHORT:
         click.echo(f"  {goodput_text(status.goodput)}")
     for line in remark_lines(status):
         click.echo(f"  {clean(line)}")

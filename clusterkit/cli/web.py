@@ -32,11 +32,12 @@ def command(runs: tuple[str, ...], host: str, port: int, output: str | None) -> 
             written = api.report(runs or ("last",), Path(output))
         click.echo(written)
         return
-    if not _is_loopback(host):
-        click.echo(
-            f"note: {host} can be reached from other machines, and nothing is encrypted", err=True
-        )
     with api.web(runs, host=host, port=port) as server:
+        if not _is_loopback(host):
+            click.echo(
+                f"note: {host} can be reached from other machines, and nothing is encrypted",
+                err=True,
+            )
         click.echo(server.url)
         click.echo("Ctrl-C stops the server; the runs continue.", err=True)
         server.serve_forever()

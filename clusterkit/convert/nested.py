@@ -106,7 +106,7 @@ def _check_sudo(words: Sequence[str]) -> None:
         at = _program_at(words) if words[1:2] and words[1].startswith("-") else 1
         raise BadInput(
             "command: sudo removes RANK, MASTER_ADDR and the like from the environment",
-            hint=f"the command itself, as ranks run as you: clusterkit submit -- {shell.join(words[at:])}",
+            hint=f"ranks run as you: clusterkit submit -- {shell.join(words[at:])}",
             job="command",
         )
 

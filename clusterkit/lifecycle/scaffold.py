@@ -117,7 +117,7 @@ def scripts() -> list[Script]:
         name = path.relative_to(current)
         hidden = name.parts[0].startswith(".") or name.parts[0] in (*PROJECT_ENVIRONMENTS, "tests")
         with contextlib.suppress(BadInput):
-            if not hidden and _RUNNABLE.search(source_of(path)):
+            if not hidden and _is_program(source_of(path)):
                 found.append(inspect(str(name)))
 
     def rank(script: Script) -> tuple[bool, bool, bool, int, str]:
@@ -128,6 +128,26 @@ def scripts() -> list[Script]:
         )  # fmt: skip
 
     return sorted(found, key=rank)
+
+
+def _is_program(text: str) -> bool:
+    """Return whether a file does something when it runs, unlike a module that others import."""
+    if _RUNNABLE.search(text):
+        return True
+    try:
+        return any(map(_does, ast.parse(text).body))
+    except (SyntaxError, ValueError, RecursionError):
+        return False
+
+
+def _does(node: ast.stmt) -> bool:
+    """Return whether a statement at the top of a file is a loop, or a call like `main()`."""
+    match node:
+        case ast.Expr(ast.Call(ast.Attribute(attr=name))):
+            return name in ("fit", "train", "run", "main")
+        case ast.Expr(ast.Call(ast.Name())) | ast.For() | ast.While():
+            return True
+    return False
 
 
 def only_script() -> Script:
@@ -186,7 +206,7 @@ def write(
     script: Script,
     found: Machine,
     *,
-    where: str = "local",
+    where: str | None = None,
     nodes: str | None = None,
     hosts: str = "",
     args: Sequence[str] = (),
@@ -194,7 +214,8 @@ def write(
     """Write a job file, and a cluster file unless there is one that has an entry ``where``.
 
     Args:
-        where: an entry of the cluster file, or a backend.
+        where: an entry of the cluster file, or a backend; by default ``ssh`` with ``hosts``,
+            otherwise ``local``.
         nodes: ``2``, or ``2:4``; by default the number of ``hosts``, or 1.
         hosts: ``[user@]host[:port],...``, or a file of them.
         args: arguments of the program.
@@ -203,6 +224,7 @@ def write(
         BadInput: a file exists already, or a value is invalid; nothing is written.
     """
     folder, clusters_file = loader.current_folder(), loader.find_clusters_file()
+    where = where or ("ssh" if hosts else "local")
     names = [name.strip() for name in hosts.split(",") if name.strip()]
     file = hosts if hosts and Path(hosts).is_file() else None
     texts = {}
@@ -210,6 +232,8 @@ def write(
         if where not in CLUSTER_TYPES:
             everything = sorted({*known_clusters(), *backends.NAMES})
             raise BadInput(f"cluster {where!r} is unknown", choices(everything, where))
+        if hosts and not takes_hosts(where):
+            raise BadInput(f"--hosts {hosts}: cluster {where} takes no hosts", "--cluster ssh")
         entry: dict[str, object] = {"backend": where, **backends.backend_type(where).init_entry}
         if takes_hosts(where):
             if not names:

@@ -270,7 +270,10 @@ def _cause(suspect: _Suspect, exit_code: int | None, oom_kills: int) -> tuple[st
         words, is_error = output.final_lines()
     if not words:
         return cause, hint
-    return f"{cause}{': ' if is_error else '; its last output: '}{words}", _hint(words) or hint
+    hint = _hint(words) or hint
+    # Of a program that cannot be started, without the script that would become it.
+    words = re.sub(r"^(\S*/rank\.sh|sh): (line )?\d+: exec: (?=.*: )", "", words)
+    return f"{cause}{': ' if is_error else '; its last output: '}{words}", hint
 
 
 def _launcher_error(output: Output) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from clusterkit import files
 from clusterkit.bench.bandwidth import Pairs, Report, size_text
 from clusterkit.bench.slow_links import figure
 from clusterkit.errors import BadInput, Unavailable
@@ -128,6 +129,7 @@ def _draw_pairs(picture: Any, axes: Any, pairs: Pairs) -> None:
 def _check_name(output: Path) -> None:
     if output.suffix not in SUFFIXES:
         raise BadInput(f"{output}: not the name of a picture", hint=f"one of {', '.join(SUFFIXES)}")
+    files.check_output(output)
 
 
 def _picture() -> Any:

@@ -94,6 +94,10 @@ class Server(ThreadingHTTPServer):
             )[0]
             self.address_family = family
             super().__init__(address, _Handler)  # type: ignore[arg-type]
+        except socket.gaierror as error:
+            raise Unavailable(
+                f"--host {host}: {error.strerror}", "an address of this machine, such as 127.0.0.1"
+            ) from None
         except OSError as error:
             raise Unavailable(
                 f"--host {host} --port {port}: {error.strerror or error}",

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from clusterkit.errors import RunFolderError, RunNotFound
-from clusterkit.files import write_atomic
+from clusterkit.files import check_output, write_atomic
 from clusterkit.lifecycle import control
 from clusterkit.lifecycle.live import LiveRun, LiveRuns, RankView, standstill
 from clusterkit.output.series import Series
@@ -292,6 +292,7 @@ class Changes:
 
 def write_report(names: Sequence[str], output: Path) -> Path:
     """Write a report on runs as one HTML file, and return its path."""
+    check_output(output)
     write_atomic(output, page.render(Site().report(names), time.time()))
     return output
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pty
+import re
 import socket
 import subprocess
 import sys
@@ -117,6 +118,68 @@ def test_a_mistyped_verb_is_told_the_nearest(cli):
     done = cli("sumbit")
     assert done.code == 125
     assert "No such command 'sumbit'. Did you mean submit?" in done.err
+
+
+def test_an_option_of_the_program_is_told_to_stand_after_the_dashes(write_job, refused):
+    said = refused("plan", write_job(), "--nodes", "2", "--steps", "3")
+    assert said.startswith("error: No such option '--steps'.\n")
+    assert "clusterkit plan --nodes 2 job.yaml -- --steps 3\n" in said
+    assert "Did you mean --nodes?" in refused("plan", "job.yaml", "--nodez", "2")
+
+
+@pytest.mark.parametrize("words", [("plan", "job.yaml", "--nodes"), ("init", "--hosts"),
+                                   ("logs", "last", "--rank"), ("estimate", "--gpus")])  # fmt: skip
+def test_a_missing_value_names_the_help_of_its_command(refused, words):
+    assert f" hint: clusterkit {words[0]} --help\n" in refused(*words)
+
+
+@pytest.mark.parametrize("words", [
+    ("convert", "-o", "no/job.yaml", "--", "python", "train.py"),
+    ("convert", "--clusters-out", "no/c.yaml", "--", "torchrun", "train.py"),
+])  # fmt: skip
+def test_an_output_needs_its_folder(refused, words, cwd):
+    assert f"{words[2]}: there is no folder no\n hint: mkdir -p no\n" in refused(*words)
+    assert not (cwd / "no").exists()
+
+
+def test_a_picture_and_a_report_need_their_folder(cli, ended, cwd):
+    for words in (("plot", "last", "-o", "no/loss.png"), ("web", "last", "-o", "no/r.html")):
+        done = cli(*words)
+        assert done.code == 2
+        assert "there is no folder no\n" in done.err
+    assert not (cwd / "no").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_no_full_disk(cli, write_job):
+    done = cli("plan", write_job(), "-o", "/proc/x")
+    assert done.code == 1
+    assert "name another folder" in done.err
+
+
+def test_a_run_that_is_named_twice_is_removed_once(cli, ended):
+    assert cli("rm", "last", "last").out == f"{ended.id}\n"
+
+
+def test_a_model_that_is_misspelled_is_told_of_the_known_ones(refused):
+    said = refused("estimate", "llama-3-8c", "--gpus", "8", "--gpu-memory", "80GB")
+    assert said.startswith("error: --model llama-3-8c: ")
+    assert "did you mean llama-3-8b?" in said
+
+
+def test_a_short_run_tells_no_share_of_training(cli, ended):
+    folder = RunFolder(ended.path)
+    status = folder.saved_status()
+    for seconds, shown in ((0.6, False), (60.0, True)):
+        finished = status.started_at + seconds
+        folder.write_json("state.json", msgspec.structs.replace(status, finished_at=finished))
+        assert ("% of the time was training" in cli("status", "last").out) == shown
+
+
+def test_a_host_that_cannot_be_resolved_is_not_said_to_be_reached(cli):
+    done = cli("web", "--host", "nope.invalid")
+    assert done.code == 3
+    assert done.err.startswith("error: --host nope.invalid: ")
+    assert "can be reached" not in done.err
 
 
 def test_an_unknown_option_is_told(cli):
@@ -678,7 +741,9 @@ def test_metrics_of_a_run_that_reports_none(cli, failed):
 
 
 def test_cancel_of_a_run_that_has_ended_leaves_it_as_it_is(cli, ended):
-    assert cli("cancel", ended.id).out == f"{ended.id} SUCCEEDED\n"
+    done = cli("cancel", ended.id)
+    assert done.out == f"{ended.id} SUCCEEDED\n"
+    assert re.fullmatch(r"it had ended at \d\d:\d\d:\d\d already\n", done.err)
     assert cli("cancel", ended.id, "--json").json["state"] == "SUCCEEDED"
 
 
@@ -689,7 +754,8 @@ def test_cancel_of_a_run_whose_job_somebody_removed_has_nothing_left_to_do(cli, 
     saved = msgspec.structs.replace(ended.status(), state=State.CANCELLED, remark=removed)
     folder.record_end(saved)
     done = cli("cancel", ended.id)
-    assert (done.code, done.out, done.err) == (0, f"{ended.id} CANCELLED\n", "")
+    assert (done.code, done.out) == (0, f"{ended.id} CANCELLED\n")
+    assert done.err.startswith("it had ended at ")
     assert removed in cli("status", ended.id).out
 
 

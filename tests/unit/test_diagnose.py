@@ -284,6 +284,21 @@ def test_a_kill_for_want_of_memory_is_told_from_somebody_s_kill():
 
 
 @pytest.mark.parametrize(
+    ("printed", "cause"),
+    [
+        ("/r/files/rank.sh: 17: exec: nope: not found", "exited with 127: nope: not found"),
+        ("/r/rank.sh: line 17: exec: nope: not found", "exited with 127: nope: not found"),
+        ("sh: 3: exec: ./a b.sh: not found", "exited with 127: ./a b.sh: not found"),
+        ("run.sh: 3: exec: nope: not found", "exited with 127: run.sh: 3: exec: nope: not found"),
+    ],
+)
+def test_a_program_that_is_missing_is_named_without_the_script_that_starts_it(printed, cause):
+    found = diagnose([node(0)], said(0, 0, 1.0, printed), rank_exits=[RankExit(0, 0, 127, 1.0)])
+    assert found.cause == cause
+    assert "no such command" in (found.hint or "") or "is not there" in (found.hint or "")
+
+
+@pytest.mark.parametrize(
     ("code", "words"),
     [
         (-signal.SIGSEGV, "SIGSEGV"),

@@ -11,6 +11,8 @@ import pytest
 
 from clusterkit import api, backends, errors
 from clusterkit.cli import VERBS
+from clusterkit.jobfile.values import fields_of
+from clusterkit.spec import JobSpec
 from tests import generated_docs
 
 ROOT = generated_docs.ROOT
@@ -39,6 +41,16 @@ def page(name: str) -> str:
 
 def test_generated_parts_are_what_the_code_says() -> None:
     assert generated_docs.stale() == []
+
+
+def test_every_list_of_keys_is_that_of_the_struct() -> None:
+    """The tables are generated; an error that a page shows is not."""
+    text = page("docs/job-file.md")
+    table = text.partition("generated: job-keys")[2].partition("/generated")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(fields_of(JobSpec))
+    assert re.findall(r"^ hint: allowed: (.*)$", text, re.MULTILINE) == [
+        ", ".join(fields_of(JobSpec))
+    ]
 
 
 def test_every_part_stands_in_a_page() -> None:

@@ -118,8 +118,39 @@ def test_an_inventory_that_is_there_is_named_in_the_entry(cwd, cli):
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "import lightning\ntrainer = lightning.Trainer()\ntrainer.fit(model)\n",
+        "from transformers import Trainer\nt = Trainer(model)\nt.train()\n",
+        "import torch\nfor step in range(3):\n    pass\n",
+        "def main():\n    pass\nmain()\n",
+    ],
+)
+def test_a_program_without_a_main_guard_is_found(cwd, cli, text):
+    script(cwd, text)
+    script(cwd, "import warnings\nwarnings.simplefilter('error')\ndef f(): pass\n", "model.py")
+    assert cli("init", "-y").code == 0
+    assert loader.load_job("job.yaml").program == "train.py"
+
+
+def test_hosts_alone_mean_ssh(cwd, cli):
+    script(cwd)
+    assert cli("init", "--hosts", "gpu1,gpu2").out.endswith("submit job.yaml --cluster ssh\n")
+    assert loader.load_job("job.yaml").nodes == 2
+
+
+def test_words_after_the_dashes_are_arguments_without_a_script_too(cwd, cli):
+    script(cwd)
+    assert cli("init", "--cluster", "slurm", "--", "--data", "y").code == 0
+    job = loader.load_job("job.yaml")
+    assert (job.program, job.args) == ("train.py", ("--data", "y"))
+
+
+@pytest.mark.parametrize(
     ("argv", "said"),
     [
+        (("init", "--", "train.py", "--lr", "1"), "clusterkit init train.py -- --lr 1"),
+        (("init", "train.py", "--cluster", "slurm", "--hosts", "h1"), "cluster slurm takes no ho"),
         (("init", "gone.py"), "gone.py: no such file or directory"),
         (("init", "train.py", "--cluster", "slrum"), "did you mean slurm?"),
         (("init", "train.py", "--cluster", "ssh"), "which hosts?"),

@@ -51,13 +51,13 @@ def test_a_launcher_in_the_command_is_refused(line, tmp_path):
     [
         (
             "srun -N 2 python train.py",
-            "without srun: clusterkit submit --nodes N --gpus RANKS -- py",
+            "without srun: clusterkit submit --nodes N --gpus RANKS -- ",
         ),
         ("sudo -u me python train.py --lr 1", "clusterkit submit -- python train.py --lr 1"),
         ("sh -c 'cd x; torchrun train.py'", "the launcher first: clusterkit submit -- torchrun tr"),
         (
             "nice torchrun train.py",
-            "the launcher first: nice clusterkit submit -- torchrun train.py",
+            "the launcher first: nice clusterkit submit -- torchrun ",
         ),
     ],
 )
