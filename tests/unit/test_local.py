@@ -304,6 +304,21 @@ def test_an_interpreter_is_found_by_its_name(environment, monkeypatch):
     assert error.value.exit_code == 125
 
 
+def test_a_command_that_is_not_on_the_path_is_refused_before_anything_starts(cwd, monkeypatch):
+    (cwd / "go").write_text("#!/bin/sh\n")
+    with pytest.raises(BadInput, match="command: nope-x: not found on PATH") as error:
+        api.submit(["nope-x", "1"])
+    assert error.value.hint is None
+    with pytest.raises(BadInput, match="command: go: not found on PATH") as error:
+        api.plan(["go"])
+    assert error.value.hint == "./go is the file in this folder"
+    assert api.plan(["nope-x"], settings=[f"env.PATH={cwd}"]).world_size == 1
+    assert api.plan(["python", "-c", "1"]).world_size == 1
+    (cwd / "go").chmod(0o755)
+    monkeypatch.setenv("PATH", str(cwd), prepend=os.pathsep)
+    assert api.plan(["go"]).world_size == 1
+
+
 def test_an_interpreter_that_is_too_old_is_refused(tmp_path):
     python = tmp_path / "python3.9"
     python.write_text(
