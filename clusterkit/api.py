@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from clusterkit import backends
-from clusterkit.arguments import checked
 from clusterkit.backends.base import SupportsDoctor, SupportsRemoteRuns
 from clusterkit.cluster import Facts
 from clusterkit.errors import EXIT_FAILURE, BadInput, CapabilityError, RunFailed
+from clusterkit.jobfile.arguments import checked
 from clusterkit.lifecycle import control
 from clusterkit.lifecycle.run import Run as Run
 from clusterkit.run import folder as run_folder

@@ -5,10 +5,10 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
-from clusterkit.arguments import checked
 from clusterkit.errors import BadInput, did_you_mean
 from clusterkit.files import write_new
 from clusterkit.jobfile import catalogue, loader
+from clusterkit.jobfile.arguments import checked
 
 
 def folder() -> Path:

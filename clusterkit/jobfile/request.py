@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 
 from clusterkit.agent import LOCAL_RANK_WORD
-from clusterkit.arguments import checked
 from clusterkit.errors import BadInput
 from clusterkit.jobfile import command, loader, prefixes, sources, values
+from clusterkit.jobfile.arguments import checked
 from clusterkit.jobfile.yaml_file import Document
 from clusterkit.spec import Job, JobSpec, check_job
 

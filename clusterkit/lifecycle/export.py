@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 
 from clusterkit import backends
-from clusterkit.arguments import checked
 from clusterkit.backends.base import SupportsFile, check_capabilities
 from clusterkit.cluster import CLUSTER_TYPES, Facts
 from clusterkit.errors import BadInput, choices
 from clusterkit.jobfile import request
+from clusterkit.jobfile.arguments import checked
 from clusterkit.lifecycle.launch import resolved_cluster
 from clusterkit.run import folder as run_folder
 from clusterkit.spec import Job

@@ -16,7 +16,6 @@ import msgspec
 
 import clusterkit
 from clusterkit import agent, backends
-from clusterkit.arguments import checked
 from clusterkit.backends.base import (
     Backend,
     SupportsPreflight,
@@ -33,6 +32,7 @@ from clusterkit.errors import (
 )
 from clusterkit.files import user_name, write_atomic
 from clusterkit.jobfile import loader, request, sources
+from clusterkit.jobfile.arguments import checked
 from clusterkit.lifecycle import control, supervise
 from clusterkit.lifecycle.run import Run, check_secrets
 from clusterkit.output.track import check_trackers

@@ -12,8 +12,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from clusterkit.arguments import checked
 from clusterkit.errors import BadInput, ClusterkitError, RunFolderError, RunNotFound
+from clusterkit.jobfile.arguments import checked
 from clusterkit.lifecycle import control
 from clusterkit.plan import Plan
 from clusterkit.run.folder import POLL_SECONDS, Event, RunFolder

@@ -17,12 +17,12 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit import backends
-from clusterkit.arguments import checked
 from clusterkit.backends.probing import PROJECT_ENVIRONMENTS
 from clusterkit.cluster import CLUSTER_TYPES, HostFacts, LocalCluster
 from clusterkit.errors import BadInput, choices, join_some
 from clusterkit.files import source_of, write_new
 from clusterkit.jobfile import catalogue, loader, values
+from clusterkit.jobfile.arguments import checked
 from clusterkit.jobfile.command import SPAWN
 from clusterkit.jobfile.yaml_text import documents
 from clusterkit.spec import parse_nodes

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from clusterkit.arguments import checked
 from clusterkit.errors import RunFolderError, RunNotFound, join_some
+from clusterkit.jobfile.arguments import checked
 from clusterkit.run.folder import HOME_HINT, LAST, RUN_ID, RunFolder, home
 
 _TIMESTAMP = re.compile(r"-\d{10}-")

@@ -13,6 +13,7 @@ from clusterkit.errors import Unavailable
 from clusterkit.lifecycle import launch
 from clusterkit.run.folder import RunFolder
 from clusterkit.run.status import Failure, NodeStatus, RunStatus, State
+from clusterkit.spec import JobSpec
 
 pytestmark = pytest.mark.usefixtures("no_gpus")
 
@@ -136,7 +137,7 @@ def test_rerun_prepares_the_recorded_job_on_the_recorded_cluster(ended, facts, m
 
     monkeypatch.setattr("clusterkit.backends.local.backend.LocalBackend.probe", probe)
     with launch.prepare_again(run, settings=["restarts=2"], more_args=["--steps", "3"]) as ready:
-        before = msgspec.json.decode((run.path / "job.json").read_bytes(), type=api.JobSpec)
+        before = msgspec.json.decode((run.path / "job.json").read_bytes(), type=JobSpec)
         assert ready.job == msgspec.structs.replace(
             before, restarts=2, args=("--lr", "1", "--steps", "3")
         )
