@@ -8,7 +8,9 @@ import hashlib
 import hmac
 import json
 import os
+import pwd
 import random
+import re
 import shutil
 import signal
 import socket
@@ -22,6 +24,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from clusterkit import api
 from clusterkit.backends.ssh import inventory
@@ -29,7 +34,6 @@ from clusterkit.backends.ssh import transport as ssh_transport
 from clusterkit.backends.ssh.config import (
     HostUnreachable,
     LoginRefused,
-    config_text,
     jump_host,
     resolve,
 )
@@ -164,13 +168,31 @@ def other_sshd(tmp_path):
         server.end()
 
 
+OPENSSH = shutil.which("ssh")
+WRAPPER = """#!/bin/sh
+# OpenSSH takes the home folder from the user database: this gives it the test's.
+file='{home}'/.ssh/config; [ -e "$file" ] || file=none
+out=$({ssh} -F "$file" "$@"); code=$?
+printf '%s\\n' "$out" | sed 's#{real}/#{home}/#g'
+exit $code
+"""
+
+
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """An empty home folder: nothing of the user's own keys and configuration counts."""
     folder = tmp_path / "home of mine"
     (folder / ".ssh").mkdir(parents=True)
+    user = list(pwd.getpwuid(os.getuid()))
+    (program := folder / "bin" / "ssh").parent.mkdir()
+    program.write_text(WRAPPER.format(home=folder, ssh=OPENSSH, real=user[5]))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    user[5] = str(folder)
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: pwd.struct_passwd(user))
     monkeypatch.setenv("HOME", str(folder))
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    monkeypatch.setattr("clusterkit.backends.ssh.config.CONFIG_SECONDS", 1e-6)
     return folder
 
 
@@ -638,6 +660,124 @@ def test_a_key_with_a_passphrase_that_the_agent_holds(other_sshd, agent, home):
     transport.close()
 
 
+def test_the_agent_that_the_configuration_names(sshd, agent, home, monkeypatch):
+    agent(sshd.key)
+    path = os.environ["SSH_AUTH_SOCK"]
+    monkeypatch.setenv("SSH_AUTH_SOCK", str(home / "another"))
+    configured(home, f"IdentityAgent {path}\n")
+    with contextlib.closing(sshd.transport(identity=None)) as transport:
+        assert transport.run("h0", ["echo", "in"]).stdout == "in\n"
+    monkeypatch.setenv("SSH_AUTH_SOCK", path)
+    configured(home, "IdentityAgent none\n")
+    assert "in: no key to try" in refusal(sshd.host(identity=None))[0]
+
+
+def test_a_public_file_says_which_of_the_agent_s_keys_is_meant(sshd, agent, home):
+    agent(keygen(home / "other"))
+    agent(sshd.key)
+    shutil.copy(sshd.key.with_name("id.pub"), home / "mine.pub")
+    configured(home, f'IdentitiesOnly yes\nIdentityFile "{home}/mine.pub"\n')
+    with contextlib.closing(sshd.transport(identity=None)) as transport:
+        assert transport.run("h0", ["echo", "in"]).stdout == "in\n"
+    shutil.copy(home / "other.pub", home / "mine.pub")
+    message = refusal(sshd.host(identity=None))[0]
+    assert message.count("the agent's") == 1
+    assert fingerprint_of(home / "other.pub") in message
+
+
+def string(data):
+    return len(data).to_bytes(4, "big") + data
+
+
+class SecurityKey:
+    """A key of kind sk-ssh-ed25519, and an agent that holds it."""
+
+    KIND = b"sk-ssh-ed25519@openssh.com"
+
+    def __init__(self, folder):
+        self.key = Ed25519PrivateKey.generate()
+        public = self.key.public_key().public_bytes_raw()
+        self.blob = string(self.KIND) + string(public) + string(b"ssh:")
+        self.line = f"{self.KIND.decode()} {base64.b64encode(self.blob).decode()} mine\n"
+        self.file = folder / "id_ed25519_sk"
+        private = bytes(8) + self.blob + b"\1" + string(b"handle") + string(b"") + string(b"mine")
+        private += bytes(range(1, 9 - len(private) % 8)) if len(private) % 8 else b""
+        body = b"openssh-key-v1\0" + string(b"none") * 2 + string(b"") + b"\0\0\0\1"
+        body = base64.encodebytes(body + string(self.blob) + string(private)).decode()
+        name = "OPENSSH PRIVATE KEY"
+        self.file.write_text(f"-----BEGIN {name}-----\n{body}-----END {name}-----\n")
+        self.file.chmod(0o600)
+
+    def sign(self, data):
+        state = b"\1" + (7).to_bytes(4, "big")  # touched, and how often
+        signed = hashlib.sha256(b"ssh:").digest() + state + hashlib.sha256(data).digest()
+        return string(self.KIND) + string(self.key.sign(signed)) + state
+
+    def serve(self, listener):
+        connection, _ = listener.accept()
+        with connection, connection.makefile("rb") as requests:
+            while size := requests.read(4):
+                request = requests.read(int.from_bytes(size, "big"))
+                if request[0] == 11:
+                    answer = b"\x0c\0\0\0\1" + string(self.blob) + string(b"mine")
+                else:  # a byte, the key, what to sign, flags
+                    data = request[1 + 4 + len(self.blob) + 4 : -4]
+                    answer = b"\x0e" + string(self.sign(data))
+                connection.sendall(string(answer))
+
+
+def test_a_security_key_is_used_through_the_agent(other_sshd, home, monkeypatch):
+    server = other_sshd()
+    key = SecurityKey(home / ".ssh")
+    (server.folder / "authorized").write_text(key.line)
+    message, _, _ = refusal(server.host(identity=None))
+    assert "can only be used through an SSH agent (sk-ssh-ed25519 private keys" in message
+    message, hint, _ = refusal(server.host(identity=str(key.file)))
+    assert f"key {key.file} can only be used through an SSH agent" in message
+    assert hint == f"ssh-add '{key.file}' hands it to your SSH agent"
+    with socket.socket(socket.AF_UNIX) as listener:
+        monkeypatch.chdir(home)
+        listener.bind("agent")
+        listener.listen()
+        thread = threading.Thread(target=key.serve, args=[listener])
+        thread.start()
+        monkeypatch.setenv("SSH_AUTH_SOCK", "agent")
+        with contextlib.closing(server.transport(identity=str(key.file))) as transport:
+            assert transport.run("h0", ["echo", "in"]).stdout == "in\n"
+        thread.join()
+
+
+@pytest.mark.parametrize("held_by", ["file", "agent"])
+def test_a_certificate_that_the_configuration_names(other_sshd, home, agent, held_by):
+    authority = keygen(home / "authority")
+    server = other_sshd(f'TrustedUserCAKeys "{authority}.pub"')
+    (server.folder / "authorized").write_text("")
+    key = keygen(home / ".ssh" / "id_ed25519")
+    sign = ["ssh-keygen", "-q", "-s", authority, "-I", "me", "-n", ME, f"{key}.pub"]
+    subprocess.run(sign, check=True)
+    (home / ".ssh" / "id_ed25519-cert.pub").rename(home / "certificate")
+    if held_by == "agent":
+        agent(key)
+        key.unlink()
+    assert "does not let user" in refusal(server.host(identity=None))[0]
+    configured(home, f'CertificateFile "{home}/certificate"\n')
+    with contextlib.closing(server.transport(identity=None)) as transport:
+        assert transport.run("h0", ["echo", "in"]).stdout == "in\n"
+    keygen(home / "other")  # a certificate of another key is of no use to this one
+    sign[-1] = f"{home}/other.pub"
+    subprocess.run(sign, check=True)
+    configured(home, f'CertificateFile "{home}/other-cert.pub"\n')
+    assert "other-cert.pub" not in refusal(server.host(identity=None))[0]
+
+
+def test_a_connection_that_ssh_shares_is_named_where_no_key_is_taken(sshd, home):
+    shared = home / "shared"
+    configured(home, f'ControlPath "{shared}"\n')
+    assert "holds open" not in refusal(sshd.host(identity=None))[0]
+    shared.touch()
+    assert f"ssh holds open at {shared}" in refusal(sshd.host(identity=None))[0]
+
+
 def test_no_agent_is_forwarded(sshd, agent):
     agent(sshd.key)
     transport = sshd.transport()
@@ -884,6 +1024,29 @@ def test_a_jump_host(sshd, other_sshd, home, monkeypatch):
     assert "cannot reach it" in message
 
 
+def test_a_jump_host_behind_another_one_of_the_configuration(sshd, other_sshd, home):
+    gate, behind = other_sshd(), other_sshd()
+    with behind.known_hosts.open("a") as known:
+        known.write(sshd.known_hosts.read_text() + gate.known_hosts.read_text())
+    for server in (sshd, gate):
+        with (server.folder / "authorized").open("a") as file:
+            file.write(behind.key.with_name("id.pub").read_text())
+    configured(
+        home,
+        f"Host inner\n  HostName 127.0.0.1\n  Port {gate.port}\n  ProxyJump outer\n"
+        f"Host outer\n  HostName 127.0.0.1\n  Port {sshd.port}\n",
+    )
+    with contextlib.closing(behind.transport(jump="inner")) as transport:
+        assert transport.run("h0", ["echo", "in"]).stdout == "in\n"
+        assert list(transport._connections) == [">outer", ">outer>inner", "h0"]
+    configured(home, "Host a\n  ProxyJump b\nHost b\n  ProxyJump a\n")
+    message, _, _ = refusal(behind.host(jump="a"))
+    assert message.endswith("its jump hosts are reached through each other")
+    configured(home, "Host *\n  ProxyJump gate\n")
+    with pytest.raises(Unavailable, match="jumphost loop via gate"):
+        SshTransport([Host(name="h0")]).run("h0", ["true"])
+
+
 def test_a_jump_host_that_stalls_is_tried_once_for_all_hosts_behind_it(home, monkeypatch):
     hosts = [Host(name=f"h{number}", jump="gate") for number in range(16)]
     tried, all_wait = [], threading.Event()
@@ -1018,7 +1181,7 @@ Host alias
     HostName real.example.org
     Port 2222
     User trainer
-    IdentityFile ~/.ssh/first
+    IdentityFile ~/.ssh/first-%u
     IdentityFile "~/.ssh/with space"
     IdentitiesOnly yes
     UserKnownHostsFile ~/.ssh/known_one "~/known two"
@@ -1026,7 +1189,7 @@ Host alias
 Host *.example.org !not.example.org
     User glob
     ProxyJump me@gate:22
-Host noproxy.example.org
+Host noproxy
     ProxyJump none
 Match host matched*
     User matched
@@ -1041,84 +1204,128 @@ Host *
 INCLUDED = "Host included\n  Port 4444\n  User from-include\n"
 
 
-@pytest.fixture
-def openssh(home):
-    """What ``ssh -G`` makes of a host with the configuration of `home`."""
-
-    def ask(name):
-        # OpenSSH takes the home folder from the user database.
-        (link := home.with_name("home")).symlink_to(home)
-        text = config_text(home / ".ssh" / "config").replace("~/", f"{link}/")
-        whole = home / "for-openssh"
-        whole.write_text(text)
-        done = subprocess.run(
-            ["ssh", "-F", whole, "-G", name], capture_output=True, text=True, check=True
-        )
-        found = {}
-        for line in done.stdout.splitlines():
-            key, _, value = line.partition(" ")
-            found.setdefault(key, []).append(value.replace(str(link), str(home)))
-        return found
-
-    return ask
-
-
 @pytest.mark.parametrize(
-    "name",
+    ("name", "expected"),
     [
-        *(
-            "alias",
-            "a.example.org",
-            "not.example.org",
-            "matched1",
-            "plain",
-            "included",
-            "asked",
-            "asked2",
-        ),
-        "noproxy.example.org",
+        ("alias", ("real.example.org", 2222, "trainer", None)),
+        ("a.example.org", ("a.example.org", 22, "glob", "me@gate:22")),
+        ("not.example.org", ("not.example.org", 22, "everyone", None)),
+        ("matched1", ("matched1", 22, "matched", None)),
+        ("plain", ("plain", 22, "everyone", None)),
+        ("included", ("included", 4444, "from-include", None)),
+        ("asked", ("asked", 22, "exec", None)),
+        ("asked2", ("asked2", 22, "everyone", None)),
+        ("noproxy", ("noproxy", 22, "everyone", None)),
     ],
 )
-def test_the_configuration_says_what_openssh_takes_it_to_say(home, openssh, name):
-    configured(home, CONFIG)
-    (home / ".ssh" / "conf.d").mkdir()
-    (home / ".ssh" / "conf.d" / "one.conf").write_text(INCLUDED)
-    theirs = openssh(name)
+def test_what_the_configuration_says(home, name, expected):
+    (home / "one.conf").write_text(INCLUDED)
+    configured(home, CONFIG.replace("conf.d/*.conf", f'"{home}/one.conf"'))
     ours = resolve(Host(name=name))
-    assert ours.address == theirs["hostname"][0]
-    assert ours.port == int(theirs["port"][0])
-    assert ours.user == theirs["user"][0]
-    assert ours.jump == theirs.get("proxyjump", [None])[0]
+    assert (ours.address, ours.port, ours.user, ours.jump) == expected
     if name == "alias":
-        assert [str(path) for path in ours.identities] == theirs["identityfile"]
+        assert ours.identities == (f"{home}/.ssh/first-{ME}", f"{home}/.ssh/with space")
+        assert ours.default_identities == ()
         assert ours.identities_only
         assert ours.known_hosts[:2] == (f"{home}/.ssh/known_one", f"{home}/known two")
-        assert ours.key_name == theirs["hostkeyalias"][0] == "the-alias"
+        assert ours.key_name == "the-alias"
 
 
-def test_an_include_reads_like_openssh_s_own(tmp_path):
-    """OpenSSH's own Include, against ours spelled out."""
-    (tmp_path / "b.conf").write_text("Host b\n  Port 2\nHost other\n  Port 9\n")
-    (tmp_path / "a.conf").write_text(f"User from-a\nInclude {tmp_path}/b.conf\n")
-    top = tmp_path / "top"
-    top.write_text(
-        f"Include {tmp_path}/a.conf {tmp_path}/none*.conf\nPort 7\n"
-        f"host x\n  INCLUDE={tmp_path}/b.conf\n  HostName x.example\n"
-    )
-    (tmp_path / "flat").write_text(config_text(top))
-    for name in ("a", "b", "other", "x", "y"):
-        told = [
-            subprocess.run(
-                ["ssh", "-F", path, "-G", name], capture_output=True, text=True, check=True
-            ).stdout
-            for path in (top, tmp_path / "flat")
-        ]
-        assert told[0] == told[1], name
+DIFFERENCES = {
+    "a comment behind a value": "Port 2201 # comment\n",
+    "an unknown criterion": "Match tagged prod\n  User none\nMatch all\n  Port 1\n",
+    "Include inside Host": "Host other\n  Include INCLUDED\nHost *\n  Port 2202\n",
+    "ProxyCommand before ProxyJump": "ProxyCommand nc %h %p\nProxyJump gate\n",
+    "Match user before User": f"Match user {ME}\n  Port 2203\nHost *\n  User later\n",
+}
+"""Where the parser that clusterkit had read otherwise than OpenSSH."""
+WORDS = st.sampled_from(["a", "gpu1", "gpu*", "*", "!gpu1", "*.example.org", "me"])
+OPTIONS = st.one_of(
+    st.builds("{}{}{}{}".format, st.sampled_from(["Port", "port", "PORT"]),
+              st.sampled_from([" ", "=", " = ", "\t"]), st.integers(1, 65535),
+              st.sampled_from(["", " ", " # comment"])),
+    st.builds("User {}".format, st.sampled_from(["me", '"you"', "root", "a.b"])),
+    st.builds("HostName {}".format, st.sampled_from(["%h.example.org", "10.0.0.1", '"x"', "%h%%"])),
+    st.sampled_from(["ProxyJump gate", "ProxyJump me@gate:2222,b", "ProxyJump none",
+                     "ProxyCommand nc %h %p %r %n %%", "ProxyCommand none", "IdentitiesOnly yes",
+                     "HostKeyAlias alias", "Include INCLUDED", "include=INCLUDED GONE",
+                     "# a comment", ""]),
+    st.builds('IdentityFile "~/.ssh/{}"'.format, st.sampled_from(["a", "b c", "%r@%h", "%n"])),
+    st.sampled_from(["UserKnownHostsFile /k /l", 'UserKnownHostsFile "/k l" /m',
+                     "UserKnownHostsFile /dev/null", "UserKnownHostsFile none"]),
+)  # fmt: skip
+BLOCKS = st.one_of(
+    st.builds("Host {}".format, st.lists(WORDS, min_size=1, max_size=3).map(" ".join)),
+    st.builds("Match {} {}".format,
+              st.sampled_from(["user", "!user", "host", "originalhost", "localuser"]),
+              st.sampled_from(["me", "root", "gpu1", "gpu*,!gpu1", "*"])),
+    st.sampled_from(["Match all", 'Match exec "true"', 'Match exec "false" user me',
+                     "Match final", "Match canonical all", "Match tagged x",
+                     "Match frobnicate"]),
+)  # fmt: skip
+CONFIGS = st.lists(st.one_of(OPTIONS, OPTIONS, BLOCKS), max_size=12).map("\n".join)
+
+
+def told_by_openssh(arguments):
+    done = subprocess.run([OPENSSH, "-G", *arguments], capture_output=True, text=True)
+    found = {}
+    for line in done.stdout.splitlines():
+        key, _, value = line.partition(" ")
+        found.setdefault(key, []).append(value)
+    return None if done.returncode else found
+
+
+@pytest.mark.parametrize("text", DIFFERENCES.values(), ids=list(DIFFERENCES))
+def test_a_configuration_means_here_what_it_means_to_openssh(tmp_path, text):
+    compare_with_openssh(tmp_path, text, "Host *\nPort 9\n", None, None)
+
+
+@settings(max_examples=100)
+@given(text=CONFIGS, included=CONFIGS.filter(lambda text: "nclude" not in text),
+       user=st.sampled_from([None, "me"]), port=st.sampled_from([None, 2200]))  # fmt: skip
+def test_any_configuration_means_what_it_means_to_openssh(
+    tmp_path_factory, text, included, user, port
+):
+    compare_with_openssh(tmp_path_factory.mktemp("config"), text, included, user, port)
+
+
+def compare_with_openssh(folder, text, included, user, port):
+    (folder / "included").write_text(included)
+    text = text.replace("INCLUDED", f"{folder}/included").replace("GONE", f"{folder}/gone")
+    (file := folder / "config").write_text(text)
+    options = ["-F", str(file), *(["-l", user] if user else [])]
+    options += ["-p", str(port)] if port else []
+    theirs = told_by_openssh([*options, "gpu1"])
+    host = Host(name="gpu1", ssh_config=str(file), user=user, port=port)
+    if theirs is None:
+        with pytest.raises(Unavailable):
+            resolve(host)
+        return
+    ours = resolve(host)
+    tokens = {"%h": ours.address, "%p": f"{ours.port}", "%r": ours.user, "%n": "gpu1", "%%": "%"}
+
+    def filled(value):
+        return re.sub("%.", lambda match: tokens[match[0]], value)
+
+    assert [ours.address, f"{ours.port}", ours.user] == [
+        theirs[key][0] for key in ("hostname", "port", "user")
+    ]
+    assert ours.jump == next(iter(theirs.get("proxyjump", [None])))
+    command = theirs.get("proxycommand", ["none"])[0]
+    assert ours.proxy_command == (None if command == "none" else filled(command))
+    keys = [filled(os.path.expanduser(path)) for path in theirs["identityfile"] if path != "none"]
+    assert list(ours.identities or ours.default_identities) == keys
+    assert ours.identities_only == (theirs["identitiesonly"] == ["yes"])
+    known = " ".join(ours.known_hosts)
+    if theirs["userknownhostsfile"] not in (["/dev/null"], ["none"]):
+        assert known.startswith(theirs["userknownhostsfile"][0])
+    if "hostkeyalias" in theirs:
+        assert ours.key_name == theirs["hostkeyalias"][0]
 
 
 def test_files_that_include_each_other(home):
     configured(home, "Include config\n")
-    with pytest.raises(Unavailable, match="files include each other"):
+    with pytest.raises(Unavailable, match="Too many recursive configuration includes"):
         resolve(Host(name="h0"))
 
 
@@ -1139,10 +1346,44 @@ def test_without_a_configuration_there_are_openssh_s_defaults(home):
     target = resolve(Host(name="h0"))
     assert (target.address, target.port, target.user) == ("h0", 22, ME)
     assert target.known_hosts == (
-        f"{home}/.ssh/known_hosts", f"{home}/.ssh/known_hosts2", "/etc/ssh/ssh_known_hosts",
+        f"{home}/.ssh/known_hosts", f"{home}/.ssh/known_hosts2",
+        "/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2",
     )  # fmt: skip
     assert str(target) == "host h0"
     assert resolve(Host(name="h1", port=2200)).key_name == "[h1]:2200"
+
+
+def test_the_home_folder_is_that_of_the_user_database(home, tmp_path, monkeypatch):
+    """As for ssh: HOME does not count."""
+    configured(home, "Host h0\n  IdentityFile ~/.ssh/mine\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    target = resolve(Host(name="h0"))
+    assert target.identities == (f"{home}/.ssh/mine",)
+    assert target.known_hosts[0] == f"{home}/.ssh/known_hosts"
+
+
+@pytest.mark.parametrize("why", ["no `ssh` in PATH", "refuses user id"])
+def test_where_openssh_cannot_run_a_configuration_is_refused(home, monkeypatch, request, why):
+    if "PATH" in why:
+        monkeypatch.setenv("PATH", str(home))
+    else:
+        request.getfixturevalue("nameless")
+    target = resolve(Host(name="h0", user="me"))
+    assert (target.address, target.port, target.user) == ("h0", 22, "me")
+    assert target.default_identities[0] == f"{home}/.ssh/id_ed25519"
+    assert target.known_hosts[0] == f"{home}/.ssh/known_hosts"
+    configured(home, "Host h0\n  Port 2222\n")
+    with pytest.raises(
+        Unavailable, match=f"config: only OpenSSH's .* can read it, .*{why}"
+    ) as told:
+        resolve(Host(name="h0", user="me"))
+    assert "openssh-client" in (told.value.hint or "")
+    assert resolve(Host(name="h0", user="me", ssh_config=os.devnull)).port == 22
+
+
+def test_host_keys_are_checked_also_where_the_configuration_says_not_to(home):
+    configured(home, "UserKnownHostsFile /dev/null\nStrictHostKeyChecking no\n")
+    assert resolve(Host(name="h0")).known_hosts[0] == f"{home}/.ssh/known_hosts"
 
 
 def test_no_jump_where_the_inventory_says_none(home):
@@ -1162,7 +1403,7 @@ def test_a_proxy_command_gets_the_inventory_s_port_and_user(home):
     "text",
     [
         *("Port abc\n", "Port 70000\n", "Port 0\n", "Port ²\n", "Port -1\n", "nonsense\n"),
-        *("Match\n User x\n", "Match frobnicate\n User x\n", "CanonicalizeHostname yes\n"),
+        *("Match\n User x\n", "Match frobnicate\n User x\n", "Nonsense yes\n"),
         b"\xff\xfe",
     ],
 )
@@ -1180,7 +1421,7 @@ def test_a_configuration_file_of_the_inventory_s(home, tmp_path):
     configured(home, "Host h0\n  User other\n")
     assert resolve(Host(name="h0", ssh_config=str(mine))).user == "me"
     assert resolve(Host(name="h0", ssh_config=os.devnull)).user == ME
-    with pytest.raises(Unavailable, match="gone: no such file"):
+    with pytest.raises(Unavailable, match="gone: No such file or directory"):
         resolve(Host(name="h0", ssh_config=str(tmp_path / "gone")))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import logging
 import os
@@ -13,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import paramiko
+from cryptography.exceptions import UnsupportedAlgorithm
 
 from clusterkit import shell
 from clusterkit.backends.ssh.config import HostUnreachable, LoginRefused, Target
@@ -26,6 +28,8 @@ IDLE_SECONDS = 2.0
 core for a thousand idle hosts."""
 BANNER_TRIES = 4
 """A busy sshd drops connections before it greets (MaxStartups)."""
+AGENT_SECONDS = 60.0
+"""For the agent's answer: it may ask its user, or wait for a security key to be touched."""
 WINDOW_BYTES = 1 << 24
 # Authenticated ciphers first: they are the fastest, as they need no separate HMAC.
 CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes256-ctr")
@@ -184,50 +188,97 @@ def _keys(target: Target, problems: list[str]) -> _Keys:
     Args:
         problems: collects why the key of a file cannot be used.
     """
-    named = [Path(path) for path in target.identities]
 
-    def of_files(paths: Sequence[Path], needed: bool) -> _Keys:
-        for path in paths:
+    def of_files(paths: Sequence[str], needed: bool) -> _Keys:
+        for path in map(Path, paths):
+            if _is_public(path) and target.agent:
+                continue  # the file says which of the agent's keys is meant
             if (key := _private_key(path, target, problems, needed=needed)) is not None:
-                yield key, str(path)
+                yield from _with_certificates(key, str(path), target)
 
-    yield from of_files(named, target.host.identity is not None)
-    if os.environ.get("SSH_AUTH_SOCK"):
-        with contextlib.suppress(paramiko.SSHException, OSError):
-            yield from _agent_keys(target, named)
-    if not target.identities_only:
-        folder = Path("~/.ssh").expanduser()
-        default = [folder / name for name in ("id_ed25519", "id_ecdsa", "id_rsa")]
-        existing = [path for path in default if path not in named and path.exists()]
-        yield from of_files(existing, needed=False)
+    yield from of_files(target.identities, target.host.identity is not None)
+    if target.agent:
+        with contextlib.suppress(paramiko.SSHException, OSError), _Agent(target.agent) as agent:
+            for key in agent.chosen(target):
+                name = f"the agent's {key.get_name()} {key.fingerprint}"
+                yield from _with_certificates(key, name, target)
+    existing = [path for path in target.default_identities if os.path.exists(path)]
+    yield from of_files(existing, needed=False)
 
 
-def _agent_keys(target: Target, named: list[Path]) -> _Keys:
-    """Yield the SSH agent's keys; with IdentitiesOnly, only those of the named files."""
-    public = {text for path in named if (text := _public_text(path))}
-    agent = paramiko.Agent()
-    try:
-        for key in agent.get_keys():
-            if not target.identities_only or key.get_base64() in public:
-                yield key, f"the agent's {key.get_name()} {key.fingerprint}"
-    finally:
-        agent.close()
+def _with_certificates(key: paramiko.PKey, name: str, target: Target) -> _Keys:
+    """Yield a key with each CertificateFile that certifies it, then the key itself."""
+    for path in target.certificates:
+        with contextlib.suppress(OSError, ValueError, paramiko.SSHException):
+            certified: paramiko.PKey = object.__new__(type(key))
+            vars(certified).update(vars(key))  # copy.copy fails for a key of an agent
+            certified.load_certificate(path)
+            assert certified.public_blob is not None
+            message = paramiko.Message(certified.public_blob.key_blob)
+            message.get_text(), message.get_binary()  # its type, and a nonce
+            # Behind them is what is behind the type of the key.
+            if message.get_remainder().startswith(key.asbytes()[4 + len(key.get_name()) :]):
+                yield certified, f"{name} with {path}"
+    yield key, name
+
+
+class _Agent(paramiko.agent.AgentSSH):
+    """The SSH agent at a socket; paramiko's own only knows the one of SSH_AUTH_SOCK."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(AGENT_SECONDS)
+        self._path = path
+
+    def __enter__(self) -> _Agent:
+        self._socket.connect(self._path)
+        self._connect(self._socket)  # type: ignore[attr-defined]  # as paramiko's Agent does
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def chosen(self, target: Target) -> list[paramiko.PKey]:
+        """Return its keys; with IdentitiesOnly, only those of the files."""
+        files = map(Path, (*target.identities, *target.default_identities))
+        public = {text for path in files if (text := _public_text(path))}
+        keys = self.get_keys()
+        return [key for key in keys if not target.identities_only or key.get_base64() in public]
 
 
 def _refused(target: Target, detail: object) -> LoginRefused:
     key = f"-i {shell.quote(target.identities[0])} " if target.identities else ""
+    shared = (
+        f" (the connection that ssh holds open at {target.control_path} is not used: clusterkit "
+        "makes its own, for which a key must do)"
+    )
     return LoginRefused(
-        f"{target} does not let user {target.user} in: {detail}",
+        f"{target} does not let user {target.user} in: {detail}"
+        + (shared if target.control_path else ""),
         hint=f"ssh-copy-id {key}-p {target.port} {target.login}, "
         "or name the right `ansible_user` and `ansible_ssh_private_key_file`",
     )
 
 
+def _is_public(path: Path) -> bool:
+    return path.suffix == ".pub" and path.exists()
+
+
 def _public_text(path: Path) -> str | None:
-    try:
-        return path.with_name(f"{path.name}.pub").read_text().split()[1]
-    except (OSError, IndexError, UnicodeDecodeError):
-        return None
+    """Return the public half of a key in base64, if a file has it in clear."""
+    with contextlib.suppress(OSError, IndexError, UnicodeDecodeError):
+        public = path if _is_public(path) else path.with_name(f"{path.name}.pub")
+        return public.read_text().split()[1]
+    with contextlib.suppress(OSError, ValueError):
+        # Also a private key with a passphrase has it (PROTOCOL.key of OpenSSH).
+        body = base64.b64decode("".join(path.read_text().splitlines()[1:-1]))
+        magic, _, rest = body.partition(b"\0")
+        message = paramiko.Message(rest)
+        message.get_string(), message.get_string(), message.get_string(), message.get_int()
+        if magic == b"openssh-key-v1":
+            return base64.b64encode(message.get_string()).decode()
+    return None
 
 
 def _private_key(
@@ -248,8 +299,7 @@ def _private_key(
     except (paramiko.PasswordRequiredException, TypeError):  # TypeError: cryptography's
         problem = f"key {path} is protected by a passphrase"
         remedy = f"ssh-add {shell.quote(str(path))} hands it to your SSH agent"
-        if os.environ.get("SSH_AUTH_SOCK"):
-            needed = False  # the agent may hold it
+        needed = needed and not target.agent  # the agent may hold it
     except FileNotFoundError:
         if not needed:
             return None
@@ -257,6 +307,10 @@ def _private_key(
     except OSError as error:
         problem = f"key {path}: {(error.strerror or 'unreadable').lower()}"
         remedy = "it must belong to you"
+    except UnsupportedAlgorithm as error:  # a security key's: sk-ssh-ed25519 or sk-ecdsa
+        problem = f"key {path} can only be used through an SSH agent ({error})"
+        remedy = f"ssh-add {shell.quote(str(path))} hands it to your SSH agent"
+        needed = needed and not target.agent
     except (paramiko.SSHException, paramiko.pkey.UnknownKeyType, ValueError):
         problem = f"{path} is not a private key"
         remedy = "name the private half, not the .pub file"

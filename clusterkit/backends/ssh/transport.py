@@ -46,6 +46,7 @@ WRITE_SECONDS = 120.0
 """For a host to read some of what is sent; behind a jump host, TCP does not notice a stall."""
 LOGINS = 64
 """Logins at the same time: each takes processor time here, and has a timeout."""
+MOST_HOPS = 16
 FILES_PER_HOST = 8
 """File descriptors per host: the connection, a pipe for each channel, files in the run folder."""
 _BEGIN = b"@clusterkit-begin\n"
@@ -220,12 +221,17 @@ class SshTransport(Transport):
             return connection
 
     def _jump(self, target: Target) -> paramiko.Transport | None:
-        """Return a connection to the last jump host; each is reached through the one before it."""
+        """Return a connection to the last jump host. Each is reached through the one before it,
+        the first one as its own configuration says."""
+        hops = _hops(target, target.host)
+        while hops[0][1].jump:
+            if len(hops) > MOST_HOPS:
+                raise HostUnreachable(f"{target}: its jump hosts are reached through each other")
+            hops = _hops(hops[0][1], target.host) + hops
         through: paramiko.Transport | None = None
         route = ""
-        for hop in (target.jump or "").split(","):
+        for hop, jump in hops:
             route += f">{hop}"
-            jump = resolve(jump_host(hop, target.host))
             through = self._cached(route, partial(self._login, jump, through))
         return through
 
@@ -331,6 +337,11 @@ class SshTransport(Transport):
         if done.exit_code or not done.stdout.strip().isdigit():
             raise SubmitFailed(f"host {host}: no free TCP port found: {done.error}")
         return int(done.stdout)
+
+
+def _hops(target: Target, final: Host) -> list[tuple[str, Target]]:
+    hops = (target.jump or "").split(",")
+    return [(hop, resolve(jump_host(hop, final))) for hop in hops]
 
 
 def _round_trip(connection: paramiko.Transport) -> float:
