@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -20,6 +20,7 @@ _USER = re.compile(r"""[^\s\x00-\x1f'"`$;&<>|(){}\-][^\s\x00-\x1f'"`$;&<>|(){}]*
 """User names that OpenSSH's client accepts, such as `me@corp.example` and `CORP\\me`."""
 
 _SLOTS = re.compile(r"(\S+)(?:\s+max[-_]slots\s*=\s*[0-9]+)?(?:\s+slots\s*=\s*(\S+)(?:\s.*)?)?\Z")
+_ONCE = "keep one of the two; `slots` is the number of its ranks"
 
 
 def host_and_port(text: str) -> tuple[str, int | None]:
@@ -43,16 +44,17 @@ def host_from(text: str) -> Host:
     """
     user, at, place = text.removeprefix("ssh://").rpartition("@")
     name, port = host_and_port(place)
-    if port is not None and not 0 < port < 1 << 16:
+    no_number = port is None and place.count(":") == 1
+    if no_number or (port is not None and not 0 < port < 1 << 16):
         raise BadInput(f"{place!r}: not a port", hint="1 to 65535")
     return Host(name=name, user=user if at else None, port=port)
 
 
 def check(host: Host, where: str) -> None:
-    """Check that name, address and user are safe to pass to a shell and to `ssh`.
+    """Check that name, address, user and jump hosts are safe to pass to a shell and to `ssh`.
 
     Raises:
-        BadInput: an invalid host name, address or user name.
+        BadInput: an invalid host name, address, user name or port.
     """
     for text in (host.name, host.address):
         if text is not None and not (_NAME.match(text) or _is_address(text)):
@@ -65,10 +67,22 @@ def check(host: Host, where: str) -> None:
             f"{where}: host {host.name}: user {host.user!r} is not a valid user name",
             hint="no leading '-', no spaces, quotes or other characters special to a shell",
         )
+    for hop in host.jump.split(",") if host.jump not in (None, "none") else ():
+        try:
+            check(host_from(hop), where)
+        except BadInput as error:
+            reason = error.message.removeprefix(f"{where}: ")
+            raise BadInput(f"{where}: host {host.name}: jump {hop}: {reason}", error.hint) from None
 
 
-def check_hosts(hosts: Sequence[Host], where: str) -> tuple[Host, ...]:
+def check_hosts(
+    hosts: Sequence[Host], where: str, lines: Mapping[str, str] | None = None
+) -> tuple[Host, ...]:
     """Return the hosts if all are valid and different.
+
+    Args:
+        where: the file or key that lists them, for errors.
+        lines: file and line of each host, by its name.
 
     Raises:
         BadInput: as `check`, or the same name or address twice.
@@ -76,15 +90,16 @@ def check_hosts(hosts: Sequence[Host], where: str) -> tuple[Host, ...]:
     names: set[str] = set()
     taken: dict[tuple[str, int, str | None], str] = {}
     for host in hosts:
-        check(host, where)
+        line = (lines or {}).get(host.name, where)
+        check(host, line)
         if host.name in names:
-            raise BadInput(f"{where}: host {host.name} is listed twice")
+            raise BadInput(f"{where}: host {host.name} is listed twice", hint=_ONCE)
         names.add(host.name)
         # Machines behind different jump hosts may have the same private address.
         key = ((host.address or host.name).lower(), host.port or 22, host.jump)
         if key in taken:
             raise BadInput(
-                f"{where}: hosts {taken[key]} and {host.name} have the same address {key[0]}",
+                f"{line}: hosts {taken[key]} and {host.name} have the same address {key[0]}",
                 hint="two nodes need two machines, or two SSH ports",
             )
         taken[key] = host.name
@@ -105,10 +120,10 @@ def hostfile(name: str, lines: Sequence[tuple[int, str]], *, mixed: bool = False
         mixed: allow lines with slots beside lines without, as Open MPI does.
 
     Raises:
-        BadInput: a line of another form, an invalid port or number, the same host twice.
+        BadInput: a line of another form, an invalid host, port or number, the same host twice.
     """
     hosts: list[Host] = []
-    names: set[str] = set()
+    lines_of: dict[str, str] = {}
     mixed = mixed or all(len(line.split()) == 1 for _, line in lines)
     for number, line in lines:
         match = _SLOTS.match(line)
@@ -125,11 +140,13 @@ def hostfile(name: str, lines: Sequence[tuple[int, str]], *, mixed: bool = False
             host = host_from(match[1])
         except BadInput as error:
             raise BadInput(f"{name}:{number}: {error.message}", error.hint) from None
-        if host.name in names:
-            raise BadInput(f"{name}:{number}: host {host.name} is listed twice")
-        names.add(host.name)
+        if first := lines_of.get(host.name):
+            raise BadInput(
+                f"{name}:{number}: host {host.name} is listed twice, first in {first}", hint=_ONCE
+            )
+        lines_of[host.name] = f"{name}:{number}"
         hosts.append(msgspec.structs.replace(host, slots=int(match[2]) if match[2] else None))
-    return hosts
+    return list(check_hosts(hosts, name, lines_of))
 
 
 def _is_address(text: str) -> bool:

@@ -197,7 +197,7 @@ def test_inventories_drawn_at_random_are_read_as_ansible_reads_them_or_left_to_i
     write, tmp_path, monkeypatch
 ):
     # Two hosts may have drawn one address: not what is compared here.
-    monkeypatch.setattr(inventory, "check_hosts", lambda hosts, where: tuple(hosts))
+    monkeypatch.setattr(inventory, "check_hosts", lambda hosts, *_: tuple(hosts))
 
     class LeftToAnsible(Exception):
         pass
@@ -470,10 +470,40 @@ def test_groups_that_go_round_in_a_circle_are_ansible_s_to_refuse(write):
     assert "ansible-inventory cannot read it" in message
 
 
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("", ": the file is empty", "`host slots=N`"),
+        ("# none yet\n", ": the file is empty", "`host slots=N`"),
+        ("---\n", ": the file is empty", "`host slots=N`"),
+        ("h0 slots=8\nh1:99999 slots=8\n", ":2: 'h1:99999': not a port", "1 to 65535"),
+        ("h0 slots=8\nh1:ssh slots=8\n", ":2: 'h1:ssh': not a port", "1 to 65535"),
+        ("h0\nh1\nh0\n", ":3: host h0 is listed twice, first in PATH:1", "keep one"),
+        ("h0\nH0\n", ":2: hosts h0 and H0 have the same address h0", "two SSH ports"),
+        ("h0\n-x\n", ":2: host '-x': '-x' is neither", "letters"),
+        ("h0\na;b@h1\n", ":2: host h1: user 'a;b'", "quotes"),
+        ("all:\n  hosts:\n    h0: {ansible_port: 0}\n",
+         ":3: host h0: ansible_port: '0' is not a number", "ansible_port: 22"),
+        ("g:\n  hosts:\n    h0:\n  vars:\n    slots: x\n",
+         ":5: host h0: slots: 'x' is not a number", "slots: 8"),
+        ("all:\n  vars:\n    ansible_port: ssh\n  hosts:\n    h0:\n",
+         ":3: host h0: ansible_port: 'ssh' is not a number", "ansible_port: 22"),
+        ("g:\n  hosts:\n    h0:\n    h1: {ansible_ssh_common_args: -J g:0}\n",
+         ":4: host h1: jump g:0: 'g:0': not a port", "1 to 65535"),
+        ("g:\n  hosts:\n    h0:\n    h1:\n      ansible_host: H0\n",
+         ":4: hosts h0 and h1 have the same address h0", "two SSH ports"),
+    ],
+)  # fmt: skip
+def test_a_host_that_cannot_be_used_is_named_with_its_line_and_a_remedy(write, text, message, hint):
+    told, remedy = refusal(write, text)
+    assert told.startswith(message.replace("PATH", str(write(text, "inventory.yaml"))))
+    assert hint in remedy
+
+
 def test_the_same_address_twice(write):
     text = "all: {hosts: {h0: {ansible_host: 10.0.0.1}, h1: {ansible_host: 10.0.0.1}}}"
     message, hint = refusal(write, text)
-    assert message == ": hosts h0 and h1 have the same address 10.0.0.1"
+    assert message == ":1: hosts h0 and h1 have the same address 10.0.0.1"
     assert "two SSH ports" in hint
 
 
@@ -608,7 +638,7 @@ def test_secrets_in_an_inventory_are_refused_and_not_repeated(write, key):
 @pytest.mark.parametrize("connection", ["local", "docker", "winrm", "community.docker.nsenter"])
 def test_a_connection_that_is_not_ssh_is_refused(write, connection):
     message, _ = refusal(write, f"all: {{hosts: {{h0: {{ansible_connection: {connection}}}}}}}")
-    assert message == f": host h0: ansible_connection: {connection!r}: only SSH reaches a node"
+    assert message == f":1: host h0: ansible_connection: {connection!r}: only SSH reaches a node"
 
 
 @pytest.mark.parametrize("connection", ["ssh", "smart", "ansible.builtin.ssh"])
@@ -644,7 +674,7 @@ def test_connections_that_are_ssh(write, connection):
 )
 def test_values_that_cannot_be_used_are_refused_by_host_and_variable(write, line, key):
     message, _ = refusal(write, f"all: {{hosts: {{h0: {{{line}}}}}}}")
-    assert message.startswith(f": host h0: {key}: "), message
+    assert message.startswith(f":1: host h0: {key}: "), message
 
 
 @pytest.mark.parametrize(
@@ -966,7 +996,7 @@ def test_user_port_and_brackets_in_a_hostfile_are_taken_apart(write, deepspeed, 
         ("h0 slots=99999999999999999999\n", ":1: slots=99999999999999999999: not a number"),
         ("h0 slots=\n", ":1: 'h0 slots=' is not `host slots=N`"),
         ("h0 slots=1\nh0 slots=2\n", ":2: host h0 is listed twice"),
-        ("h0 slots=1\n\nh;id slots=2\n", ": host 'h;id': 'h;id' is neither a host name"),
+        ("h0 slots=1\n\nh;id slots=2\n", ":3: host 'h;id': 'h;id' is neither a host name"),
         ("h0:22\nh1:0\n", ":2: 'h1:0': not a port"),
     ],
 )

@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -965,24 +966,49 @@ def test_a_service_that_says_nothing(home):
     assert "takes connections, but no sshd answers within 0.5 s" in message
 
 
-def test_a_service_that_is_no_sshd(home):
-    with socket.create_server(("127.0.0.1", 0)) as web:
+@pytest.mark.parametrize(
+    ("says", "reason", "remedy"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n" * 50,
+         "no SSH server, it says 'HTTP/1.1 400 Bad Request'", "ansible_port"),
+        (b"220 mail.example.org ESMTP\r\n", "no SSH server, it says '220 mail", "ansible_port"),
+        (b"Exceeded MaxStartups\r\n",
+         "banner: it dropped 4 connections in a row (Exceeded MaxStartups)", "MaxStartups in"),
+        (b"Not allowed at this time\r\n", "in a row (Not allowed", "PerSourcePenalties"),
+        (b"", "banner: it dropped 4 connections in a row", "journalctl -u ssh"),
+        (None, "it dropped 4 connections in a row", "MaxStartups in"),
+        (b"SSH-2.0-it\r\n", "it dropped 4 connections in a row", "MaxStartups in"),
+        (b"SSH-1.0-it\r\n", "Incompatible version (1.0 instead of 2.0)", "ssh -v -p"),
+    ],
+)  # fmt: skip
+def test_a_server_that_does_not_greet_as_sshd_does(home, says, reason, remedy):
+    """``says`` before it closes the connection; None: it resets it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
         done = threading.Event()
 
         def serve():
             while not done.is_set():
-                connection, _ = web.accept()
+                connection, _ = server.accept()
                 with connection, contextlib.suppress(OSError):
-                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 50)
+                    if says is None:
+                        linger = struct.pack("ii", 1, 0)
+                        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                        continue
+                    connection.sendall(says)
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(1024):  # closed with unread data, it would be reset
+                        pass
 
         thread = threading.Thread(target=serve)
         thread.start()
-        host = Host(name="h0", address="127.0.0.1", port=web.getsockname()[1])
-        message, _, _ = refusal(host, timeout=5)
+        host = Host(name="h0", address="127.0.0.1", port=server.getsockname()[1])
+        message, hint, _ = refusal(host, timeout=20)
         done.set()
-        socket.create_connection(web.getsockname()).close()
+        socket.create_connection(server.getsockname()).close()
         thread.join()
-    assert message.startswith(f"host h0 (127.0.0.1 port {host.port})")
+    assert message.startswith(f"host h0 (127.0.0.1 port {host.port}): the SSH connection failed: ")
+    assert reason in message
+    assert remedy in hint
 
 
 def test_several_hosts_and_one_that_is_away(sshd, home):

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import logging
 import os
+import re
 import socket
 import subprocess
 import time
@@ -28,6 +29,8 @@ IDLE_SECONDS = 2.0
 core for a thousand idle hosts."""
 BANNER_TRIES = 4
 """A busy sshd drops connections before it greets (MaxStartups)."""
+_DROPPED = ("Exceeded MaxStartups", "Not allowed at this time")
+"""What OpenSSH's sshd says in place of a greeting when it drops a connection."""
 AGENT_SECONDS = 60.0
 """For the agent's answer: it may ask its user, or wait for a security key to be touched."""
 WINDOW_BYTES = 1 << 24
@@ -68,13 +71,34 @@ def connect(
                 ) from None
             busy = isinstance(error, (EOFError, ConnectionResetError)) or "banner" in str(error)
             if attempt + 1 == BANNER_TRIES or not busy:
-                proxy = f" through {target.proxy_command!r}" if target.proxy_command else ""
-                raise HostUnreachable(
-                    f"{target}: the SSH connection{proxy} failed: "
-                    f"{str(error) or 'closed by the host'}"
-                ) from None
+                raise _no_handshake(target, error, timeout) from None
             time.sleep(0.1 * 2**attempt)
     raise AssertionError
+
+
+def _no_handshake(target: Target, error: Exception, timeout: float) -> HostUnreachable:
+    said = ""
+    if target.jump is None and target.proxy_command is None:
+        # paramiko keeps what the server says only where it is a greeting.
+        place, wait = (target.address, target.port), min(timeout, 3.0)
+        with contextlib.suppress(OSError), socket.create_connection(place, wait) as plain:
+            said = plain.recv(256).decode(errors="replace").partition("\n")[0].strip()[:100]
+    term = re.sub(r"(?<=banner)(?=\S)", ": ", str(error)) or "connection closed by the host"
+    proxy = f" through {target.proxy_command!r}" if target.proxy_command else ""
+    reason = f"{target}: the SSH connection{proxy} failed: {term}"
+    look = f"`ssh -v -p {target.port} {target.login} true` shows where it ends"
+    if said and not said.startswith(("SSH-", *_DROPPED)):
+        reason += f": what answers at port {target.port} is no SSH server, it says {said!r}"
+        look = "name the port of its sshd: `ansible_port` in the inventory, Port in ~/.ssh/config"
+    elif isinstance(error, (EOFError, ConnectionResetError)) or "banner" in str(error):
+        reason += f": it dropped {BANNER_TRIES} connections in a row" + (
+            f" ({said})" if said.startswith(_DROPPED) else ""
+        )
+        look = (
+            "sshd does so while many log in (MaxStartups in its sshd_config, PerSourcePenalties), "
+            f"firewalls too; `journalctl -u ssh` on the host, or {look}"
+        )
+    return HostUnreachable(reason, hint=look)
 
 
 def _connect(
@@ -140,6 +164,8 @@ def _socket(
         raise HostUnreachable(
             f"{target} refuses connections on port {target.port}", hint="is sshd running there?"
         ) from None
+    except ConnectionResetError:
+        raise  # tried again
     except OSError as error:
         raise HostUnreachable(f"{target}: {(error.strerror or str(error)).lower()}") from None
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

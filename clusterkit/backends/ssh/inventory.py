@@ -18,14 +18,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from clusterkit.backends.ssh.variables import host_of
 from clusterkit.cluster import Host
-from clusterkit.errors import BadInput, Unavailable, did_you_mean, join_some
+from clusterkit.errors import BadInput, KeyPath, Unavailable, did_you_mean, join_some
 from clusterkit.files import read_file, reason
 from clusterkit.hosts import addresses
 from clusterkit.hosts.addresses import check_hosts
@@ -71,7 +71,7 @@ def read_hosts(path: Path, group: str) -> tuple[Host, ...]:
         if (lines := _hostfile_lines(text)) is None:
             hosts = _yaml(path, text, group)
         elif group == "all":
-            hosts = addresses.hostfile(str(path), lines)
+            hosts = tuple(addresses.hostfile(str(path), lines))
         else:
             raise BadInput(f"{path}: a hostfile has no group {group!r}", hint="leave `group` out")
     except _NeedsAnsible as needs:
@@ -79,7 +79,7 @@ def read_hosts(path: Path, group: str) -> tuple[Host, ...]:
     if not hosts:
         where = "" if group == "all" else f" in group {group}"
         raise BadInput(f"{path}: no hosts{where}", hint="add hosts below `hosts:`")
-    return check_hosts(hosts, str(path))
+    return hosts
 
 
 def _text(path: Path) -> str:
@@ -118,13 +118,18 @@ def _hostfile_lines(text: str) -> list[tuple[int, str]] | None:
 
 
 def _members(
-    where: str, groups: Mapping[str, Any], variables: Mapping[str, Any], wanted: str
-) -> list[Host]:
+    where: str,
+    groups: Mapping[str, Any],
+    variables: Mapping[str, Any],
+    wanted: str,
+    line_of: Callable[[str, str], str] | None = None,
+) -> tuple[Host, ...]:
     """Return the hosts of a group.
 
     Args:
         groups: by name, as ``ansible-inventory`` lists them: ``hosts`` and ``children``.
         variables: of each host, those of its groups included.
+        line_of: gives file and line of a variable of a host, or of the host itself.
     """
     if wanted not in (names := {*groups, "all"}):
         raise BadInput(
@@ -138,10 +143,11 @@ def _members(
             visited.add(current)
             hosts |= dict.fromkeys(groups.get(current, {}).get("hosts", ()))
             stack += reversed(groups.get(current, {}).get("children", ()))
-    return [host_of(where, host, variables.get(host, {})) for host in hosts]
+    found = [host_of(where, host, variables.get(host, {}), line_of) for host in hosts]
+    return check_hosts(found, where, {host: line_of(host, "") for host in hosts if line_of})
 
 
-def _yaml(path: Path, text: str, group: str) -> list[Host]:
+def _yaml(path: Path, text: str, group: str) -> tuple[Host, ...]:
     for form, pattern in _ONLY_ANSIBLE.items():
         if match := pattern.search(text):
             line = text.count("\n", 0, match.start()) + 1
@@ -149,15 +155,15 @@ def _yaml(path: Path, text: str, group: str) -> list[Host]:
     for name in ("group_vars", "host_vars"):
         if (path.parent / name).is_dir():
             raise _NeedsAnsible(str(path), f"there is a folder {name} beside it")
-    document = parse_yaml(text, str(path))
-    if document.data is None:
-        raise BadInput(f"{path}: the file is empty")
+    document = parse_yaml(text, str(path)) if addresses.hostfile_lines(text) else None
+    if document is None or document.data is None:
+        raise BadInput(f"{path}: the file is empty", hint=_FORMS)
     if not isinstance(document.data, dict):
         raise BadInput(f"{path}: not an inventory", hint=_FORMS)
     plain = _Plain(document)
     for name, body in document.data.items():
         plain.add_group((name,), name, body)
-    return _members(str(path), plain.groups, plain.variables(), group)
+    return _members(str(path), plain.groups, plain.variables(), group, plain.line_of)
 
 
 @dataclass
@@ -170,6 +176,13 @@ class _Plain:
     """The hosts of ``all`` are all of them, in the file's order, with variables of their own."""
     vars: dict[str, dict[str, Any]] = field(default_factory=dict)
     group_of: dict[str, str] = field(default_factory=dict)
+    places: dict[tuple[str, str], KeyPath] = field(default_factory=dict)
+    """Of the variables of hosts and groups; and of each host, under an empty name."""
+
+    def line_of(self, host: str, variable: str) -> str:
+        owners = (host, self.group_of.get(host, ""), "all")
+        found = [self.places[key] for owner in owners if (key := (owner, variable)) in self.places]
+        return self.document.where([*found, self.places[host, ""]][0])
 
     def variables(self) -> dict[str, dict[str, Any]]:
         everyone = self.vars.get("all", {})
@@ -195,6 +208,7 @@ class _Plain:
                 )
             if key == "vars":
                 self.vars.setdefault(name, {}).update(inner or {})
+                self.places |= {(name, item): (*here, item) for item in inner or {}}
             for item, value in (inner or {}).items() if key != "vars" else ():
                 if key == "hosts":
                     self._add_host((*here, item), name, item, value)
@@ -216,6 +230,8 @@ class _Plain:
             raise self._needs_ansible(place, f"{host!r} is a range of hosts")
         if body is not None and not isinstance(body, dict):
             raise self.document.error(place, "a host holds variables")
+        self.places |= {(host, item): (*place, item) for item in body or {}}
+        self.places.setdefault((host, ""), place)
         own = self.groups["all"]["hosts"]
         own[host] = own.get(host, {} if port is None else {"ansible_port": port}) | (body or {})
         if group != "all":
@@ -227,7 +243,7 @@ class _Plain:
         return _NeedsAnsible(self.document.where(place), form)
 
 
-def _by_ansible(path: Path, group: str, where: str, form: str) -> list[Host]:
+def _by_ansible(path: Path, group: str, where: str, form: str) -> tuple[Host, ...]:
     folders = [os.path.dirname(sys.executable), os.environ.get("PATH", "")]
     tool = shutil.which("ansible-inventory", path=os.pathsep.join(folders))
     if tool is None:

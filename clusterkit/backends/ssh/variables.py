@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from getopt import GetoptError, gnu_getopt
 from pathlib import Path
@@ -42,13 +42,23 @@ _NAMED_SWITCHES = {
 _OPTION = re.compile(r"\s*(\w+)(?:\s*=\s*|\s+)(.*)\Z", re.DOTALL)
 
 
-def host_of(where: str, name: str, variables: Mapping[str, Any]) -> Host:
+def host_of(
+    where: str,
+    name: str,
+    variables: Mapping[str, Any],
+    line_of: Callable[[str, str], str] | None = None,
+) -> Host:
     """Return a host from its Ansible variables; relative paths start at the inventory's folder.
+
+    Args:
+        where: the inventory.
+        line_of: gives inventory and line of a host's variable, for errors.
 
     Raises:
         BadInput: a value cannot be used; the message names the inventory, host and variable.
     """
-    reader = _Variables(where, name, variables)
+    line_of = line_of or (lambda host, variable: where)
+    reader = _Variables(where, name, variables, line_of)
     for variable, secret in SECRETS.items():
         if variables.get(variable):
             raise reader.error(
@@ -65,7 +75,8 @@ def host_of(where: str, name: str, variables: Mapping[str, Any]) -> Host:
     slots = reader.number("slots", 1, 999999)
     port = reader.number("ansible_port", 1, 65535, "ansible_ssh_port")
     if port is None and "port" in options:
-        port = _Variables(where, name, {"ssh port": options["port"]}).number("ssh port", 1, 65535)
+        given = {"ssh port": options["port"]}
+        port = _Variables(where, name, given, line_of).number("ssh port", 1, 65535)
     return Host(
         name=name,
         address=reader.text("ansible_host", "ansible_ssh_host") or options.get("hostname"),
@@ -94,9 +105,11 @@ class _Variables:
     where: str
     host: str
     given: Mapping[str, Any]
+    line_of: Callable[[str, str], str]
 
     def error(self, key: str, reason: str, hint: str | None = None) -> BadInput:
-        return BadInput(f"{self.where}: host {self.host}: {key}: {reason}", hint)
+        where = self.line_of(self.host, key)
+        return BadInput(f"{where}: host {self.host}: {key}: {reason}", hint)
 
     def text(self, *keys: str) -> str | None:
         """Return the first of these that is set, with its templates filled in; None: none is."""
@@ -135,7 +148,8 @@ class _Variables:
         if value is None:
             return None
         if not (re.fullmatch(r"[0-9]{1,9}", value) and least <= int(value) <= most):
-            raise self.error(key, f"{value!r} is not a number from {least} to {most}")
+            hint = f"{key}: {22 if most == 65535 else 8}"
+            raise self.error(key, f"{value!r} is not a number from {least} to {most}", hint)
         return int(value)
 
     def path(self, value: str | None) -> str | None:
@@ -153,7 +167,7 @@ class _Variables:
             raise self.error("clusterkit_devices", f"{value!r} is not a list of GPUs", "[0, 1]")
         devices = tuple(map(int, numbers))
         if len(set(devices)) < len(devices):
-            raise self.error("clusterkit_devices", f"{value!r} names a GPU twice")
+            raise self.error("clusterkit_devices", f"{value!r} names a GPU twice", "[0, 1]")
         return devices
 
     def ssh_options(self) -> dict[str, str]:
