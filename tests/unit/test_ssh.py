@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import paramiko
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
@@ -38,7 +39,7 @@ from clusterkit.backends.ssh.config import (
     jump_host,
     resolve,
 )
-from clusterkit.backends.ssh.known_hosts import HostKeyProblem, KnownHosts
+from clusterkit.backends.ssh.known_hosts import Certificate, HostKeyProblem, KnownHosts
 from clusterkit.backends.ssh.transport import SshTransport
 from clusterkit.cluster import Host
 from clusterkit.errors import BadInput, SubmitFailed, Unavailable
@@ -93,11 +94,17 @@ class Sshd:
         self.process.wait()
 
 
-def start_sshd(folder, *lines, host_key=("-t", "ed25519"), port=None):
-    """sshd on a loopback port, with keys and files of its own."""
+def start_sshd(folder, *lines, host_key=("-t", "ed25519"), port=None, sign=None):
+    """sshd on a loopback port, with keys and files of its own.
+
+    ``sign``: what ssh-keygen needs to make a certificate for the host.
+    """
     folder.mkdir(parents=True)
     for name, options in (("host_key", host_key), ("id", ("-t", "ed25519"))):
         keygen(folder / name, *options)
+    if sign:
+        subprocess.run(["ssh-keygen", "-q", *sign, folder / "host_key.pub"], check=True)
+        lines = (*lines, f'HostCertificate "{folder}/host_key-cert.pub"')
     shutil.copy(folder / "id.pub", folder / "authorized")
     (folder / "config").write_text(
         "\n".join([
@@ -921,6 +928,82 @@ def test_known_hosts_is_read_as_openssh_reads_it(sshd, home, line, in_):
     message, _, kind = refusal(sshd.host(known_hosts=str(known)))
     assert kind is HostKeyProblem
     assert ("revoked" in message) == ("revoked" in line)
+
+
+FOR_IT = ("-h", "-n", "other,127.0.0.1")
+ED25519, ECDSA, RSA = ("-t", "ed25519"), ("-t", "ecdsa"), ("-t", "rsa", "-b", "2048")
+
+
+@pytest.mark.parametrize(
+    ("kind", "authority", "options", "line", "refused"),
+    [
+        (ED25519, ECDSA, FOR_IT, "@cert-authority *", None),
+        (RSA, ED25519, FOR_IT, "@cert-authority [127.0.0.1]:PORT", None),
+        (ECDSA, RSA, FOR_IT, "@cert-authority 127.0.0.*", None),
+        (ED25519, ED25519, ("-h", "-n", "other"), "@cert-authority *",
+         "host certificate 'it' is not valid: it is for other, not for 127.0.0.1"),
+        (ED25519, RSA, (*FOR_IT, "-V", "20200101:20200102"), "@cert-authority *", "has expired"),
+        (ED25519, ED25519, (*FOR_IT, "-V", "+2d:+3d"), "@cert-authority *", "not valid yet"),
+        (ED25519, ED25519, (*FOR_IT, "-O", "critical:x@y=z"), "@cert-authority *", "critical"),
+        (ED25519, ED25519, FOR_IT, "@cert-authority elsewhere", "is not known: it offers"),
+        (ED25519, ED25519, FOR_IT, "other @cert-authority *", "no certificate of an authority"),
+        (ED25519, ED25519, FOR_IT, "@cert-authority *\n@revoked *", "has been revoked"),
+        (ED25519, ED25519, FOR_IT, "*", "its host key has changed"),
+    ],
+)  # fmt: skip
+def test_a_certificate_of_a_host_counts_as_for_openssh(
+    other_sshd, home, kind, authority, options, line, refused
+):
+    keygen(home / "authority", *authority)
+    sign = ("-s", home / "authority", "-I", "it", *options)
+    server = other_sshd(host_key=kind, sign=sign)
+    if line.startswith("other "):
+        keygen(home / "other")
+        line = line.removeprefix("other ")
+        (home / "other.pub").rename(home / "authority.pub")
+    key = " ".join((home / "authority.pub").read_text().split()[:2])
+    known = home / "known"
+    known.write_text("".join(f"{each} {key}\n" for each in line.splitlines()))
+    known.write_text(known.read_text().replace("PORT", str(server.port)))
+    theirs = subprocess.run(
+        [OPENSSH, "-F", "none", "-p", str(server.port), "-i", server.key, "-o", "BatchMode=yes",
+         "-o", f'UserKnownHostsFile="{known}"', "-o", "GlobalKnownHostsFile=none",
+         "-o", "StrictHostKeyChecking=yes", "127.0.0.1", "true"],
+        capture_output=True,
+    )  # fmt: skip
+    assert (theirs.returncode == 0) is (refused is None), theirs.stderr
+    if refused is None:
+        with contextlib.closing(server.transport(known_hosts=str(known))) as transport:
+            assert transport.run("h0", ["true"]).exit_code == 0
+        return
+    message, _, problem = refusal(server.host(known_hosts=str(known)))
+    assert problem is HostKeyProblem
+    assert refused in message
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """The kind and the bytes of a certificate, and its key."""
+    folder = tmp_path_factory.mktemp("certificate")
+    keygen(folder / "authority", *ECDSA)
+    keygen(folder / "key")
+    sign = ["ssh-keygen", "-q", "-s", folder / "authority", "-I", "it", *FOR_IT]
+    subprocess.run([*sign, folder / "key.pub"], check=True)
+    kind, text, *_ = (folder / "key-cert.pub").read_text().split()
+    return kind, base64.b64decode(text), paramiko.PKey.from_path(folder / "key")
+
+
+@settings(max_examples=300)
+@given(place=st.integers(0, 1 << 20), bits=st.integers(0, 255), cut=st.integers(0, 9))
+def test_a_certificate_that_was_changed_is_not_valid(certificate, place, bits, cut):
+    kind, blob, key = certificate
+    signed = blob.rindex(b"ecdsa-sha2-nistp256") - 8  # two lengths are before it
+    changed = bytearray(blob)
+    changed[place % signed] ^= bits
+    del changed[len(blob) - cut :]
+    key.public_blob = paramiko.pkey.PublicBlob(kind, bytes(changed))
+    problem = Certificate.of(key).problem("127.0.0.1", time.time())
+    assert (problem is None) is (changed == blob)
 
 
 def test_five_thousand_known_hosts_are_read_in_no_time():

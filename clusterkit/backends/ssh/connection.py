@@ -19,7 +19,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 
 from clusterkit import shell
 from clusterkit.backends.ssh.config import HostUnreachable, LoginRefused, Target
-from clusterkit.backends.ssh.known_hosts import check_key, known_keys
+from clusterkit.backends.ssh.known_hosts import certified, check_key, known_keys
 
 KEEPALIVE_SECONDS = 5
 SILENT_SECONDS = 20
@@ -106,7 +106,7 @@ def _connect(
 ) -> paramiko.Transport:
     # As in OpenSSH, a key that is known for the address alone is valid for any port.
     known = known_keys(target, target.key_name) or known_keys(target, target.address)
-    kinds = {key.kind for key in known if not key.revoked}
+    kinds = {key.kind for key in known if not key.marker}
     transport = paramiko.Transport(_socket(target, timeout, through), WINDOW_BYTES)
     transport.set_log_channel(_LOG)
     try:
@@ -115,6 +115,8 @@ def _connect(
         options.ciphers = [name for name in CIPHERS if name in options.ciphers]
         plain = {kind: "ssh-rsa" if "rsa-sha2" in kind else kind for kind in options.key_types}
         options.key_types = sorted(plain, key=lambda kind: plain[kind] not in kinds)
+        if any(key.authority for key in known):
+            options.key_types = [*certified(options.key_types), *options.key_types]
         transport.start_client(timeout=timeout)
         check_key(target, transport.get_remote_server_key(), known)
         _authenticate(target, transport)
@@ -236,15 +238,15 @@ def _with_certificates(key: paramiko.PKey, name: str, target: Target) -> _Keys:
     """Yield a key with each CertificateFile that certifies it, then the key itself."""
     for path in target.certificates:
         with contextlib.suppress(OSError, ValueError, paramiko.SSHException):
-            certified: paramiko.PKey = object.__new__(type(key))
-            vars(certified).update(vars(key))  # copy.copy fails for a key of an agent
-            certified.load_certificate(path)
-            assert certified.public_blob is not None
-            message = paramiko.Message(certified.public_blob.key_blob)
+            both: paramiko.PKey = object.__new__(type(key))
+            vars(both).update(vars(key))  # copy.copy fails for a key of an agent
+            both.load_certificate(path)
+            assert both.public_blob is not None
+            message = paramiko.Message(both.public_blob.key_blob)
             message.get_text(), message.get_binary()  # its type, and a nonce
             # Behind them is what is behind the type of the key.
             if message.get_remainder().startswith(key.asbytes()[4 + len(key.get_name()) :]):
-                yield certified, f"{name} with {path}"
+                yield both, f"{name} with {path}"
     yield key, name
 
 
