@@ -9,7 +9,9 @@ import getpass
 import grp
 import os
 import pwd
+import re
 import stat
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
@@ -20,6 +22,9 @@ MAX_BYTES = 4 << 20
 """Size of the largest file that `read_file` accepts."""
 SOURCE_BYTES = 1 << 20
 """How much of a program's text is read."""
+DRAFT_SECONDS = 60.0
+_DRAFT = re.compile(r"\..+\.([0-9]{1,9})\.[0-9a-f]{8}\Z")
+"""The name of a temporary file of `write_atomic`, with its writer's process id."""
 
 
 def read_file(path: Path | str, most: int = MAX_BYTES, *, whole: bool = True) -> bytes:
@@ -100,6 +105,25 @@ def check_output(path: Path) -> None:
     """
     if not path.parent.is_dir():
         raise BadInput(f"{path}: there is no folder {path.parent}", f"mkdir -p {path.parent}")
+
+
+def remove_drafts(folder: Path) -> None:
+    """Remove the temporary files in a folder whose writers were killed in `write_atomic`."""
+    for path in folder.glob(".*"):
+        if (draft := _DRAFT.match(path.name)) is None:
+            continue
+        with contextlib.suppress(OSError):
+            # A process id may be another container's: no writer takes so long.
+            if time.time() - path.stat().st_mtime > DRAFT_SECONDS and not _exists(int(draft[1])):
+                path.unlink()
+
+
+def _exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
+    return True
 
 
 def write_new(contents: Mapping[Path, bytes]) -> list[Path]:

@@ -36,8 +36,13 @@ def command(
     if watched:
         click.echo(f"note: {found.id} already has a supervisor", err=True)
     if detach:
+        status = found.status()
+        if status.state.final and not found.supervised:
+            click.echo(
+                f"note: {found.id} has ended ({status.state}): nothing is left to do", err=True
+            )
         if as_json:
-            print_json(found.status())
+            print_json(status)
         else:
             click.echo(found.id)
         return 0

@@ -37,7 +37,7 @@ from msgspec import Struct
 
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts
 from clusterkit.errors import BadInput, ClusterkitError, RunFolderError
-from clusterkit.files import locked, writable_by_others, write_atomic
+from clusterkit.files import locked, remove_drafts, writable_by_others, write_atomic
 from clusterkit.plan import Plan, Step
 from clusterkit.run.begun import Begun, since
 from clusterkit.run.logs import GrowingFile, LogLine, NodeLog, marked, merged
@@ -449,6 +449,7 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 self.file(name).unlink()
         self.write_json("state.json", status)
+        remove_drafts(self.path)
 
 
 class Rank0:

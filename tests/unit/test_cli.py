@@ -587,6 +587,12 @@ def test_ls_lists_runs_as_a_table_and_as_the_statuses_in_json(cli, ended):
     assert cli("ls", "--json").json == [{**status, "goodput": None}]
 
 
+def test_attach_says_that_a_run_has_ended(cli, ended):
+    done = cli("attach", ended.id, "--detach")
+    assert (done.code, done.out) == (0, f"{ended.id}\n")
+    assert done.err == f"note: {ended.id} has ended (SUCCEEDED): nothing is left to do\n"
+
+
 def test_status_has_the_documented_form(cli, failed):
     document = cli("status", "last", "--json").json
     assert set(document) >= {

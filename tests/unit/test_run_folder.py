@@ -20,7 +20,7 @@ from clusterkit.run import folder as run_folder
 from clusterkit.run.begun import Begun
 from clusterkit.run.find import all_runs, find_run
 from clusterkit.run.folder import RESERVE, Event, RunFolder, Submission
-from clusterkit.run.status import State
+from clusterkit.run.status import RunStatus, State
 
 
 def event(text, at=1.0):
@@ -30,6 +30,26 @@ def event(text, at=1.0):
 @pytest.fixture
 def folder():
     return RunFolder.create("demo-1")
+
+
+def test_what_killed_writers_have_left_is_removed_at_the_end(folder, tmp_path):
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    old = time.time() - 3600
+
+    def draft(writer, written=old):
+        path = folder.file(f".state.json.{writer}.0123abcd")
+        path.write_text("{")
+        os.utime(path, (written, written))
+        return path
+
+    left, living, fresh = draft(gone.pid), draft(os.getpid()), draft(gone.pid + 1, time.time())
+    mine = folder.file(".mine.json")
+    mine.write_text("")
+    status = RunStatus(run="demo-1", job="demo", cluster="local", backend="local",
+                       state=State.FAILED, attempt=1)  # fmt: skip
+    folder.record_end(status)
+    assert [path.exists() for path in (left, living, fresh, mine)] == [False, True, True, True]
 
 
 # ---------------------------------------------------------------- names
