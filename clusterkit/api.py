@@ -383,6 +383,7 @@ def estimate(
     asked = estimates.check(values.of_fields(question, estimates.Question))
     spec = request.spec_of(job, settings, nodes, gpus, more_args)
     spec = spec if job is not None else None
+    facts = None if facts is None else values.checked(facts, "facts")
     counted = gpus is not None or (spec is not None and spec.gpus_per_node != "auto")
     if facts is None and not (asked.gpu_memory is not None and counted):
         entry = resolved_cluster(cluster, clusters_file)

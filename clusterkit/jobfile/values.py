@@ -44,13 +44,19 @@ def of_fields(fields: Mapping[str, Any], kind: type[Spec]) -> Spec:
     return _converted(Document("", None, {}), (), fields, kind)
 
 
-def document_of(spec: msgspec.Struct) -> Document:
+def checked(spec: Spec, name: str = "") -> Spec:
+    """Return a struct that Python code has made with its values checked. Raises as `convert`."""
+    document = document_of(spec, name)
+    return _converted(document, (), document.data, type(spec))
+
+
+def document_of(spec: msgspec.Struct, name: str = "") -> Document:
     """Return what a file with the values of a spec would hold. A struct itself checks no types.
 
     Raises:
         BadInput: a value that no file can hold.
     """
-    document = Document("", None, {})
+    document = Document(name, None, {})
     document.data = _plain(document, (), 0, spec, type(spec))
     return document
 
@@ -86,8 +92,11 @@ def _plain(document: Document, place: KeyPath, base: int, value: Any, kind: type
         BadInput: YAML has no such value.
     """
     if isinstance(value, msgspec.Struct):
-        every = [(one.encode_name, getattr(value, one.name)) for one in structs.fields(value)]
-        value = {key: item for key, item in every if item is not None}
+        value = {
+            one.encode_name: item
+            for one in structs.fields(value)
+            if (item := getattr(value, one.name)) is not None or one.required
+        }
     if len(place) > MAX_DEPTH:
         raise document.error(place[:1], "nested too deeply, or a value that contains itself")
     if isinstance(value, Mapping):

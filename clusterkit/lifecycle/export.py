@@ -16,7 +16,7 @@ from clusterkit import backends
 from clusterkit.backends.base import SupportsFile, check_capabilities
 from clusterkit.cluster import CLUSTER_TYPES, Facts
 from clusterkit.errors import BadInput, choices
-from clusterkit.jobfile import request
+from clusterkit.jobfile import request, values
 from clusterkit.jobfile.arguments import checked
 from clusterkit.lifecycle.launch import resolved_cluster
 from clusterkit.run import folder as run_folder
@@ -66,6 +66,7 @@ def plan_as(
             )
     entry = msgspec.structs.replace(entry, **keys)
     head = []
+    facts = None if facts is None else values.checked(facts, "facts")
     if facts is None and cluster is None:
         facts = backend.assumed_facts(entry, spec)
         head.append("No cluster was looked at: GPUs, cores, Python and port are assumed.")

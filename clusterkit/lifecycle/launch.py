@@ -31,7 +31,7 @@ from clusterkit.errors import (
     Unavailable,
 )
 from clusterkit.files import user_name, write_atomic
-from clusterkit.jobfile import loader, request, sources
+from clusterkit.jobfile import loader, request, sources, values
 from clusterkit.jobfile.arguments import checked
 from clusterkit.lifecycle import control, supervise
 from clusterkit.lifecycle.run import Run, check_secrets
@@ -106,6 +106,7 @@ def prepare(
         ClusterkitError: the job could not start.
     """
     asked = request.read(job, settings, nodes, gpus, more_args, cluster)
+    facts = None if facts is None else values.checked(facts, "facts")
     loaded = _cluster(cluster, clusters_file, include, exclude)
     return _prepare(asked, loaded, facts, doctor, run_id)
 

@@ -205,6 +205,8 @@ CALLS = {
     "gpu_memory": (lambda job: api.estimate(gpu_memory=80), "gpu_memory: 80 is a whole"),
     "an unknown question": (lambda job: api.estimate(gpu_mem="80GB"), "gpu_mem: unknown key"),
     "facts": (lambda job: api.estimate(job, facts=3), "facts: 3 is not Facts | None"),
+    "values of facts": (lambda job: api.plan(job, facts=Facts(
+        home="/h", hosts=(), port="1", port_origin="", interface="lo")), "facts: port: '1' is"),
     "run": (lambda job: api.get(3), "name: 3 is"),
     "status": (lambda job: api.status(None), "name: no value"),
     "web": (lambda job: api.web([3]), "name: 3 is"),
