@@ -93,8 +93,8 @@ class Draft:
         self.cluster_name = ""
         self.notes: list[Note] = []
         self.refused: list[str] = []
-        self.instead = ""
-        """What to type instead of a launcher's line that has refused options."""
+        self.instead = (0, "")
+        """How many options of a launcher's line were refused, and what to type without them."""
         self.at = ""
         self.origins: dict[tuple[Outcome, str], str] = {}
         """The option that set each key of the job or of the cluster entry."""
@@ -231,7 +231,7 @@ class Draft:
         if self.refused:
             count = len(self.refused)
             first = "" if count == 1 else f"{count} options have no equivalent:\n  "
-            hint = self.instead if count == 1 and self.instead else HINT
+            hint = self.instead[1] if count == self.instead[0] else HINT
             raise BadInput(first + "\n  ".join(self.refused), hint)
 
 

@@ -117,8 +117,9 @@ def convert(
             rule(draft, used)
             if len(draft.refused) > before:
                 line = line.replace(f" {used.written}", "", 1)
-        if line != shell.join(words) and not unknown_in(line):
-            draft.instead = f"without what is refused: clusterkit convert -- {line}"
+        if line != shell.join(words) and not (draft.at or unknown_in(line)):
+            hint = f"without what is refused: clusterkit convert -- {line}"
+            draft.instead = (len(draft.refused), hint)
         draft.key(started.launcher, "launcher", tool.launcher)
         if name in _FINISH:
             _FINISH[name](draft)

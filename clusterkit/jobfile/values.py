@@ -193,6 +193,12 @@ def _mismatch(document: Document, place: KeyPath, value: Any, expected: inspect.
     return document.error(place, message, _remedy(expected, value))
 
 
+def _takes(kind: inspect.Type, value: object) -> bool:
+    taken = tuple(python for one in _alternatives(kind) for python in _TYPES[type(one)][1])
+    number = isinstance(value, bool) and not {bool, object} & {*taken}  # a bool is an int, too
+    return isinstance(value, taken) and not number
+
+
 def _kind(value: object) -> str:
     return _KINDS.get(type(value)) or f"of type {type(value).__name__}"
 
@@ -209,12 +215,8 @@ def _place_and_value(path: str, data: Any, kind: type[Spec]) -> tuple[KeyPath, A
         part: str | int = name or (0 if index == "..." else int(index))
         if index == "...":
             # msgspec does not name the key of a mapping: take the first with a value of wrong type.
-            taken = tuple(
-                python
-                for one in _alternatives(_type_at(kind, (*place, "")))
-                for python in _TYPES[type(one)][1]
-            )
-            part = next((key for key, item in data.items() if not isinstance(item, taken)), "")
+            item_type = _type_at(kind, (*place, ""))
+            part = next((key for key, item in data.items() if not _takes(item_type, item)), "")
         place = (*place, part)
         data = data[part]
     return place, data

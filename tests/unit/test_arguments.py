@@ -132,6 +132,7 @@ def test_a_value_of_a_cluster_file_is_taken_or_refused_in_plain_words(kind, data
         ({"env": {"A": 1}}, "env.A: 1 is a whole number, not text", 'quote it: "1"'),
         ({"env": {"A": "1", "B": None}}, "env.B: no value is given, where text is wanted", None),
         ({"env": {1: "A"}}, "env: the key 1 is a whole number, not text", '"1"'),
+        ({"env": {"A": "1", "B": True}}, "env.B: true is a boolean, not text", 'quote it: "true"'),
         ({"launcher": "slurm"}, "launcher: 'slurm' is not a valid value", "allowed: deepspeed, "),
         ({"track": ["wand"]}, "track[0]: 'wand' is not a valid value", "did you mean wandb?"),
         ({"batch": 3}, "batch: 3 is a whole number, not a mapping", "its keys: global, micro, "),

@@ -529,7 +529,10 @@ def entry(cwd):
         (CLUSTERS.format("  port: 99999"), "clusters.yaml:5: lab.port: 99999: "),
         (CLUSTERS.format("  sync: maybe"), "clusters.yaml:5: lab.sync: 'maybe' is text, not true"),
         (CLUSTERS.format("  connect_timeout: 0"), "clusters.yaml:5: lab.connect_timeout: 0: "),
-        (CLUSTERS.format("  lost_after: .nan"), "clusters.yaml:5: lab.lost_after: nan: "),
+        (
+            CLUSTERS.format("  lost_after: .nan"),
+            "clusters.yaml:5: lab.lost_after: nan is not a finite",
+        ),
         (CLUSTERS.format("  workdir: ''"), "clusters.yaml:5: lab.workdir: "),
         (CLUSTERS.format("  env: {A=B: c}"), "clusters.yaml:5: lab.env: "),
         (

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from clusterkit.cli import following
-from clusterkit.errors import BadInput, RunFolderError, Unavailable
+from clusterkit.errors import BadInput, Unavailable
 from clusterkit.run.folder import Event
 from clusterkit.run.logs import LogLine
 from clusterkit.run.status import Failure, NodeStatus, RunStatus, State
@@ -552,7 +552,7 @@ def test_without_matplotlib_the_remedy_is_named(tmp_path, monkeypatch):
 def test_a_picture_that_cannot_be_written_leaves_nothing(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "file").touch()
-    with pytest.raises(RunFolderError, match="cannot write"):
+    with pytest.raises(BadInput, match="there is no folder"):
         plots.draw({"a": METRICS}, tmp_path / "file" / "loss.png")
 
 
