@@ -241,7 +241,9 @@ def _syntax_error(error: yaml.YAMLError, text: str, name: str) -> BadInput:
         return BadInput(f"{name}: not YAML: {problem}")
     where = f"{name}:{mark.line + 1}"
     if "another document" in problem:
-        return BadInput(f"{where}: a second YAML document begins here", "one file for each job")
+        return BadInput(
+            f"{where}: a second YAML document begins here", "a file holds one document: split it"
+        )
     lines = text.splitlines()
     line = lines[mark.line] if mark.line < len(lines) else ""
     if "\t" in line[: mark.column + 1] or "'\\t'" in problem:
