@@ -829,11 +829,14 @@ def test_a_picture_that_cannot_be_written_does_not_hide_the_table(
 ) -> None:
     pytest.importorskip("matplotlib")
     played(MARKS)
-    (tmp_path / "file").touch()
-    done = cli("bench", "-n", "2", "-o", str(tmp_path / "file" / "bus.png"))
+    (tmp_path / "bus.png").mkdir()
+    done = cli("bench", "-n", "2", "-o", str(tmp_path / "bus.png"))
     assert done.code == RunFolderError.exit_code
     assert "all_reduce" in done.out
     assert "cannot write" in done.err
+    done = cli("bench", "-n", "2", "-o", str(tmp_path / "no" / "bus.png"))
+    assert (done.code, done.out) == (2, "")  # before anything is measured
+    assert "there is no folder" in done.err
 
 
 def test_without_matplotlib_nothing_is_measured_in_vain(
