@@ -1,7 +1,6 @@
-"""Hosts to examine, and what a check of hosts consists of: scripts and a judge.
+"""Hosts to examine, and what a check of hosts consists of: collectors and a judge.
 
-`Script.collect` is a function of the standard library alone; its text is sent to the host, where it
-only reads (`clusterkit.doctor.hosts.runner` runs it). `HostCheck.judge` is a pure function of the
+Collectors run on the hosts, where they only read. `HostCheck.judge` is a pure function of the
 answers of all hosts. Its verdicts say what is wrong and which command mends it.
 """
 
@@ -92,60 +91,41 @@ class HostSubject(Struct, frozen=True, kw_only=True):
         return self.hosts[0]
 
 
-# ---------------------------------------------------------------- scripts
+# ---------------------------------------------------------------- collectors
 
 
 @dataclass(frozen=True)
-class Script(Generic[T]):
-    """A function that runs on hosts and returns what it found.
+class Collector(Generic[T]):
+    """A function that runs on hosts, and how.
 
     Attributes:
-        name: unique among scripts.
-        collect: called with the dict of `clusterkit.doctor.hosts.examine`. Its text is what is
-            sent: it imports what it needs, from the standard library alone, beyond the names in
-            `runner.HELPERS`, and must be valid in Python 3.8.
+        collect: from a module of `clusterkit.doctor.hosts.collect`, which is sent.
         kind: type of what it returns, as JSON.
         timeout: seconds after which it is killed.
         phase: 1, 2 or 3; a phase starts on all hosts once the previous one has ended.
         where: on all hosts, on the head, or on the others.
         needs_head: runs only if the head answered.
-        in_process: reads nothing that can hang, such as a mounted folder, so that it needs no
-            process of its own.
-        whole_module: send the text of the function's module, not of the function alone.
+        site_packages: looks at the packages of its interpreter.
     """
 
-    name: str
     collect: Callable[[dict[str, Any]], Any]
     kind: type[T]
     timeout: float = 10.0
     phase: int = 1
     where: Literal["all", "head", "others"] = "all"
     needs_head: bool = False
-    in_process: bool = False
-    whole_module: bool = False
+    site_packages: bool = False
 
-    @cached_property
-    def source(self) -> str:
-        import inspect
-
-        if self.whole_module and (module := inspect.getmodule(self.collect)) is not None:
-            return inspect.getsource(module)
-        text = inspect.getsource(self.collect)
-        return text[text.index("def ") :]  # without its decorator
+    @property
+    def name(self) -> str:
+        return self.collect.__name__
 
     def runs_on(self, host: str, subject: HostSubject) -> bool:
         return self.where == "all" or (self.where == "head") == (host == subject.head.name)
 
 
-def script(
-    name: str, kind: type[T], **options: Any
-) -> Callable[[Callable[[dict[str, Any]], Any]], Script[T]]:
-    """Make a `Script` of the decorated function; options are its other attributes."""
-    return lambda collect: Script(name, collect, kind, **options)
-
-
 class Output(Struct, frozen=True):
-    """The result of one script on one host: a JSON document, or why there is none."""
+    """The result of one collector on one host: a JSON document, or why there is none."""
 
     value: msgspec.Raw = msgspec.Raw(b"null")
     error: str | None = None
@@ -162,12 +142,12 @@ class Answer:
         lost: why it could not be reached in a later phase.
         sent, received: the submitter's clock around the first round trip, Unix seconds.
         began, ended: the host's clock at the beginning and end of its work; None: no interpreter
-            ran there, or the answer was cut short.
+            ran there.
         interpreter: the one that ran; not that of the ranks if that does not work.
         reached_at: the address at which SSH reached it.
         installer: apt-get or dnf, whichever is there; empty: neither.
         stderr: messages of shells and of interpreters that do not work.
-        outputs: by name of the script.
+        outputs: by name of the collector.
     """
 
     error: ClusterkitError | None = None
@@ -203,27 +183,34 @@ class Answers:
     def machines(self) -> dict[str, Machine]:
         return {machine.name: machine for machine in self.subject.hosts}
 
-    def read(self, script: Script[T], hosts: Collection[str] | None = None) -> dict[str, T]:
-        """Return what a script collected, by host, or on these hosts alone; add a verdict to
-        `unread` where it failed."""
+    def read(self, collector: Collector[T], hosts: Collection[str] | None = None) -> dict[str, T]:
+        """Return what was collected, by host, or on these hosts alone; add a verdict to `unread`
+        where that failed."""
         values: dict[str, T] = {}
         for host, answer in self.of.items():
-            if not script.runs_on(host, self.subject) or (hosts is not None and host not in hosts):
+            asked = collector.runs_on(host, self.subject)
+            if not asked or (hosts is not None and host not in hosts):
                 continue
-            output = answer.outputs.get(script.name)
-            verdict = _failed(host, answer, output, script.timeout)
+            output = answer.outputs.get(collector.name)
+            verdict = _failed(host, answer, output, collector.timeout)
             if output is not None and verdict is None:
                 try:
-                    values[host] = msgspec.json.decode(output.value, type=script.kind)
+                    values[host] = msgspec.json.decode(output.value, type=collector.kind)
                 except msgspec.MsgspecError as error:
                     verdict = warn(host, f"answered with something unreadable: {error}", None)
             if verdict is not None:
                 self.unread.append(verdict)
         return values
 
+    def read_silently(
+        self, collector: Collector[T], hosts: Collection[str] | None = None
+    ) -> dict[str, T]:
+        """`read` what another check has the verdicts on."""
+        return Answers(self.subject, self.of).read(collector, hosts)
+
 
 def _failed(host: str, answer: Answer, output: Output | None, timeout: float) -> Verdict | None:
-    """Return the verdict on a script that returned nothing; None: it returned something."""
+    """Return the verdict on a collector that returned nothing; None: it returned something."""
     if output is None and answer.lost is not None:
         return fail(host, answer.lost.message, None)
     if output is None:
@@ -251,21 +238,21 @@ class HostCheck(Check):
     Attributes:
         judge: pure; is given the hosts that answered. It may yield nothing about a host. An ``ok``
             beside a fault of the same host is dropped.
-        scripts: what it needs from the hosts.
+        collectors: what it needs from the hosts.
         unreachable_too: judge hosts that did not answer as well.
         skip_reason: returns why the check does not apply to this subject, or None.
     """
 
     judge: Judge
     quick: bool = True
-    scripts: tuple[Script[Any], ...] = ()
+    collectors: tuple[Collector[Any], ...] = ()
     unreachable_too: bool = False
     skip_reason: Callable[[HostSubject], str | None] = lambda subject: None
 
 
-def check(*scripts: Script[Any], **options: Any) -> Callable[[Judge], HostCheck]:
+def check(*collectors: Collector[Any], **options: Any) -> Callable[[Judge], HostCheck]:
     """Make a `HostCheck` of the decorated judge; options are its other attributes."""
-    return lambda judge: HostCheck(judge, scripts=scripts, **options)
+    return lambda judge: HostCheck(judge, collectors=collectors, **options)
 
 
 def one_host(subject: HostSubject) -> str | None:

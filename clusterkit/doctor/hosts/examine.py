@@ -13,10 +13,10 @@ from msgspec.structs import replace as replace_fields
 
 from clusterkit.doctor.base import Finding, skip
 from clusterkit.doctor.hosts import bundle
-from clusterkit.doctor.hosts.base import Answer, Answers, HostCheck, HostSubject, Machine, Script
+from clusterkit.doctor.hosts.base import Answer, Answers, Collector, HostCheck, HostSubject, Machine
 from clusterkit.doctor.hosts.checks import CHECKS as CHECKS
-from clusterkit.doctor.hosts.checks.interface import collect_interfaces
-from clusterkit.doctor.hosts.checks.ports import collect_port
+from clusterkit.doctor.hosts.checks.interface import INTERFACES
+from clusterkit.doctor.hosts.checks.ports import PORT
 from clusterkit.doctor.report import Progress, Report
 from clusterkit.errors import ClusterkitError
 from clusterkit.transport import Transport
@@ -88,10 +88,10 @@ class Visits:
         self._progress = progress
         # The second phase needs addresses and port, which the first can find.
         no_address = any(machine.address is None for machine in subject.hosts)
-        scripts: list[Script[Any]] = [collect_interfaces] if no_address else []
-        scripts += [collect_port] if subject.port is None else []
-        scripts += [script for check in checks for script in check.scripts]
-        self._scripts = {script.name: script for script in scripts}
+        collectors: list[Collector[Any]] = [INTERFACES] if no_address else []
+        collectors += [PORT] if subject.port is None else []
+        collectors += [collector for check in checks for collector in check.collectors]
+        self._collectors = {collector.name: collector for collector in collectors}
         self._checks = [check.name for check in checks]
         self._token = secrets.token_hex(8)
         self._time_factor = 1.0
@@ -119,10 +119,10 @@ class Visits:
             )
 
     def _phase(self, number: int, hosts: Sequence[Machine]) -> dict[str, Answer]:
-        """Run the scripts of a phase on the hosts that have any, and all hosts in the first."""
+        """Run the collectors of a phase on the hosts that have any, and all hosts in the first."""
         present = [machine.name for machine in hosts]
-        scripts = {machine: self._scripts_for(number, machine, present) for machine in hosts}
-        visited = [machine for machine in hosts if scripts[machine] or number == 1]
+        collectors = {machine: self._asked(number, machine.name, present) for machine in hosts}
+        visited = [machine for machine in hosts if collectors[machine] or number == 1]
         if not visited:
             return {}
         together = "mesh" in self._checks and number == 2
@@ -130,7 +130,7 @@ class Visits:
         pool = ThreadPoolExecutor(len(visited) if together else AT_ONCE)
         try:
             pending = {
-                pool.submit(self._visit, machine, scripts[machine], present): machine.name
+                pool.submit(self._visit, machine, collectors[machine], present): machine.name
                 for machine in visited
             }
             self._progress(number, list(pending.values()))
@@ -142,32 +142,32 @@ class Visits:
             pool.shutdown(wait=False, cancel_futures=True)
         return {machine.name: answers[machine.name] for machine in visited}
 
-    def _scripts_for(self, number: int, machine: Machine, present: list[str]) -> list[Script[Any]]:
+    def _asked(self, number: int, host: str, present: list[str]) -> list[Collector[Any]]:
         return [
-            script
-            for script in self._scripts.values()
-            if script.phase == number
-            and script.runs_on(machine.name, self.subject)
-            and (self.subject.head.name in present or not script.needs_head)
+            each
+            for each in self._collectors.values()
+            if each.phase == number
+            and each.runs_on(host, self.subject)
+            and (self.subject.head.name in present or not each.needs_head)
         ]
 
     def _visit(
-        self, machine: Machine, scripts: Sequence[Script[Any]], present: list[str]
+        self, machine: Machine, collectors: Sequence[Collector[Any]], present: list[str]
     ) -> Answer:
-        given = self._given(machine, present)
-        argv = bundle.command(scripts, given, machine.python, self._time_factor)
-        timeout = bundle.timeout(scripts, self._time_factor)
+        context = self._context(machine, present)
+        argv, stdin = bundle.command(collectors, context, machine.python, self._time_factor)
+        timeout = bundle.timeout(collectors, self._time_factor)
         sent = time.time()
         try:
-            done = self._transport.run(machine.name, argv, timeout=timeout)
+            done = self._transport.run(machine.name, argv, timeout=timeout, stdin=stdin)
         except ClusterkitError as error:
             return Answer(error=error, sent=sent, received=time.time())
         received = time.time()
-        answer = bundle.parse(done.stdout)
+        answer = bundle.parse(done.stdout, machine.name)
         return replace(answer, sent=sent, received=received, stderr=done.stderr[-4096:])
 
-    def _given(self, machine: Machine, present: list[str]) -> dict[str, Any]:
-        """Return the argument of every script on this host."""
+    def _context(self, machine: Machine, present: list[str]) -> dict[str, Any]:
+        """Return the argument of every collector on this host."""
         subject = self.subject
         return {
             "host": machine.name,
@@ -191,7 +191,7 @@ class Visits:
 def completed(subject: HostSubject, answers: Mapping[str, Answer]) -> HostSubject:
     """Fill in the addresses and the port that hosts have reported, where the subject has none."""
     seen = Answers(subject, answers)
-    interfaces = seen.read(collect_interfaces)
+    interfaces = seen.read(INTERFACES)
     hosts = []
     for machine in subject.hosts:
         address = machine.address
@@ -201,6 +201,6 @@ def completed(subject: HostSubject, answers: Mapping[str, Answer]) -> HostSubjec
         hosts.append(
             replace_fields(machine, address=address or answers[machine.name].reached_at or None)
         )
-    found = seen.read(collect_port).get(subject.head.name)
+    found = seen.read(PORT).get(subject.head.name)
     port = found.port if subject.port is None and found is not None else subject.port
     return replace_fields(subject, hosts=tuple(hosts), port=port)

@@ -11,12 +11,12 @@ import pytest
 from clusterkit.doctor.base import Finding
 from clusterkit.doctor.hosts.base import (
     Answer,
+    Collector,
     HostCheck,
     HostSubject,
     Machine,
     Needs,
     Output,
-    Script,
 )
 from clusterkit.doctor.hosts.checks import CHECKS
 from clusterkit.doctor.hosts.examine import judge
@@ -104,20 +104,21 @@ class Judged:
 def judged() -> Callable[..., Judged]:
     """Have a check judge what hosts answered.
 
-    ``judged("shm", subject, h0=..., h1=...)``: each host's value is what the check's first script
-    gave there, an `Output`, or an `Answer` as a whole; hosts that are left out get the default.
+    ``judged("shm", subject, h0=..., h1=...)``: each host's value is what the check's first
+    collector gave there, an `Output`, or an `Answer` as a whole; hosts that are left out get the
+    default.
     """
 
     def call(name: str, subject: HostSubject, default: Any = None, **by_host: Any) -> Judged:
         check = named(name)
-        scripts: tuple[Script[Any], ...] = check.scripts
+        collectors: tuple[Collector[Any], ...] = check.collectors
         answers = {}
         for machine in subject.hosts:
             value = by_host.get(machine.name, default)
             if isinstance(value, Answer):
                 answers[machine.name] = value
             else:
-                names = [script.name for script in scripts[:1]]
+                names = [each.name for each in collectors[:1]]
                 answers[machine.name] = make_answer(dict.fromkeys(names, value))
         findings = judge(check, answers, subject)
         for finding in findings:

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -11,17 +12,24 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from clusterkit.doctor.hosts import bundle, meeting, runner
-from clusterkit.doctor.hosts.base import Script
+from clusterkit.doctor.hosts import bundle, collect
+from clusterkit.doctor.hosts.base import Collector
 from clusterkit.doctor.hosts.checks import CHECKS
+from clusterkit.doctor.hosts.collect import runner
+from clusterkit.hosts import host_probe
+from tests import pythons
+from tests.unit.doctor import misbehaving as bad
 
-SCRIPTS = list({script.name: script for check in CHECKS for script in check.scripts}.values())
+COLLECTORS = list({each.name: each for check in CHECKS for each in check.collectors}.values())
 
 
-def ran(*scripts, given=None, python=sys.executable, env=None, time_factor=1.0):
-    argv = bundle.command(scripts, given or {}, python, time_factor)
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=env)
-    return done, bundle.parse(done.stdout)
+def ran(*collectors, context=None, python=sys.executable, time_factor=1.0, before=(), **options):
+    argv, program = bundle.command(collectors, context or {}, python, time_factor)
+    done = subprocess.run(
+        [*before, *argv], input=program.decode(), capture_output=True, text=True, timeout=60,
+        **options,
+    )  # fmt: skip
+    return done, bundle.parse(done.stdout, "h0")
 
 
 def value(output):
@@ -30,86 +38,19 @@ def value(output):
     return msgspec.json.decode(output.value)
 
 
-# ---------------------------------------------------------------- functions that are sent
-
-
-def echo(given):
-    return given
-
-
-def hang(given):
-    import time
-
-    time.sleep(60)
-
-
-def fail(given):
-    import os
-
-    os.stat("/nope/nothing")
-
-
-def flood(given):
-    return "x" * (1 << 19)
-
-
-def shout(given):
-    import os
-
-    print("garbage on stdout")
-    os.write(1, b'\n@clusterkit-doctor {"name": "echo", "value": "forged"}\n')
-    os.write(2, b"garbage on stderr\n")
-    return "quiet"
-
-
-def die(given):
-    import os
-    import signal
-
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def ugly(given):
-    import os
-
-    return ["\udcff", "\u2028\n\r\x0b", "日本", os.fsdecode(b"\xff\xfe")]
-
-
-def unprintable(given):
-    return {1, 2}
-
-
-def annotated(given: "dict[str, SomethingUnknown] | None") -> "Any":  # noqa: F821
-    return "fine"
-
-
-def leave_a_child(given):
-    import os
-    import time
-
-    child = os.fork()
-    if not child:
-        os.setpgid(0, 0)
-        time.sleep(60)
-        os._exit(0)
-    return child
-
-
 # ---------------------------------------------------------------- the driver
 
 
 def test_each_script_gives_its_own_value_and_the_host_tells_its_time():
     before = time.time()
     done, reply = ran(
-        Script("one", echo, object),
-        Script("two", echo, object, in_process=True),
-        given={"a": [1, "é"]},
+        Collector(bad.echo, object), Collector(bad.nap, object), context={"a": [1, "é"]}
     )
     assert done.returncode == 0
     assert done.stderr == ""
     assert {name: value(output) for name, output in reply.outputs.items()} == {
-        "one": {"a": [1, "é"]},
-        "two": {"a": [1, "é"]},
+        "echo": {"a": [1, "é"]},
+        "nap": "woke",
     }
     assert before <= reply.began <= reply.ended <= time.time()
     assert reply.interpreter == sys.executable
@@ -117,7 +58,7 @@ def test_each_script_gives_its_own_value_and_the_host_tells_its_time():
 
 def test_a_script_that_hangs_is_ended_and_does_not_hold_the_others():
     began = time.monotonic()
-    _, reply = ran(Script("hang", hang, object, timeout=0.5), Script("echo", echo, object))
+    _, reply = ran(Collector(bad.hang, object, timeout=0.5), Collector(bad.echo, object))
     assert time.monotonic() - began < 30
     assert reply.outputs["hang"].timed_out in ("S", "R", "D")
     assert value(reply.outputs["echo"]) == {}
@@ -125,28 +66,19 @@ def test_a_script_that_hangs_is_ended_and_does_not_hold_the_others():
 
 
 def test_time_factor_gives_longer():
-    _, reply = ran(Script("nap", nap, object, timeout=0.001), time_factor=30000)
+    _, reply = ran(Collector(bad.nap, object, timeout=0.001), time_factor=30000)
     assert value(reply.outputs["nap"]) == "woke"
-
-
-def nap(given):
-    import time
-
-    time.sleep(0.2)
-    return "woke"
 
 
 def test_what_goes_wrong_in_a_script_is_its_own_error():
     _, reply = ran(
-        Script("fail", fail, object),
-        Script("safe-fail", fail, object, in_process=True),
-        Script("flood", flood, object),
-        Script("die", die, object),
-        Script("unprintable", unprintable, object),
-        Script("echo", echo, object),
+        Collector(bad.fail, object),
+        Collector(bad.flood, object),
+        Collector(bad.die, object),
+        Collector(bad.unprintable, object),
+        Collector(bad.echo, object),
     )
     assert reply.outputs["fail"].error.startswith("FileNotFoundError: ")
-    assert reply.outputs["safe-fail"].error.startswith("FileNotFoundError: ")
     assert "more than" in reply.outputs["flood"].error
     assert reply.outputs["die"].error == "it was killed"
     assert reply.outputs["unprintable"].error.startswith("TypeError")
@@ -155,7 +87,7 @@ def test_what_goes_wrong_in_a_script_is_its_own_error():
 
 
 def test_a_script_cannot_speak_for_another():
-    done, reply = ran(Script("shout", shout, object), Script("echo", echo, object))
+    done, reply = ran(Collector(bad.shout, object), Collector(bad.echo, object))
     assert value(reply.outputs["shout"]) == "quiet"
     assert value(reply.outputs["echo"]) == {}
     assert "garbage" not in done.stdout + done.stderr
@@ -163,44 +95,37 @@ def test_a_script_cannot_speak_for_another():
 
 def test_text_that_is_none_arrives_in_one_piece():
     _, reply = ran(
-        Script("ugly", ugly, object), env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
+        Collector(bad.ugly, object), env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
     )
     assert value(reply.outputs["ugly"]) == ["?", "\u2028\n\r\x0b", "日本", "??"]
 
 
 def test_annotations_of_a_newer_python_are_not_read():
-    _, reply = ran(Script("annotated", annotated, object))
+    _, reply = ran(Collector(bad.annotated, object))
     assert value(reply.outputs["annotated"]) == "fine"
 
 
 def test_the_answer_does_not_wait_for_what_a_script_leaves_behind():
     began = time.monotonic()
-    _, reply = ran(Script("leave", leave_a_child, object, timeout=30))
-    os.kill(value(reply.outputs["leave"]), 9)
+    _, reply = ran(Collector(bad.leave_a_child, object, timeout=30))
+    os.kill(value(reply.outputs["leave_a_child"]), 9)
     assert time.monotonic() - began < 30
 
 
 def test_whoever_ignores_the_end_of_children_does_not_spoil_it():
-    argv = bundle.command(
-        [Script("one", echo, object), Script("two", echo, object)], {}, sys.executable
-    )
-    done = subprocess.run(
-        ["/usr/bin/env", "--ignore-signal=CHLD", *argv], capture_output=True, text=True
-    )
-    reply = bundle.parse(done.stdout)
-    assert set(reply.outputs) == {"one", "two"}
+    asked = [Collector(bad.echo, object), Collector(bad.annotated, object)]
+    _, reply = ran(*asked, before=["/usr/bin/env", "--ignore-signal=CHLD"])
+    assert set(reply.outputs) == {"echo", "annotated"}
     assert reply.ended is not None
 
 
-def test_a_process_limit_is_an_error_of_the_scripts_that_did_not_start(monkeypatch, capfd):
+def test_a_process_limit_is_an_error_of_what_did_not_start(monkeypatch):
     def no_fork():
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(os, "fork", no_fork)
-    running = runner._start_all([{"name": "echo", "timeout": 1}], {})
-    assert running == []
-    reply = bundle.parse(capfd.readouterr().out)
-    assert "cannot start a process: " in reply.outputs["echo"].error
+    found = runner.outputs([{"name": "echo", "timeout": 1}], {})
+    assert "cannot start a process: " in found["echo"]["error"]
 
 
 # ---------------------------------------------------------------- interpreters
@@ -210,66 +135,70 @@ def test_where_the_interpreter_of_the_ranks_does_not_run_another_answers(tmp_pat
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho 'no such libpython' >&2\nexit 1\n")
     broken.chmod(0o755)
-    done, reply = ran(Script("echo", echo, object), python=str(broken))
+    done, reply = ran(Collector(bad.echo, object), python=str(broken))
     assert value(reply.outputs["echo"]) == {}
     assert reply.interpreter != str(broken)
     assert "no such libpython" in done.stderr
 
 
 def test_a_missing_interpreter_is_named_and_the_program_is_not_spilled():
-    done, reply = ran(Script("echo", echo, object), python="/nope/python")
+    done, reply = ran(Collector(bad.echo, object), python="/nope/python")
     assert value(reply.outputs["echo"]) == {}
     assert "/nope/python" in done.stderr
     assert len(done.stderr) < 200
 
 
 def test_without_any_python_nothing_began(tmp_path):
-    argv = bundle.command([Script("echo", echo, object)], {}, "/nope/python")
+    argv, program = bundle.command([Collector(bad.echo, object)], {}, "/nope/python")
     argv = argv[: argv.index("/nope/python") + 1]  # without the others
-    done = subprocess.run(argv, capture_output=True, text=True)
+    done = subprocess.run(argv, input=program.decode(), capture_output=True, text=True)
     assert done.returncode == 127
-    assert bundle.parse(done.stdout).began is None
+    assert bundle.parse(done.stdout, "h0").began is None
 
 
 def test_modules_of_the_current_folder_are_not_read(tmp_path):
-    for name in ("json", "base64", "zlib", "select"):
+    for name in ("json", "types", "select"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('read the wrong one')\n")
-    argv = bundle.command([Script("echo", echo, object)], {}, sys.executable)
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)
-    assert value(bundle.parse(done.stdout).outputs["echo"]) == {}
+    for site_packages in (False, True):
+        _, reply = ran(Collector(bad.echo, object, site_packages=site_packages), cwd=tmp_path)
+        assert value(reply.outputs["echo"]) == {}
+
+
+def test_python_runs_isolated_but_where_its_packages_are_looked_for():
+    for site_packages, flags in ((False, [1, 1, False]), (True, [0, 0, False])):
+        _, reply = ran(Collector(bad.flags, object, site_packages=site_packages))
+        assert value(reply.outputs["flags"]) == flags
 
 
 @pytest.mark.parametrize("text", ["it's", 'a "b"', "$HOME `id` \\ % \n", "日本", ""])
 def test_what_is_given_arrives_exactly(text):
-    _, reply = ran(Script("echo", echo, object), given={"workdir": text, "none": None, "yes": True})
+    _, reply = ran(
+        Collector(bad.echo, object), context={"workdir": text, "none": None, "yes": True}
+    )
     assert value(reply.outputs["echo"]) == {"workdir": text, "none": None, "yes": True}
 
 
-def test_the_command_of_all_scripts_for_many_hosts_fits_into_an_argument():
-    hosts = [
-        [f"a-long-name-of-a-node-{i}.example.com", f"10.20.{i // 256}.{i}"] for i in range(500)
-    ]
-    argv = bundle.command(SCRIPTS, {"hosts": hosts}, "python3")
-    assert max(map(len, argv)) < 64 << 10  # Linux takes 128 KiB, quoting included
+def test_a_host_can_be_told_of_many_others():
+    """An argument takes 128 KiB; this comes on standard input."""
+    hosts = [[f"a-long-name-of-a-node-{i}.example.com", f"10.20.0.{i}"] for i in range(5000)]
+    _, reply = ran(Collector(bad.count, object), context={"hosts": hosts})
+    assert value(reply.outputs["count"]) == 5000
 
 
 # ---------------------------------------------------------------- parsing
 
-FRAMES = [
-    {"began": 5.0, "interpreter": "p", "reached_at": "10.0.0.1", "installer": "dnf"},
-    {"name": "a", "value": {"x": 1}},
-    {"name": "b", "error": "broken"},
-    {"name": "c", "timed_out": "D"},
-    {"ended": 6.0},
-]
+DOCUMENT = {
+    "began": 5.0, "ended": 6.0, "interpreter": "p", "reached_at": "10.0.0.1", "installer": "dnf",
+    "outputs": {"a": {"value": {"x": 1}}, "b": {"error": "broken"}, "c": {"timed_out": "D"}},
+}  # fmt: skip
 
 
-def text(frames=FRAMES):
-    return "".join(f"\n{runner.MARK}{json.dumps(frame)}\n" for frame in frames)
+def text(**changed):
+    return f"\n{runner.MARK}{json.dumps(DOCUMENT | changed)}\n"
 
 
-def test_frames_are_told_from_a_greeting():
-    reply = bundle.parse("Welcome to h1!\nno newline at the end" + text() + "bye\n")
+def test_the_document_is_told_from_a_greeting():
+    reply = bundle.parse("Welcome to h1!\nno newline at the end" + text() + "bye\n", "h0")
     assert (reply.began, reply.ended, reply.interpreter) == (5.0, 6.0, "p")
     assert reply.reached_at == "10.0.0.1"
     assert reply.installer == "dnf"
@@ -278,12 +207,11 @@ def test_frames_are_told_from_a_greeting():
     assert reply.outputs["c"].timed_out == "D"
 
 
-@pytest.mark.parametrize("cut", range(1, len(text()), 7))
-def test_output_that_was_cut_short_gives_what_is_whole(cut):
-    reply = bundle.parse(text()[:cut])
-    assert set(reply.outputs) <= {"a", "b", "c"}
-    for output in reply.outputs.values():
-        msgspec.json.decode(output.value)
+@pytest.mark.parametrize("cut", range(1, len(text()) - 1, 7))
+def test_output_that_was_cut_short_is_no_answer(cut):
+    reply = bundle.parse(text()[:cut], "h0")
+    assert reply.began is None
+    assert (reply.error is not None) is (runner.MARK in text()[:cut])
 
 
 @pytest.mark.parametrize(
@@ -293,73 +221,53 @@ def test_output_that_was_cut_short_gives_what_is_whole(cut):
      'x @clusterkit-doctor {"began": 1}', "\ufffd" * 100],
 )  # fmt: skip
 def test_garbage_is_no_answer(stdout):
-    reply = bundle.parse(stdout)
+    reply = bundle.parse(stdout, "h0")
     assert reply.outputs == {}
     assert reply.began is None
 
 
-def test_a_second_interpreter_begins_anew():
-    reply = bundle.parse(text(FRAMES[:2]) + text([FRAMES[0] | {"interpreter": "q"}, FRAMES[2]]))
+def test_the_second_interpreter_counts_where_the_first_was_killed():
+    reply = bundle.parse(text()[:40] + text(interpreter="q"), "h0")
     assert reply.interpreter == "q"
-    assert set(reply.outputs) == {"b"}
 
 
-# ---------------------------------------------------------------- every script
+# ---------------------------------------------------------------- every collector
+
+SENT = [*Path(collect.__file__).parent.glob("*.py"), Path(host_probe.__file__)]
 
 
-def imported(tree):
+@pytest.mark.parametrize("path", SENT, ids=lambda path: path.name)
+def test_what_is_sent_is_python_3_8_of_the_standard_library_and_of_itself(path):
+    tree = ast.parse(path.read_text(), feature_version=(3, 8))
+    ours = {"clusterkit.hosts.host_probe", "clusterkit.doctor.hosts.collect"}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield str(node.module).split(".")[0]
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            below = {f"{node.module}.{alias.name}" for alias in node.names}
+            names = [] if below <= ours else [node.module]
+        for name in names:
+            assert name in ours or name.split(".")[0] in sys.stdlib_module_names, name
 
 
-SOURCES = {"runner": bundle.runner_text()}
-SOURCES |= {script.name: script.source for script in SCRIPTS}
+def test_names_of_collectors_differ():
+    assert len(COLLECTORS) == len({each.collect for each in COLLECTORS})
 
 
-@pytest.mark.parametrize(("name", "source"), list(SOURCES.items()), ids=list(SOURCES))
-def test_what_is_sent_is_python_3_8_of_the_standard_library(name, source):
-    tree = ast.parse(source, feature_version=(3, 8))
-    assert set(imported(tree)) <= sys.stdlib_module_names | {"__future__"}
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_a_script_needs_nothing_that_stands_beside_it(script):
-    """Its text alone is sent: no name of its module may be missing there."""
-    if script.whole_module:
-        return
-    tree = ast.parse(script.source)
-    compiled = compile(tree, "<doctor>", "exec", dont_inherit=True)
-    function = next(
-        c for c in compiled.co_consts if hasattr(c, "co_code") and c.co_name != "<module>"
-    )
-
-    def globals_of(code):
-        import dis
-
-        for instruction in dis.get_instructions(code):
-            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                yield instruction.argval
-        for constant in code.co_consts:
-            if hasattr(constant, "co_code"):
-                yield from globals_of(constant)
-
-    import builtins
-
-    missing = set(globals_of(function)) - set(dir(builtins))
-    # Annotations of inner functions are never read.
-    assert missing <= {
-        "Any", "versions", "bind_error", "free_port", "addresses", "gpus_on_pci", "ROOT",
-        *runner.HELPERS,
+def test_every_collector_runs_on_every_python_that_is_here(tmp_path):
+    """Also on those that are too old for jobs: that is what doctor says of them."""
+    found = [path for n in range(8, 15) if (path := pythons.find(f"3.{n}"))]
+    assert found
+    context = {
+        "host": "h0", "head": "h0", "hosts": [["h0", "127.0.0.1"]], "present": ["h0"],
+        "workdir": str(tmp_path), "shared": str(tmp_path), "port": None, "checks": [],
+        "cuda_home": None, "time_factor": 1.0,
     }  # fmt: skip
-
-
-def test_the_meeting_is_sent_with_its_whole_module():
-    script = next(script for script in SCRIPTS if script.name == "meet")
-    assert script.source == Path(meeting.__file__).read_text()
-
-
-def test_names_of_scripts_differ():
-    assert len(SCRIPTS) == len({script.collect for script in SCRIPTS})
+    for number, python in enumerate(found):
+        with socket.create_server(("", 0)) as server:
+            port = server.getsockname()[1]
+        met = context | {"token": str(number), "port": port}
+        done, reply = ran(*COLLECTORS, context=met, python=python)
+        assert (reply.interpreter, done.stderr) == (python, "")
+        assert reply.outputs.keys() == {each.name for each in COLLECTORS}
+        for each in COLLECTORS:
+            msgspec.json.decode(json.dumps(value(reply.outputs[each.name])), type=each.kind)

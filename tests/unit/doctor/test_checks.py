@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from clusterkit import errors
 from clusterkit.doctor.base import LEVELS
-from clusterkit.doctor.hosts import bundle
 from clusterkit.doctor.hosts.base import Machine, Needs, Output
-from clusterkit.doctor.hosts.checks import CHECKS, gpus
-from clusterkit.doctor.hosts.checks.packages import Packages, collect_packages
-from clusterkit.doctor.hosts.checks.ports import MEET
+from clusterkit.doctor.hosts.checks import CHECKS
+from clusterkit.doctor.hosts.checks.packages import PACKAGES, Packages
+from clusterkit.doctor.hosts.checks.ports import MEETING
 from clusterkit.doctor.hosts.checks.system import agreed, offset
+from clusterkit.doctor.hosts.collect import meeting
 from clusterkit.doctor.hosts.examine import judge
 from clusterkit.doctor.hosts.helpers import most_common, parsed_address
 from clusterkit.hosts import host_probe
@@ -27,9 +27,9 @@ from clusterkit.spec import JobSpec
 from tests.unit.doctor.conftest import PYTHON, make_answer, make_subject, named, needs, raw
 
 GIB = 1 << 30
-LOOKING = [check for check in CHECKS if check.scripts]
+LOOKING = [check for check in CHECKS if check.collectors]
 """The others judge the connection alone."""
-SCRIPTS = {script.name: script for check in CHECKS for script in check.scripts}
+COLLECTORS = {each.name: each for check in CHECKS for each in check.collectors}
 
 
 # ---------------------------------------------------------------- all of them
@@ -61,7 +61,7 @@ def test_names_of_checks_differ():
 )
 def test_no_check_is_silent_about_what_it_could_not_see(check, output, level, words):
     subject = make_subject(2, shared="/shared", needs=needs(deepspeed=True, device="cuda"))
-    outputs = {} if output is None else dict.fromkeys(SCRIPTS, output)
+    outputs = {} if output is None else dict.fromkeys(COLLECTORS, output)
     findings = judge(check, {"h0": make_answer(outputs), "h1": make_answer(outputs)}, subject)
     told = [finding for finding in findings if words in finding.cause]
     assert told
@@ -96,7 +96,9 @@ def test_whatever_hosts_answer_is_judged(value, data):
         needs=needs(deepspeed=True, device=data.draw(st.sampled_from(["auto", "cuda"]))),
     )
     hosts = [machine.name for machine in subject.hosts]
-    answers = {host: make_answer({name: Output(raw(value)) for name in SCRIPTS}) for host in hosts}
+    answers = {
+        host: make_answer({name: Output(raw(value)) for name in COLLECTORS}) for host in hosts
+    }
     for finding in judge(check, answers, subject):
         assert finding.level in LEVELS
         assert finding.host in hosts
@@ -447,9 +449,10 @@ def test_a_package_s_folder_is_looked_for_and_not_its_metadata_alone(tmp_path):
     (tmp_path / "numpy" / "__init__.py").write_text("raise SystemExit('it was imported')\n")
     (tmp_path / "deepspeed").mkdir()  # without a file: pip leaves caches behind
     text = (
-        f"{bundle.runner_text()}\n"
+        "import sys\n"
+        "from clusterkit.doctor.hosts.collect.packages import packages\n"
         f"sys.path[:] = [{str(tmp_path)!r}, *(p for p in sys.path if 'site-' not in p)]\n"
-        f"{collect_packages.source}\nprint(sorted(collect_packages({{}})['gone']))"
+        "print(sorted(packages({})['gone']))"
     )
     done = subprocess.run([sys.executable, "-I", "-c", text], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("['deepspeed', 'torch']\n", "")
@@ -529,7 +532,7 @@ def test_versions_are_read_from_what_pip_has_written(tmp_path, monkeypatch):
     (tmp_path / "numpy-1.0.egg-info").write_text("Version: 1.0\n")
     monkeypatch.setattr("sys.path", ["/nope", str(tmp_path / "torch-2.13.0.dist-info" / "METADATA"),
                                      str(tmp_path)])  # fmt: skip
-    assert collect_packages.collect({})["versions"] == {
+    assert PACKAGES.collect({})["versions"] == {
         "torch": "9.9+cu1", "nvidia-nccl-cu12": "2.27.3", "deepspeed": "0.1", "numpy": "1.0",
     }  # fmt: skip
 
@@ -618,7 +621,7 @@ def test_nvcc_is_looked_for_where_torch_does(tmp_path, monkeypatch):
     on_path, in_home, of_job = (
         nvcc(folder, release) for folder, release in (("a", "11.8"), ("b", "12.4"), ("c", "13.0"))
     )
-    collect = named("compiler").scripts[0].collect
+    collect = named("compiler").collectors[0].collect
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv("CUDA_PATH", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path}/a/bin:/usr/bin:/bin")
@@ -852,9 +855,8 @@ def test_a_host_that_met_nobody_has_nothing_to_tell(judged):
 
 
 def test_the_meeting_has_time_to_end_before_it_is_ended():
-    from clusterkit.doctor.hosts import meeting
-
-    assert meeting.MEET + meeting.DIAL < meeting.END < MEET.timeout
+    arrived = meeting.ARRIVAL_SECONDS + meeting.CONNECT_SECONDS
+    assert arrived < meeting.END_SECONDS < MEETING.timeout
 
 
 # ---------------------------------------------------------------- GPUs
@@ -938,9 +940,8 @@ def test_gpus_on_the_bus_are_counted_without_those_of_other_drivers(tmp_path, mo
             (bus / address / "driver").symlink_to(tmp_path / "drivers" / driver)
     (bound / "0000:01:00.0").mkdir(parents=True)
     monkeypatch.setattr(host_probe, "ROOT", f"{tmp_path}/")
-    monkeypatch.setattr(gpus, "ROOT", f"{tmp_path}/")
     monkeypatch.setenv("PATH", "")
-    assert named("gpus").scripts[0].collect({})["pci"] == ["0000:01:00.0", "0000:04:00.0"]
+    assert named("gpus").collectors[0].collect({})["pci"] == ["0000:01:00.0", "0000:04:00.0"]
 
 
 @pytest.mark.parametrize("check", ["gpu-driver", "gpus", "gpu-processes"])
@@ -1151,7 +1152,7 @@ def test_where_dmesg_is_closed_the_journal_is_read(tmp_path, monkeypatch, journa
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr("glob.glob", lambda pattern: ["/dev/nvidia0"])
-    seen = named("gpus").scripts[0].collect({})
+    seen = named("gpus").collectors[0].collect({})
     assert seen["log"] is log
     assert seen["xids"] == ([XID.format(79)] if log else [])
 
@@ -1283,7 +1284,7 @@ def test_nvidia_smi_of_an_older_driver_is_asked_again(tmp_path, monkeypatch):
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("CLUSTERKIT_RUN_ID", "of-this-process")
-    seen = named("gpus").scripts[0].collect({})
+    seen = named("gpus").collectors[0].collect({})
     assert seen["query"]["exit_code"] == 0
     assert "NVIDIA H100" in seen["query"]["stdout"]
     assert set(seen["owners"]) == {str(os.getpid())}
@@ -1299,7 +1300,7 @@ def test_a_broken_nvidia_smi_is_an_answer(tmp_path, monkeypatch, script, judged)
     (tmp_path / "nvidia-smi").write_text(script)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    seen = named("gpus").scripts[0].collect({})
+    seen = named("gpus").collectors[0].collect({})
     found = judged("gpus", make_subject(1, needs=needs(device="cuda")), msgspec.to_builtins(seen))
     assert found["h0"].level == "fail"
 
@@ -1443,8 +1444,8 @@ def test_the_working_folder(judged, changed, level, words, remedy):
 def shared(subject, written, **read):
     return {
         machine.name: make_answer(
-            ({"shared-write": written} if machine.name == "h0" else {})
-            | ({"shared-read": read[machine.name]} if machine.name in read else {})
+            ({"shared_write": written} if machine.name == "h0" else {})
+            | ({"shared_read": read[machine.name]} if machine.name in read else {})
         )
         for machine in subject.hosts
     }

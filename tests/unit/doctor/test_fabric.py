@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from clusterkit.doctor.hosts.checks import fabric
+from clusterkit.doctor.hosts.collect import gpus
 from clusterkit.hosts import host_probe
 from tests.sysfs import lay_out
 from tests.unit.doctor.conftest import make_answer, make_subject, named, needs
@@ -43,10 +43,9 @@ def look(tmp_path, monkeypatch):
             folder = tmp_path / f"{len([*tmp_path.iterdir()])}"
             root = lay_out(folder, "h100x8", *changes)
             monkeypatch.setattr(host_probe, "ROOT", root)
-            monkeypatch.setattr(fabric, "ROOT", root)
             said = {"systemctl": active and f"{active}\n", "nv-fabricmanager": manager}
             monkeypatch.setattr(
-                fabric,
+                gpus,
                 "run",
                 lambda command, *_, said=said: (
                     None
@@ -54,7 +53,7 @@ def look(tmp_path, monkeypatch):
                     else {"exit_code": 0, "stdout": said[command], "stderr": ""}
                 ),
             )
-            found = msgspec.to_builtins(named("infiniband").scripts[0].collect({}))
+            found = msgspec.to_builtins(named("infiniband").collectors[0].collect({}))
             answers[f"h{number}"] = make_answer({"fabric": found})
         return make_subject(len(hosts), **fields), answers
 

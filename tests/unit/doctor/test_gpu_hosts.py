@@ -52,14 +52,14 @@ HOSTS = [path.stem for path in nvidia_smi.ANSWERS.glob("*.txt")] + [*nvidia_smi.
 
 @pytest.fixture
 def seen(tmp_path, monkeypatch):
-    """What doctor's script sees on a recorded host."""
+    """What doctor's collector sees on a recorded host."""
 
     def collect(host: str) -> object:
         nvidia_smi.put_into(tmp_path, host)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
         devices = [f"/dev/nvidia{i}" for i in range(8 if host == "offbus7" else 0)]
         monkeypatch.setattr("glob.glob", lambda path: devices if "/dev/" in path else [])
-        return msgspec.to_builtins(named("gpus").scripts[0].collect({}))
+        return msgspec.to_builtins(named("gpus").collectors[0].collect({}))
 
     return collect
 

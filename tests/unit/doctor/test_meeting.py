@@ -11,8 +11,9 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-from clusterkit.doctor.hosts import bundle, meeting
-from clusterkit.doctor.hosts.checks.ports import MEET, Met
+from clusterkit.doctor.hosts import bundle
+from clusterkit.doctor.hosts.checks.ports import MEETING, Met
+from clusterkit.doctor.hosts.collect import meeting
 from clusterkit.transport import LocalTransport
 
 NOWHERE = "255.255.255.255"
@@ -25,7 +26,7 @@ def port():
 
 
 def started(me, port, hosts=3, addresses=None, **changed):
-    given = {
+    context = {
         "host": me,
         "head": "h0",
         "hosts": addresses or [[f"h{i}", f"127.0.0.{i + 1}"] for i in range(hosts)],
@@ -35,12 +36,16 @@ def started(me, port, hosts=3, addresses=None, **changed):
         "checks": ["head-port", "mesh"],
         "time_factor": 1.0,
     } | changed
-    argv = bundle.command([MEET], given, sys.executable, given["time_factor"])
-    return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    argv, program = bundle.command([MEETING], context, sys.executable, context["time_factor"])
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process.stdin.write(program)
+    process.stdin.close()
+    process.stdin = None
+    return process
 
 
 def told(process):
-    output = bundle.parse(process.communicate(timeout=60)[0]).outputs["meet"]
+    output = bundle.parse(process.communicate(timeout=60)[0].decode(), "h0").outputs["meet"]
     assert output.error is None
     return msgspec.json.decode(output.value, type=Met)
 
@@ -94,8 +99,8 @@ def test_a_rate_counts_what_comes_in_its_time(pieces, rate):
         assert found > 0
     else:
         # All that came, over the whole time that it waited for the rest.
-        assert found <= pieces * 65536 * 8e-6 / meeting.POUR_SECONDS
-        assert spent >= meeting.POUR_SECONDS
+        assert found <= pieces * 65536 * 8e-6 / meeting.PAYLOAD_SECONDS
+        assert spent >= meeting.PAYLOAD_SECONDS
 
 
 def test_a_sender_that_goes_away_has_no_rate():

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import glob
-import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from msgspec import Struct
 
 from clusterkit.doctor.base import Verdict, fail, ok, skip, warn
-from clusterkit.doctor.hosts.base import Answers, HostSubject, check, script
-from clusterkit.doctor.hosts.checks.gpus import Command
+from clusterkit.doctor.hosts.base import Answers, Collector, check
+from clusterkit.doctor.hosts.checks.gpus import Command, no_gpus_needed
+from clusterkit.doctor.hosts.collect import gpus as collect
 from clusterkit.doctor.hosts.helpers import most_common
-from clusterkit.doctor.hosts.runner import run, text_of
 from clusterkit.errors import join_some, pluralize
-from clusterkit.hosts.host_probe import ROOT, gpus_on_pci
 
 
 class Port(Struct):
@@ -44,46 +40,13 @@ class Fabric(Struct):
     """What systemd says of it; empty: there is no systemd."""
 
 
-@script("fabric", Fabric, timeout=15)
-def collect_fabric(given: dict[str, Any]) -> Any:
-    ports = {}
-    for folder in glob.glob(f"{ROOT}sys/class/infiniband/*/ports/*"):
-        words = [text_of(f"{folder}/{name}").strip() for name in ("state", "phys_state", "rate")]
-        state, physical, rate = words
-        if text_of(f"{folder}/link_layer").strip() == "InfiniBand":
-            device, _, number = folder.split("/")[-3:]
-            ports[f"{device}/{number}"] = {
-                "state": state.partition(": ")[2], "physical": physical.partition(": ")[2],
-                "rate": rate,
-            }  # fmt: skip
-    version = text_of(f"{ROOT}proc/driver/nvidia/version")
-    kernel = [int(number) for number in re.findall(r"\d+", os.uname().release)[:2]]
-    # dmabuf needs the open kernel modules; NCCL looks at the kernel's version as well.
-    dmabuf = "Open Kernel Module" in version and kernel >= [5, 12]
-    modules = [f"{ROOT}sys/module/{name}" for name in ("nvidia_peermem", "nv_peer_mem")]
-    found = re.search(r"^NVRM version:.*?\s(\d+\.\d+(\.\d+)?)\s", version)
-    switches = [
-        device for device in glob.glob(f"{ROOT}sys/bus/pci/devices/*")
-        if text_of(f"{device}/vendor").startswith("0x10de")
-        and text_of(f"{device}/class").startswith("0x0680")  # a bridge
-    ]  # fmt: skip
-    active = run("systemctl", "is-active", "nvidia-fabricmanager") if switches else None
-    return {
-        "ports": ports, "gpus": len(gpus_on_pci()), "driver": found[1] if found else "",
-        "direct": dmabuf or any(os.path.isdir(module) for module in modules),
-        "switches": len(switches), "active": active["stdout"].strip() if active else "",
-        "manager": run("nv-fabricmanager", "--version") if switches else None,
-    }  # fmt: skip
+FABRIC = Collector(collect.fabric, Fabric, timeout=15)
 
 
-def _no_gpus(subject: HostSubject) -> str | None:
-    return "the job runs on CPU threads" if subject.needs.device == "cpu" else None
-
-
-@check(collect_fabric, skip_reason=_no_gpus)
+@check(FABRIC, skip_reason=no_gpus_needed)
 def infiniband(answers: Answers) -> Iterator[Verdict]:
     """InfiniBand ports are up and as fast as the others, and can reach the memory of GPUs."""
-    seen = answers.read(collect_fabric)
+    seen = answers.read(FABRIC)
     most = max((len(found.ports) for found in seen.values()), default=0)
     for host, found in seen.items():
         yield from _ports(host, found.ports, seen)
@@ -137,10 +100,10 @@ def _gigabits(port: Port) -> float:
     return float(number[0]) if number else 0.0
 
 
-@check(collect_fabric, skip_reason=_no_gpus)
+@check(FABRIC, skip_reason=no_gpus_needed)
 def fabric_manager(answers: Answers) -> Iterator[Verdict]:
     """Where there are NVSwitches, the fabric manager runs, of the driver's own version."""
-    for host, found in answers.read(collect_fabric).items():
+    for host, found in answers.read(FABRIC).items():
         if not found.switches or not found.driver:
             yield skip(host, "no driver" if found.switches else "no NVSwitch")
             continue

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import glob
-import os
-import time
 from collections.abc import Iterator
-from typing import Any
 
 from msgspec import Struct
 
 from clusterkit import shell
 from clusterkit.doctor.base import Level, Verdict, fail, ok, skip, warn, worst
-from clusterkit.doctor.hosts.base import Answers, HostSubject, check, script
+from clusterkit.doctor.hosts.base import Answers, Collector, HostSubject, check
+from clusterkit.doctor.hosts.collect import folders as collect
 from clusterkit.doctor.hosts.helpers import level_of, size_text
-from clusterkit.doctor.hosts.runner import text_of, user_of
 
 BYTES_WARN = 5 << 30
 BYTES_FAIL = 500 << 20
@@ -36,35 +30,13 @@ class Disk(Struct):
     read_only: bool
 
 
-@script("disks", list[Disk])
-def collect_disks(given: dict[str, Any]) -> Any:
-    folders = [given["workdir"], os.environ.get("TMPDIR") or "/tmp", "~/.cache"]
-    if given["shared"]:
-        folders.append(given["shared"])
-    disks = {}
-    for folder in folders:
-        path = os.path.abspath(os.path.expanduser(folder))
-        while not os.path.exists(path) and path != "/":
-            path = os.path.dirname(path)
-        device = os.stat(path).st_dev
-        if device in disks:
-            continue
-        disk = os.statvfs(path)
-        disks[device] = {
-            "path": path,
-            "free": disk.f_bavail * disk.f_frsize,
-            "total": disk.f_blocks * disk.f_frsize,
-            "inodes_free": disk.f_favail,
-            "inodes": disk.f_files,
-            "read_only": bool(disk.f_flag & os.ST_RDONLY),
-        }
-    return list(disks.values())
+DISKS = Collector(collect.disks, list[Disk])
 
 
-@check(collect_disks)
+@check(DISKS)
 def disk(answers: Answers) -> Iterator[Verdict]:
     """The disks of the working folder, /tmp and the home have room, for bytes and for files."""
-    for host, disks in answers.read(collect_disks).items():
+    for host, disks in answers.read(DISKS).items():
         for disk in disks:
             if disk.read_only:
                 remedy = f"{shell.join(['findmnt', '--target', disk.path])}; sudo dmesg | tail"
@@ -110,48 +82,13 @@ class Workdir(Struct):
     user: str
 
 
-@script("workdir", Workdir)
-def collect_workdir(given: dict[str, Any]) -> Any:
-    path = os.path.abspath(os.path.expanduser(given["workdir"]))
-    parent = path
-    while not os.path.lexists(parent):
-        parent = os.path.dirname(parent)
-    seen: dict[str, Any] = {
-        "path": path, "exists": parent == path, "parent": parent, "user": user_of(os.geteuid()),
-        "error": None, "error_name": None, "pipe_error": None,
-    }  # fmt: skip
-    if not os.path.isdir(parent):
-        seen["error"] = f"{parent} is not a folder"
-        return seen
-    if parent != path:
-        if not os.access(parent, os.W_OK | os.X_OK):
-            seen.update(error=os.strerror(errno.EACCES), error_name="EACCES")
-        return seen
-    host = given["host"].replace("/", "_")
-    name = os.path.join(path, f".clusterkit-doctor-{given['token']}-{host}")
-    try:
-        handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.write(handle, b"x" * 4096)
-            os.fsync(handle)  # a full disk or quota may show only now
-        finally:
-            os.close(handle)
-            os.unlink(name)
-    except OSError as problem:
-        seen.update(error=problem.strerror, error_name=errno.errorcode.get(problem.errno or 0))
-        return seen
-    try:
-        os.mkfifo(name)
-        os.unlink(name)
-    except OSError as problem:
-        seen["pipe_error"] = problem.strerror
-    return seen
+WORKDIR = Collector(collect.workdir, Workdir)
 
 
-@check(collect_workdir)
+@check(WORKDIR)
 def workdir(answers: Answers) -> Iterator[Verdict]:
     """The working folder can be written to by the user, without sudo, and takes named pipes."""
-    for host, folder in answers.read(collect_workdir).items():
+    for host, folder in answers.read(WORKDIR).items():
         if folder.error is not None:
             verb = "written to" if folder.exists else "made"
             cause = f"{folder.path} cannot be {verb} by {folder.user}: {folder.error}"
@@ -191,64 +128,22 @@ class Token(Struct):
     file_system: str
 
 
-@script("shared-write", Written, where="head")
-def write_token(given: dict[str, Any]) -> Any:
-    prefix = os.path.join(os.path.expanduser(given["shared"]), ".clusterkit-doctor-shared-")
-    for old in glob.glob(glob.escape(prefix) + "*"):
-        # Left by a doctor that was killed.
-        with contextlib.suppress(OSError):
-            if os.stat(old).st_mtime < time.time() - 3600:
-                os.unlink(old)
-    try:
-        with open(prefix + given["token"], "x", encoding="ascii") as file:
-            file.write(given["token"])
-    except OSError as error:
-        return {"error": error.strerror}
-    return {"error": None}
-
-
-@script("shared-read", Token, phase=2, where="others", needs_head=True)
-def read_token(given: dict[str, Any]) -> Any:
-    folder = os.path.expanduser(given["shared"])
-    file_system = ""
-    longest = -1
-    for line in text_of("/proc/self/mounts").splitlines():
-        _, point, kind = line.split()[:3]
-        inside = point == "/" or (os.path.realpath(folder) + "/").startswith(point + "/")
-        if inside and len(point) >= longest:
-            longest, file_system = len(point), kind
-    seen = {"text": None, "error": None, "file_system": file_system}
-    path = os.path.join(folder, ".clusterkit-doctor-shared-" + given["token"])
-    try:
-        os.listdir(folder)  # makes NFS refresh its cache
-        with open(path, encoding="ascii") as file:
-            seen["text"] = file.read(100)
-    except FileNotFoundError:
-        if not os.path.isdir(folder):
-            seen["error"] = "No such directory"
-    except (OSError, UnicodeDecodeError) as error:
-        seen["error"] = getattr(error, "strerror", None) or str(error)
-    return seen
-
-
-@script("shared-remove", type(None), phase=3, where="head")
-def remove_token(given: dict[str, Any]) -> Any:
-    folder = os.path.expanduser(given["shared"])
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(os.path.join(folder, ".clusterkit-doctor-shared-" + given["token"]))
+WRITE = Collector(collect.shared_write, Written, where="head")
+READ = Collector(collect.shared_read, Token, phase=2, where="others", needs_head=True)
+REMOVE = Collector(collect.shared_remove, type(None), phase=3, where="head")
 
 
 def _no_shared_folder(subject: HostSubject) -> str | None:
     return None if subject.shared else "the cluster entry names no shared folder"
 
 
-@check(write_token, read_token, remove_token, quick=False, skip_reason=_no_shared_folder)
+@check(WRITE, READ, REMOVE, quick=False, skip_reason=_no_shared_folder)
 def shared(answers: Answers) -> Iterator[Verdict]:
     """A file that one host writes to the shared folder is visible on every other at once."""
     folder = answers.subject.shared or ""
     head = answers.subject.head.name
     mount = f"mountpoint {shell.quote(folder)} || sudo mount {shell.quote(folder)}"
-    written = answers.read(write_token)
+    written = answers.read(WRITE)
     if head not in written or written[head].error is not None:
         if head in written:
             yield fail(head, f"{folder} cannot be written to: {written[head].error}", mount)
@@ -256,7 +151,7 @@ def shared(answers: Answers) -> Iterator[Verdict]:
         yield from (skip(host, reason) for host in answers.of if host != head)
         return
     yield ok(head, folder)
-    for host, found in answers.read(read_token).items():
+    for host, found in answers.read(READ).items():
         if found.error is not None:
             yield fail(host, f"{folder} cannot be read: {found.error}", mount)
         elif found.text is None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import glob
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,18 +10,17 @@ from typing import Any
 from msgspec import Struct
 
 from clusterkit.doctor.base import Level, Verdict, fail, ok, shortened, skip, warn
-from clusterkit.doctor.hosts.base import Answers, HostSubject, check, script
-from clusterkit.doctor.hosts.checks.packages import Packages, collect_packages, with_cuda
+from clusterkit.doctor.hosts.base import Answers, Collector, HostSubject, check
+from clusterkit.doctor.hosts.checks.packages import PACKAGES, Packages, with_cuda
+from clusterkit.doctor.hosts.collect import gpus as collect
 from clusterkit.doctor.hosts.helpers import (
     Process,
     end_processes,
     install_packages,
     most_common,
 )
-from clusterkit.doctor.hosts.runner import run, text_of, user_of
 from clusterkit.errors import join_some, pluralize
 from clusterkit.hosts.gpus import CORRUPT_INFOROM, is_error, names
-from clusterkit.hosts.host_probe import ROOT, gpus_on_pci
 
 _GPU_COLUMNS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version")
 _PROCESS_COLUMNS = ("pid", "process_name", "gpu_uuid")
@@ -119,74 +116,12 @@ def _parsed(
     return rows, others + [line for line in command.stderr.splitlines() if line.strip()]
 
 
-@script("nvidia", Nvidia, timeout=45)
-def collect_nvidia(given: dict[str, Any]) -> Any:
-    def query(kind: str, *fields: str) -> Any:
-        found = run("nvidia-smi", f"--query-{kind}={','.join(fields)}", "--format=csv,nounits")
-        if found is not None:
-            found["stdout"] = found["stdout"][:65536]
-        return found
-
-    devices = len(glob.glob("/dev/nvidia[0-9]*"))
-    always = ["index", "uuid", "name", "memory.total", "memory.used", "driver_version"]
-    health = [
-        "ecc.errors.uncorrected.volatile.total", "retired_pages.pending", "mig.mode.current",
-        "compute_mode",
-    ]  # fmt: skip
-    reasons, older = "clocks_event_reasons.active", "clocks_throttle_reasons.active"
-    pci = []
-    bound = f"{ROOT}proc/driver/nvidia/gpus"
-    for device in gpus_on_pci():
-        driver = os.path.basename(os.path.realpath(f"{device}/driver"))
-        address = os.path.basename(device)
-        # A container sees the GPUs of its whole host there, and its own alone below /proc. vfio-pci
-        # has given one to a virtual machine.
-        if driver == "driver" or (driver == "nvidia" and os.path.exists(f"{bound}/{address}")):
-            pci.append(address)
-    found = None
-    # A query with one name that the driver does not know fails; before 535 names were different.
-    for more in ([reasons, "fabric.state", "fabric.status"], [reasons], [older], None):
-        found = query("gpu", *always, *([] if more is None else health + more))
-        if found is None or "not a valid field" not in found["stdout"] + found["stderr"]:
-            break
-    apps = remapped = None
-    owners: dict[str, Any] = {}
-    if found is not None and re.search(r"^[0-9]+,", found["stdout"], re.MULTILINE):
-        # Ampere and newer GPUs remap rows of memory; older ones retire pages.
-        remapped = query(
-            "remapped-rows", "gpu_uuid", "remapped_rows.pending", "remapped_rows.failure"
-        )
-        apps = query("compute-apps", "pid", "process_name", "gpu_uuid", "used_memory")
-        for line in (apps or {"stdout": ""})["stdout"].splitlines():
-            pid = line.split(",")[0].strip()
-            if not pid.isdigit():
-                continue
-            owners[pid] = {}
-            try:
-                owners[pid]["user"] = user_of(os.stat(f"/proc/{pid}").st_uid)
-            except OSError:
-                continue  # it has ended, or is in another process namespace
-            for entry in text_of(f"/proc/{pid}/environ").split("\0"):
-                if entry.startswith("CLUSTERKIT_RUN_ID="):
-                    owners[pid]["run"] = entry.partition("=")[2]
-    # Many systems do not let users run dmesg, but let some of them read the journal.
-    log = ""
-    for reader in (["dmesg"], ["journalctl", "-k", "-b", "-q", "--no-pager"]):
-        if not (devices or found or pci):
-            break
-        done = run(*reader)
-        if done is not None and done["exit_code"] == 0:
-            log = log or done["stdout"]
-    xids = [line[-300:] for line in log.splitlines() if "NVRM: Xid" in line][-20:]
-    return {
-        "devices": devices, "pci": pci, "query": found, "apps": apps, "owners": owners,
-        "remapped": remapped, "xids": xids, "log": bool(log), "user": user_of(os.geteuid()),
-    }  # fmt: skip
+NVIDIA = Collector(collect.nvidia, Nvidia, timeout=45)
 
 
 def _seen(answers: Answers) -> dict[str, Nvidia]:
     """Return what was collected; skip every host if none has a GPU and the job needs none."""
-    seen = answers.read(collect_nvidia)
+    seen = answers.read(NVIDIA)
     if answers.subject.needs.device == "cuda" or any(
         nvidia.devices or nvidia.query for nvidia in seen.values()
     ):
@@ -195,7 +130,7 @@ def _seen(answers: Answers) -> dict[str, Nvidia]:
     return {}
 
 
-def _no_gpus_needed(subject: HostSubject) -> str | None:
+def no_gpus_needed(subject: HostSubject) -> str | None:
     return "the job runs on CPU threads" if subject.needs.device == "cpu" else None
 
 
@@ -219,7 +154,7 @@ _REMEDIES = (
 """Words of nvidia-smi, and what mends it; the first that fits."""
 
 
-@check(collect_nvidia, collect_packages, skip_reason=_no_gpus_needed)
+@check(NVIDIA, PACKAGES, skip_reason=no_gpus_needed)
 def gpu_driver(answers: Answers) -> Iterator[Verdict]:
     """The NVIDIA driver works, is the same everywhere and new enough for the CUDA of torch, and
     torch is a build for CUDA."""
@@ -227,8 +162,7 @@ def gpu_driver(answers: Answers) -> Iterator[Verdict]:
     versions = {
         host: nvidia.gpus[0]["driver_version"] for host, nvidia in seen.items() if nvidia.gpus
     }
-    # Apart, because the check `packages` has the verdicts on what cannot be read.
-    packages = Answers(answers.subject, answers.of).read(collect_packages)
+    packages = answers.read_silently(PACKAGES)
     usual = most_common(versions.values(), "")
     for host, nvidia in seen.items():
         python = answers.machines[host].python
@@ -313,7 +247,7 @@ _SERIOUS = {48, 61, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140}
 """Xid numbers of faults of the hardware or the driver, not of a program (NVIDIA, "XID Errors")."""
 
 
-@check(collect_nvidia, skip_reason=_no_gpus_needed)
+@check(NVIDIA, skip_reason=no_gpus_needed)
 def gpus(answers: Answers) -> Iterator[Verdict]:
     """There are as many GPUs as the job needs, of one kind, without memory errors, throttling
     or errors in the kernel's log."""
@@ -398,15 +332,13 @@ class Diagnosis(Struct):
     command: Command | None
 
 
-@script("gpu-diagnosis", Diagnosis, timeout=45)
-def collect_diagnosis(given: dict[str, Any]) -> Any:
-    return {"command": run("dcgmi", "diag", "-r", "1", "-j", seconds=40)}
+DIAGNOSIS = Collector(collect.gpu_diagnosis, Diagnosis, timeout=45)
 
 
-@check(collect_diagnosis, quick=False, skip_reason=_no_gpus_needed)
+@check(DIAGNOSIS, quick=False, skip_reason=no_gpus_needed)
 def gpu_diagnosis(answers: Answers) -> Iterator[Verdict]:
     """NVIDIA's own short diagnosis (`dcgmi diag -r 1`) finds nothing, where it is installed."""
-    for host, found in answers.read(collect_diagnosis).items():
+    for host, found in answers.read(DIAGNOSIS).items():
         if (command := found.command) is None:
             yield skip(host, "dcgmi is not installed")
             continue
@@ -442,7 +374,7 @@ FREE_MIB = 1024
 """A GPU that nobody uses has less memory in use: the driver's own, an idle context."""
 
 
-@check(collect_nvidia, skip_reason=_no_gpus_needed)
+@check(NVIDIA, skip_reason=no_gpus_needed)
 def gpu_processes(answers: Answers) -> Iterator[Verdict]:
     """No leftover process, and none of another user, holds the GPUs that the job needs."""
     for host, nvidia in _seen(answers).items():

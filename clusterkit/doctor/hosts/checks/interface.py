@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 from msgspec import Struct
 
 from clusterkit.doctor.base import Verdict, fail, ok, warn
-from clusterkit.doctor.hosts.base import Answers, HostSubject, Machine, check, script
+from clusterkit.doctor.hosts.base import Answers, Collector, HostSubject, Machine, check
+from clusterkit.doctor.hosts.collect import network as collect
 from clusterkit.doctor.hosts.helpers import most_common, parsed_address
-from clusterkit.doctor.hosts.runner import text_of
-from clusterkit.hosts.host_probe import addresses
 
 _SHOWN = 6
 
@@ -33,53 +29,16 @@ Routes = dict[str, str | None]
 """Host to the local address used towards it; None: there is no route."""
 
 
-@script("interfaces", dict[str, Interface], in_process=True)
-def collect_interfaces(given: dict[str, Any]) -> Any:
-    def read(name: str, entry: str) -> str:
-        return text_of(f"/sys/class/net/{name}/{entry}").strip()
-
-    interfaces: dict[str, Any] = {}
-    for name in os.listdir("/sys/class/net"):
-        flags, speed = read(name, "flags"), read(name, "speed")
-        if not flags:
-            continue  # a file of the bonding driver
-        interfaces[name] = {
-            "mtu": int(read(name, "mtu") or 0),
-            # IFF_UP, and with a carrier.
-            "up": bool(int(flags, 16) & 1)
-            and read(name, "operstate") not in ("down", "lowerlayerdown"),
-            "speed": int(speed) if speed.isdigit() else None,
-            "addresses": [],
-        }
-    for name, address in addresses():
-        if name in interfaces:
-            interfaces[name]["addresses"].append(address)
-    return interfaces
+INTERFACES = Collector(collect.interfaces, dict[str, Interface])
+ROUTES = Collector(collect.routes, Routes, phase=2)
 
 
-@script("routes", Routes, phase=2, in_process=True)
-def collect_routes(given: dict[str, Any]) -> Any:
-    routes: dict[str, str | None] = {}
-    for name, address in given["hosts"]:
-        routes[name] = None
-        for family in (socket.AF_INET, socket.AF_INET6):
-            try:
-                # Connecting a datagram socket looks up the route and sends nothing.
-                with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                    probe.connect((address, 9))
-                    routes[name] = probe.getsockname()[0]
-                    break
-            except OSError:
-                continue
-    return routes
-
-
-@check(collect_interfaces, collect_routes)
+@check(INTERFACES, ROUTES)
 def interface(answers: Answers) -> Iterator[Verdict]:
     """The hosts use the intended interface, it is up, and MTU and speed are the same everywhere."""
     subject = answers.subject
-    seen = answers.read(collect_interfaces)
-    routes = answers.read(collect_routes)
+    seen = answers.read(INTERFACES)
+    routes = answers.read(ROUTES)
     used: dict[str, tuple[str, Interface]] = {}
     for host in (host for host in seen if host in routes):
         name = _used(host, seen[host], routes[host], subject)

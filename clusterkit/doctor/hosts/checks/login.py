@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from msgspec import Struct
 
 from clusterkit import shell
 from clusterkit.doctor.base import Verdict, fail, ok, skip, warn
-from clusterkit.doctor.hosts.base import Answers, check, not_over_ssh, script
+from clusterkit.doctor.hosts.base import Answers, Collector, check, not_over_ssh
+from clusterkit.doctor.hosts.collect import system as collect
 from clusterkit.doctor.hosts.helpers import most_common
-from clusterkit.doctor.hosts.runner import run, user_of
 
 SLOW = 8.0
 """Seconds until a host begins to answer; a failed look-up by sshd takes 10."""
@@ -77,25 +75,14 @@ class User(Struct):
     """The user who called sudo, if one did."""
 
 
-@script("user", User)
-def collect_user(given: dict[str, Any]) -> Any:
-    uid, home = os.geteuid(), os.path.expanduser("~")
-    user = user_of(uid)
-    return {
-        "user": "" if user == str(uid) else user,
-        "uid": uid,
-        "home": home,
-        "home_exists": os.path.isdir(home),
-        "home_writable": os.access(home, os.W_OK | os.X_OK),
-        "sudo": os.environ.get("SUDO_USER"),
-    }
+USER = Collector(collect.user, User)
 
 
-@check(collect_user)
+@check(USER)
 def user(answers: Answers) -> Iterator[Verdict]:
     """Commands run as an ordinary user with a home, without sudo; with a shared folder, under
     the same number everywhere."""
-    seen = answers.read(collect_user)
+    seen = answers.read(USER)
     usual = most_common((user.uid for user in seen.values()), 0)
     for host, user in seen.items():
         name = user.user or str(user.uid)
@@ -135,20 +122,13 @@ class Logout(Struct):
     empty: there is no logind."""
 
 
-@script("logout", Logout)
-def collect_logout(given: dict[str, Any]) -> Any:
-    done = run(
-        "busctl", "get-property", "org.freedesktop.login1", "/org/freedesktop/login1",
-        "org.freedesktop.login1.Manager", "KillUserProcesses", "KillOnlyUsers", "KillExcludeUsers",
-        seconds=8,
-    )  # fmt: skip
-    return {"user": user_of(os.geteuid()), "answer": done["stdout"][:4096] if done else ""}
+LOGOUT = Collector(collect.logout, Logout)
 
 
-@check(collect_logout, skip_reason=not_over_ssh)
+@check(LOGOUT, skip_reason=not_over_ssh)
 def logout(answers: Answers) -> Iterator[Verdict]:
     """Processes go on when the session that started them ends (logind's KillUserProcesses)."""
-    for host, found in answers.read(collect_logout).items():
+    for host, found in answers.read(LOGOUT).items():
         kills, *lists = found.answer.splitlines()[:3] or [""]
         only, excluded = (re.findall(r'"([^"]*)"', text) for text in [*lists, "", ""][:2])
         concerned = (not only or found.user in only) and found.user not in excluded

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from msgspec import Struct
 
 from clusterkit import shell
 from clusterkit.doctor.base import Level, Verdict, fail, ok, shortened, skip
-from clusterkit.doctor.hosts.base import Answers, HostSubject, check, script
+from clusterkit.doctor.hosts.base import Answers, Collector, HostSubject, check
+from clusterkit.doctor.hosts.collect import packages as collect
 from clusterkit.doctor.hosts.helpers import install_packages, most_common
-from clusterkit.hosts.host_probe import versions
 
 OLDEST = (3, 11)
 _MUST_AGREE = ("torch", "deepspeed", "nvidia-nccl")
@@ -28,9 +26,7 @@ class Python(Struct):
     bits: int
 
 
-@script("python", Python, in_process=True)
-def collect_python(given: dict[str, Any]) -> Any:
-    return {"version": list(sys.version_info[:3]), "bits": 64 if sys.maxsize > 2**32 else 32}
+PYTHON = Collector(collect.python, Python)
 
 
 class Packages(Struct):
@@ -50,25 +46,7 @@ class Packages(Struct):
         return None
 
 
-@script("packages", Packages)
-def collect_packages(given: dict[str, Any]) -> Any:
-    import importlib.util
-
-    def importable(name: str) -> bool:
-        try:
-            found = importlib.util.find_spec(name)
-        except (ImportError, ValueError):
-            return False
-        # A folder without the package's own files has no origin.
-        return found is not None and found.origin is not None
-
-    modules = ["torch", "deepspeed", "transformers", "numpy"]
-    wanted = [*modules, "cuda-toolkit"]
-    for cuda in ("", "-cu11", "-cu12", "-cu13"):
-        wanted += [f"nvidia-nccl{cuda}", f"nvidia-cuda-runtime{cuda}"]
-    found = versions(wanted)
-    gone = [name for name in found if name in modules and not importable(name)]
-    return {"versions": found, "gone": gone}
+PACKAGES = Collector(collect.packages, Packages, site_packages=True)
 
 
 def _needed(subject: HostSubject) -> dict[str, str]:
@@ -112,11 +90,11 @@ def with_cuda(python: str, torch: str) -> str:
 # ---------------------------------------------------------------- the interpreter
 
 
-def _dotted(version: tuple[int, ...]) -> str:
+def dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-@check(collect_python, collect_packages, unreachable_too=True)
+@check(PYTHON, PACKAGES, unreachable_too=True)
 def python(answers: Answers) -> Iterator[Verdict]:
     """The interpreter of the ranks works, is Python 3.11 or newer, and the same everywhere."""
     packages = _packages_to_install(answers)
@@ -129,20 +107,20 @@ def python(answers: Answers) -> Iterator[Verdict]:
             complaint = shortened(answer.stderr) or "no output"
             remedy = _make(python, packages, answer.installer)
             yield fail(host, f"{python} does not work: {complaint}", remedy)
-    seen = answers.read(collect_python, hosts=working)
+    seen = answers.read(PYTHON, working)
     usual = most_common((python.version for python in seen.values()), (0, 0, 0))
-    base = f"python{_dotted(max(usual[:2], OLDEST))}"
+    base = f"python{dotted(max(usual[:2], OLDEST))}"
     for host, found in seen.items():
         remedy = _install(base, packages, answers.of[host].installer)
-        python, version = answers.machines[host].python, _dotted(found.version)
+        python, version = answers.machines[host].python, dotted(found.version)
         if found.version < OLDEST:
-            cause = f"{python} is Python {version}; {_dotted(OLDEST)} or newer is needed"
+            cause = f"{python} is Python {version}; {dotted(OLDEST)} or newer is needed"
             yield fail(host, cause, remedy)
         elif found.bits != 64:
             cause = f"{python} is a build for {found.bits} bits: there is no torch for it"
             yield fail(host, cause, remedy)
         elif found.version != usual:
-            cause = f"Python {version}, but {_dotted(usual)} on the other hosts"
+            cause = f"Python {version}, but {dotted(usual)} on the other hosts"
             level: Level = "warn" if found.version[:2] == usual[:2] else "fail"
             yield Verdict(host, level, cause, remedy)
         yield ok(host, version)
@@ -150,9 +128,7 @@ def python(answers: Answers) -> Iterator[Verdict]:
 
 def _packages_to_install(answers: Answers) -> dict[str, str]:
     """Return the packages that a new interpreter needs, in the versions of the other hosts."""
-    # Apart, because the check `packages` has the verdicts on what cannot be read.
-    others = Answers(answers.subject, answers.of)
-    seen = others.read(collect_packages, hosts=_with_ranks_python(answers))
+    seen = answers.read_silently(PACKAGES, _with_ranks_python(answers))
     needed = _needed(answers.subject)
     found = {
         name: most_common((each.versions.get(name, "") for each in seen.values()), "")
@@ -189,7 +165,7 @@ def _environment(base: str, folder: str, packages: dict[str, str], sudo: str = "
 # ---------------------------------------------------------------- packages
 
 
-@check(collect_packages)
+@check(PACKAGES)
 def packages(answers: Answers) -> Iterator[Verdict]:
     """torch (and the CUDA it is built for), NCCL, DeepSpeed and transformers are there as the
     job needs them, where Python finds them, and the same everywhere."""
@@ -197,7 +173,7 @@ def packages(answers: Answers) -> Iterator[Verdict]:
     for host in answers.of:
         if host not in working:
             yield skip(host, f"{answers.machines[host].python} does not work")
-    seen = answers.read(collect_packages, hosts=working)
+    seen = answers.read(PACKAGES, working)
     needed = _needed(answers.subject)
     names = dict.fromkeys(name for packages in seen.values() for name in packages.versions)
     usual = {

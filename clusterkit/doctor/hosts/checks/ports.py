@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import errno
-import glob
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from msgspec import Struct
 
 from clusterkit import shell
 from clusterkit.doctor.base import Verdict, fail, ok, skip, warn
-from clusterkit.doctor.hosts import meeting
-from clusterkit.doctor.hosts.base import Answers, HostSubject, check, one_host, script
+from clusterkit.doctor.hosts.base import Answers, Collector, HostSubject, check, one_host
+from clusterkit.doctor.hosts.collect import meeting
+from clusterkit.doctor.hosts.collect import network as collect
 from clusterkit.doctor.hosts.helpers import Process, end_processes
-from clusterkit.doctor.hosts.meeting import SLOW
-from clusterkit.doctor.hosts.runner import text_of, user_of
 from clusterkit.errors import join_some
-from clusterkit.hosts.host_probe import bind_error, free_port
 
 _SHOWN, _OPENED = 6, 8
 
@@ -35,44 +29,14 @@ class Port(Struct):
     """The user whose commands run there."""
 
 
-@script("port", Port, where="head", in_process=True)
-def collect_port(given: dict[str, Any]) -> Any:
-    wanted = given["port"]
-    port = (free_port(None) or 20000) if wanted is None else wanted
-    problem = bind_error(port)
-    if problem is None:
-        return {"port": port, "error": None, "taken": False, "holders": []}
-    sockets = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in text_of(table).splitlines()[1:]:
-            cells = line.split()
-            if int(cells[1].rpartition(":")[2], 16) == port and cells[3] == "0A":
-                sockets.add(f"socket:[{cells[9]}]")
-    holders = {}
-    for handle in glob.iglob("/proc/[0-9]*/fd/*"):
-        try:
-            if os.readlink(handle) not in sockets:
-                continue
-            pid = int(handle.split("/")[2])
-            user = user_of(os.stat(f"/proc/{pid}").st_uid)
-        except OSError:
-            continue
-        command = text_of(f"/proc/{pid}/cmdline").rstrip("\0").replace("\0", " ")
-        holders[pid] = {"pid": pid, "user": user, "command": command[:80]}
-    return {
-        "port": port,
-        "error": problem.strerror or str(problem),
-        "taken": problem.errno == errno.EADDRINUSE,
-        "holders": list(holders.values()),
-        "user": user_of(os.geteuid()),
-    }
+PORT = Collector(collect.port, Port, where="head")
 
 
-@check(collect_port)
+@check(PORT)
 def port(answers: Answers) -> Iterator[Verdict]:
     """The rendezvous port is free on the head."""
     wanted = answers.subject.port
-    for host, found in answers.read(collect_port).items():
+    for host, found in answers.read(PORT).items():
         if found.error is None:
             yield ok(host, f"{wanted} is free")
         elif not found.taken:
@@ -89,7 +53,7 @@ def port(answers: Answers) -> Iterator[Verdict]:
 
 
 class Met(Struct):
-    """The result of `clusterkit.doctor.hosts.meeting` on one host."""
+    """The result of `clusterkit.doctor.hosts.collect.meeting` on one host."""
 
     head_error: str | None
     """Why the head could not be reached."""
@@ -103,16 +67,14 @@ class Met(Struct):
     """The next host to the Mbit/s at which it received a megabyte."""
 
 
-MEET = script(
-    "meet", Met, timeout=meeting.END + 3, phase=2, needs_head=True, whole_module=True
-)(meeting.meet)  # fmt: skip
+MEETING = Collector(meeting.meet, Met, timeout=meeting.END_SECONDS + 3, phase=2, needs_head=True)
 
 
 def _met(answers: Answers) -> dict[str, Met]:
-    """Return what `MEET` collected; skip every host if the head did not answer."""
+    """Return what `MEETING` collected; skip every host if the head did not answer."""
     head = answers.subject.head.name
     if head in answers.of:
-        return answers.read(MEET)
+        return answers.read(MEETING)
     reason = f"the head, {head}, did not answer"
     answers.unread += [skip(host, reason) for host in answers.of]
     return {}
@@ -127,7 +89,7 @@ def _open_firewall(hosts: Sequence[str], subject: HostSubject) -> str:
     return f"for a in {' '.join(addresses[:_OPENED])}; do sudo ufw allow from $a; done{more}"
 
 
-@check(MEET)
+@check(MEETING)
 def head_port(answers: Answers) -> Iterator[Verdict]:
     """Every host can connect to the head's rendezvous port, at the address the ranks will use."""
     subject, head = answers.subject, answers.subject.head
@@ -161,7 +123,7 @@ _NEIGHBOURS = (
 )
 
 
-@check(MEET, quick=False, skip_reason=one_host)
+@check(MEETING, quick=False, skip_reason=one_host)
 def mesh(answers: Answers) -> Iterator[Verdict]:
     """Every host can connect to every other on ports that the kernel chooses, as gloo and NCCL
     do, and its link carries more than 10 Mbit/s."""
@@ -203,7 +165,7 @@ def _slow_links(seen: Mapping[str, Met]) -> dict[str, str]:
         (host, peer): rate
         for host, met in seen.items()
         for peer, rate in met.rates.items()
-        if rate < SLOW and peer in seen
+        if rate < meeting.SLOW and peer in seen
     }
     ends = Counter(host for link in links for host in link)
     slow: dict[str, list[str]] = {}

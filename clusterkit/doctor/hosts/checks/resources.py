@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from typing import Any
 
 from msgspec import Struct
 
 from clusterkit.doctor.base import Level, Verdict, fail, ok, warn
-from clusterkit.doctor.hosts.base import Answers, check, script
+from clusterkit.doctor.hosts.base import Answers, Collector, check
+from clusterkit.doctor.hosts.collect import system as collect
 from clusterkit.doctor.hosts.helpers import level_of, most_common, size_text
-from clusterkit.doctor.hosts.runner import text_of
 
 MEMORY_WARN = 1 << 30
 MEMORY_FAIL = 256 << 20
@@ -28,27 +26,13 @@ class Memory(Struct):
     limit: int | None
 
 
-@script("memory", Memory, in_process=True)
-def collect_memory(given: dict[str, Any]) -> Any:
-    values = {}
-    for line in text_of("/proc/meminfo").splitlines():
-        name, _, rest = line.partition(":")
-        if rest.split()[:1] and rest.split()[0].isdigit():
-            values[name] = int(rest.split()[0]) * 1024
-    limit = None
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        text = text_of(f"/sys/fs/cgroup/{name}").strip()
-        if text.isdigit() and int(text) < values["MemTotal"]:
-            limit = int(text)
-    # Kernels before 3.14 have no MemAvailable.
-    available = values.get("MemAvailable", values["MemFree"] + values.get("Cached", 0))
-    return {"total": values["MemTotal"], "available": available, "limit": limit}
+MEMORY = Collector(collect.memory, Memory)
 
 
-@check(collect_memory)
+@check(MEMORY)
 def memory(answers: Answers) -> Iterator[Verdict]:
     """There is memory for every rank, and about as much on every host."""
-    seen = answers.read(collect_memory)
+    seen = answers.read(MEMORY)
     totals = {host: min(each.total, each.limit or each.total) for host, each in seen.items()}
     usual = most_common(totals.values(), 0)
     for host, found in seen.items():
@@ -80,24 +64,13 @@ class Shm(Struct):
     total: int
 
 
-@script("shm", Shm, in_process=True)
-def collect_shm(given: dict[str, Any]) -> Any:
-    path = "/dev/shm"
-    if not os.path.isdir(path):
-        return {"exists": False, "writable": False, "free": 0, "total": 0}
-    disk = os.statvfs(path)
-    return {
-        "exists": True,
-        "writable": os.access(path, os.W_OK | os.X_OK),
-        "free": disk.f_bavail * disk.f_frsize,
-        "total": disk.f_blocks * disk.f_frsize,
-    }
+SHM = Collector(collect.shm, Shm)
 
 
-@check(collect_shm)
+@check(SHM)
 def shm(answers: Answers) -> Iterator[Verdict]:
     """/dev/shm has room for the buffers of NCCL and of data loaders."""
-    for host, found in answers.read(collect_shm).items():
+    for host, found in answers.read(SHM).items():
         level = level_of(found.free, warn_below=SHM_WARN, fail_below=SHM_FAIL)
         if not found.writable:
             cause = "/dev/shm cannot be written to" if found.exists else "there is no /dev/shm"
@@ -132,38 +105,17 @@ class Limits(Struct):
     cpus: int
 
 
-@script("limits", Limits, in_process=True)
-def collect_limits(given: dict[str, Any]) -> Any:
-    import resource
-
-    def soft(which: int) -> Any:
-        value = resource.getrlimit(which)[0]
-        return None if value == resource.RLIM_INFINITY else value
-
-    try:
-        infiniband = bool(os.listdir("/sys/class/infiniband"))
-    except OSError:
-        infiniband = False
-    return {
-        "nofile": soft(resource.RLIMIT_NOFILE),
-        "nproc": soft(resource.RLIMIT_NPROC),
-        "memlock": soft(resource.RLIMIT_MEMLOCK),
-        "core": soft(resource.RLIMIT_CORE),
-        "root": os.geteuid() == 0,
-        "infiniband": infiniband,
-        "core_pattern": text_of("/proc/sys/kernel/core_pattern").strip(),
-        "cpus": os.cpu_count() or 1,
-    }
+LIMITS = Collector(collect.limits, Limits)
 
 
-@check(collect_limits)
+@check(LIMITS)
 def limits(answers: Answers) -> Iterator[Verdict]:
     """A session may open enough files, start enough processes, lock memory for InfiniBand, and
     writes no core dumps."""
     ranks = {host: machine.slots or 8 for host, machine in answers.machines.items()}
     # A rank has a connection or two to every other, besides its libraries and data files.
     files = 256 + 4 * sum(ranks.values())
-    for host, soft in answers.read(collect_limits).items():
+    for host, soft in answers.read(LIMITS).items():
         if soft.nofile is not None and soft.nofile < max(files, NOFILE):
             cause, remedy = f"nofile {soft.nofile}, {files} needed", _set_limit("nofile", "1048576")
             yield Verdict(host, "fail" if soft.nofile < files else "warn", cause, remedy)

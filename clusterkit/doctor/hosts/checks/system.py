@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from msgspec import Struct
 
 from clusterkit.doctor.base import Level, Verdict, ok
-from clusterkit.doctor.hosts.base import Answer, Answers, check, script
+from clusterkit.doctor.hosts.base import Answer, Answers, Collector, check
+from clusterkit.doctor.hosts.collect import system as collect
 from clusterkit.doctor.hosts.helpers import install_packages, most_common
-from clusterkit.doctor.hosts.runner import text_of
 
 
 class System(Struct):
@@ -33,28 +31,13 @@ _PARTS: dict[str, tuple[str, Level, str]] = {
 """Field of `System`: its name in messages, level of a difference, remedy."""
 
 
-@script("system", System, in_process=True)
-def collect_system(given: dict[str, Any]) -> Any:
-    release = {}
-    for line in text_of("/etc/os-release").splitlines():
-        key, _, value = line.strip().partition("=")
-        release[key] = value.strip("\"'")
-    try:
-        libc = os.confstr("CS_GNU_LIBC_VERSION") or ""
-    except (ValueError, OSError):
-        libc = "not glibc"
-    return {
-        "machine": os.uname().machine,
-        "kernel": ".".join(os.uname().release.split(".")[:2]),
-        "system": f"{release.get('ID', 'linux')} {release.get('VERSION_ID', '')}".strip(),
-        "libc": libc,
-    }
+SYSTEM = Collector(collect.system, System)
 
 
-@check(collect_system)
+@check(SYSTEM)
 def system(answers: Answers) -> Iterator[Verdict]:
     """Processor, system, C library and kernel are the same everywhere."""
-    seen = answers.read(collect_system)
+    seen = answers.read(SYSTEM)
     usual = {key: most_common((getattr(each, key) for each in seen.values()), "") for key in _PARTS}
     for host, found in seen.items():
         for key, (name, level, remedy) in _PARTS.items():

@@ -1,10 +1,10 @@
 """Runs on all hosts at once: each connects to the head's port, then to every other host.
 
-It is sent as text and needs nothing but the standard library of Python 3.8. The head listens on
-the rendezvous port, as rank 0 will. Every other host sends its name there and gets the token
-back. For the check ``mesh`` each host also listens on a port that the kernel chooses, as the ranks
-of gloo and NCCL do. The head sends the list of these ports to all hosts; every host connects to
-all of them and sends a megabyte to the next host, so that each link is measured both ways.
+The head listens on the rendezvous port, as rank 0 will. Every other host sends its name there and
+gets the token back. For the check ``mesh`` each host also listens on a port that the kernel
+chooses, as the ranks of gloo and NCCL do. The head sends the list of these ports to all hosts;
+every host connects to all of them and sends a megabyte to the next host, so that each link is
+measured both ways.
 
 Whoever closes a connection resets it, so that no port stays in TIME_WAIT afterwards.
 """
@@ -22,23 +22,23 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-MEET = 6.0
+ARRIVAL_SECONDS = 6.0
 """Seconds that hosts have to reach the head; they do not all start at the same moment."""
-DIAL = 2.0
-END = 13.0
+CONNECT_SECONDS = 2.0
+END_SECONDS = 13.0
 """Seconds after which every host stops. ``time_factor`` multiplies all three."""
 
-POUR = 1 << 20
+PAYLOAD_BYTES = 1 << 20
 """Bytes sent to the next host."""
-POUR_SECONDS = 1.0
+PAYLOAD_SECONDS = 1.0
 """Seconds after which the receiver computes the rate, even if not all bytes have come."""
 SLOW = 10.0
 """Mbit/s: no network of a cluster is slower, and a busy host still receives faster."""
 
 
-def meet(given: dict[str, Any]) -> dict[str, Any]:
+def meet(context: dict[str, Any]) -> dict[str, Any]:
     """Run this host's part; return the fields of `clusterkit.doctor.hosts.checks.ports.Met`."""
-    meeting = Meeting(given)
+    meeting = Meeting(context)
     try:
         return meeting.run()
     finally:
@@ -48,14 +48,14 @@ def meet(given: dict[str, Any]) -> dict[str, Any]:
 class Meeting:
     """One host's part."""
 
-    def __init__(self, given: dict[str, Any]) -> None:
+    def __init__(self, context: dict[str, Any]) -> None:
         self.began = time.monotonic()
-        self.given = given
-        self.host, self.present = given["host"], given["present"]
-        self.is_head = self.host == given["head"]
-        self.addresses = dict(given["hosts"])
-        self.token = given["token"]
-        self.mesh = "mesh" in given["checks"] and len(self.present) > 1
+        self.context = context
+        self.host, self.present = context["host"], context["present"]
+        self.is_head = self.host == context["head"]
+        self.addresses = dict(context["hosts"])
+        self.token = context["token"]
+        self.mesh = "mesh" in context["checks"] and len(self.present) > 1
         self.servers: list[socket.socket] = []
         self.result: dict[str, Any] = {
             "head_error": None, "listen_error": None, "arrived": [], "peer_errors": None,
@@ -70,13 +70,13 @@ class Meeting:
         port = self.listen(0, self.answer_peer) if self.mesh else 0
         if self.is_head:
             try:
-                self.listen(self.given["port"], self.serve_host)
+                self.listen(self.context["port"], self.serve_host)
             except OSError as error:
                 self.result["listen_error"] = reason(error)
                 return self.result
         self.result["head_error"] = self.visit_head(port)
         if self.is_head:
-            self.wait_for(lambda: len(self.arrived) >= len(self.present), MEET + 1)
+            self.wait_for(lambda: len(self.arrived) >= len(self.present), ARRIVAL_SECONDS + 1)
             self.result["arrived"] = sorted(self.arrived)
         return self.result
 
@@ -88,7 +88,7 @@ class Meeting:
         """
         server = listening(port)
         self.servers.append(server)
-        serve_all(server, answer, self.left(END))
+        serve_all(server, answer, self.left(END_SECONDS))
         return int(server.getsockname()[1])
 
     def close(self) -> None:
@@ -101,18 +101,18 @@ class Meeting:
 
     def left(self, deadline: float) -> float:
         """Return the seconds from now to a deadline, which counts from the beginning."""
-        deadline *= self.given["time_factor"]
+        deadline *= self.context["time_factor"]
         return max(0.05, self.began + deadline - time.monotonic())
 
     # ---------------------------------------------------------- every host
 
     def visit_head(self, port: int) -> str | None:
-        """Connect to the head, again and again until `MEET`; return why that failed, or None."""
+        """Connect to the head, again and again for `ARRIVAL_SECONDS`; return why that failed."""
         failure = ""
-        while self.left(MEET) > 0.1:
-            address = self.addresses[self.given["head"]]
+        while self.left(ARRIVAL_SECONDS) > 0.1:
+            address = self.addresses[self.context["head"]]
             try:
-                line = connected(address, self.given["port"], self.left(MEET))
+                line = connected(address, self.context["port"], self.left(ARRIVAL_SECONDS))
             except OSError as error:
                 # The first error counts: the last attempt has hardly any time.
                 failure = failure or reason(error)
@@ -136,34 +136,34 @@ class Meeting:
             raise ValueError("not our head")
         if not self.mesh:
             return
-        line.settimeout(self.left(MEET + 4))
+        line.settimeout(self.left(ARRIVAL_SECONDS + 4))
         from concurrent.futures import ThreadPoolExecutor
 
         # Whatever fails from here on is no fault of the connection to the head.
         with contextlib.suppress(OSError, ValueError, KeyError):
             ports = receive(file)["ports"]
             with ThreadPoolExecutor(64) as pool:
-                dials = {
+                attempts = {
                     name: pool.submit(self.connect, name, ports[name])
                     for name in ports
                     if name != self.host
                 }
-                errors = {name: dial.result() for name, dial in dials.items()}
+                errors = {name: each.result() for name, each in attempts.items()}
             self.result["peer_errors"] = errors
             ring = sorted(ports)
             following = ring[(ring.index(self.host) + 1) % len(ring)]
             # On slow hosts the rate would be that of the host, not of the link.
-            if self.given["time_factor"] == 1 and errors.get(following, "itself") is None:
+            if self.context["time_factor"] == 1 and errors.get(following, "itself") is None:
                 self.result["rates"] = self.measure(following, ports[following])
             send(file, {"done": True})
             # Others may still be about to connect to this host.
-            line.settimeout(self.left(END))
+            line.settimeout(self.left(END_SECONDS))
             file.readline()
 
     def connect(self, name: str, port: int) -> str | None:
         """Return why another host cannot be reached, or None."""
         try:
-            timeout = DIAL * self.given["time_factor"]
+            timeout = CONNECT_SECONDS * self.context["time_factor"]
             with connected(self.addresses[name], port, timeout) as line:
                 file = line.makefile("rwb")
                 send(file, {"token": self.token})
@@ -188,11 +188,11 @@ class Meeting:
 
     def send_payload(self, name: str, port: int) -> float:
         """Send another host a megabyte; return the Mbit/s that it reports."""
-        with connected(self.addresses[name], port, DIAL) as line:
+        with connected(self.addresses[name], port, CONNECT_SECONDS) as line:
             file = line.makefile("rwb")
-            send(file, {"token": self.token, "pour": True})
+            send(file, {"token": self.token, "payload": True})
             receive(file)
-            rest = memoryview(bytes(POUR))
+            rest = memoryview(bytes(PAYLOAD_BYTES))
             # It reports before all has come, if that takes too long.
             while rest and not select.select([line], [], [], 0)[0]:
                 rest = rest[line.send(rest[:65536]) :]
@@ -203,7 +203,7 @@ class Meeting:
         request = receive(file)
         if request.get("token") == self.token:
             send(file, {"token": self.token, "host": self.host})
-            if "pour" in request:
+            if "payload" in request:
                 send(file, {"rate": rate_of(line)})
             file.readline()
 
@@ -223,14 +223,14 @@ class Meeting:
         self.record(self.arrived, request["host"], request["port"])
         if not self.mesh:
             return
-        self.wait_for(lambda: len(self.arrived) >= len(self.present), MEET)
+        self.wait_for(lambda: len(self.arrived) >= len(self.present), ARRIVAL_SECONDS)
         try:
             send(file, {"ports": self.arrived})
-            line.settimeout(self.left(END))
+            line.settimeout(self.left(END_SECONDS))
             file.readline()
         finally:
             self.record(self.done, request["host"], True)
-        self.wait_for(lambda: set(self.done) >= set(self.arrived), END)
+        self.wait_for(lambda: set(self.done) >= set(self.arrived), END_SECONDS)
 
     def record(self, register: dict[str, Any], name: str, value: Any) -> None:
         with self.changed:
@@ -277,10 +277,10 @@ def serve_all(server: socket.socket, answer: Any, timeout: float) -> None:
 
 
 def rate_of(line: socket.socket) -> float:
-    """Return the Mbit/s at which `POUR` bytes come, or those that come in `POUR_SECONDS`."""
+    """Return the Mbit/s at which a payload comes, or the part of it that comes in time."""
     came, first, now = 0, len(line.recv(65536)), time.monotonic()
-    began, end = now, now + POUR_SECONDS
-    while first + came < POUR and now < end:
+    began, end = now, now + PAYLOAD_SECONDS
+    while first + came < PAYLOAD_BYTES and now < end:
         line.settimeout(end - now)
         with contextlib.suppress(socket.timeout):
             chunk = line.recv(65536)
@@ -288,7 +288,7 @@ def rate_of(line: socket.socket) -> float:
                 raise ConnectionError("the sender closed the connection")
             came += len(chunk)
         now = time.monotonic()
-    line.settimeout(DIAL)
+    line.settimeout(CONNECT_SECONDS)
     return came * 8e-6 / max(now - began, 1e-6)
 
 
