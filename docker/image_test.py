@@ -68,7 +68,7 @@ print("functions", [name for name in dir(FusedAdamBuilder().load(verbose=False))
 """
 
 
-def run(*words: str, timeout: float = 600, **environment: str) -> str:
+def run(*words: str, timeout: float = 1800, **environment: str) -> str:
     """What a command prints on stdout.
 
     Raises:
@@ -252,7 +252,7 @@ def fused_adam() -> str:
     with tempfile.TemporaryDirectory() as folder:
         words = (sys.executable, "-W", "ignore", "-c", FUSED_ADAM)
         more = {"TORCH_CUDA_ARCH_LIST": "9.0", "DS_ACCELERATOR": "cuda"}
-        out = run(*words, timeout=1800, TORCH_EXTENSIONS_DIR=folder, **more)
+        out = run(*words, TORCH_EXTENSIONS_DIR=folder, **more)
         library = next(Path(folder).rglob("fused_adam.so")).read_bytes()
     assert "multi_tensor_adam" in out, out
     assert b"sm_90" in library
