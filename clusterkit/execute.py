@@ -16,6 +16,8 @@ from clusterkit.transport import Put, Transport, fan_out, in_order
 
 Record = Callable[[Step, str], None]
 """Called with each step and its outcome."""
+CarryOut = Callable[[Step, Transport, Mapping[str, str]], str]
+"""Carries out a step with an environment, and returns its outcome."""
 
 
 def write_files(plan: Plan, transport: Transport) -> None:
@@ -72,15 +74,34 @@ def all_hosts(plan: Plan) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*plan.hosts, *(step.host for step in plan.steps))))
 
 
+def carry_out_command(step: Step, transport: Transport, env: Mapping[str, str]) -> str:
+    """Run a step's command on its host, and return the outcome.
+
+    Raises:
+        SubmitFailed: it could not be started, or did not exit with 0.
+    """
+    if step.kind == "start":
+        transport.start(step.host, step.argv, env=env)
+        return "started"
+    done = transport.run(step.host, step.argv, env=env)
+    if done.exit_code:
+        raise SubmitFailed(
+            f"{shell.join(step.argv)} on {step.host} exited with {done.exit_code}: "
+            f"{done.stderr.strip() or done.stdout.strip() or 'no output'}"
+        )
+    return "exit 0"
+
+
 def run_steps(
     plan: Plan,
     transport: Transport,
     *,
     attempt: int = 1,
     secrets: Mapping[str, Secret] | None = None,
-    record: Record = lambda step, outcome: None,
+    record: Record | None = None,
+    carry_out_one: CarryOut = carry_out_command,
 ) -> None:
-    """Run the plan's commands in order; consecutive starts run on all hosts in parallel.
+    """Carry out the plan's steps in order; consecutive starts run on all hosts in parallel.
 
     A restart adds only the attempt's number, and a new token with which its nodes connect.
 
@@ -98,7 +119,7 @@ def run_steps(
             env["CLUSTERKIT_RUN_DIR"] = plan.run_dir
         try:
             env |= {name: values[name].reveal() for name in step.secrets}
-            outcome = _carry_out(step, transport, env)
+            outcome = carry_out_one(step, transport, env)
         except ClusterkitError as error:
             outcome = error.message
             raise
@@ -106,8 +127,9 @@ def run_steps(
             outcome = f"{type(error).__name__}: {error}"
             raise
         finally:
-            with lock:
-                record(step, outcome)
+            if record is not None:
+                with lock:
+                    record(step, outcome)
 
     def carry_out_all(steps: Iterable[Step]) -> None:
         for step in steps:
@@ -120,17 +142,4 @@ def run_steps(
         in_order(fan_out(list(by_host), lambda host: carry_out_all(by_host[host])))
 
     for kind, steps in itertools.groupby(plan.steps, lambda step: step.kind):
-        (carry_out_all if kind == "run" else carry_out_by_host)(steps)
-
-
-def _carry_out(step: Step, transport: Transport, env: Mapping[str, str]) -> str:
-    if step.kind == "start":
-        transport.start(step.host, step.argv, env=env)
-        return "started"
-    done = transport.run(step.host, step.argv, env=env)
-    if done.exit_code:
-        raise SubmitFailed(
-            f"{shell.join(step.argv)} on {step.host} exited with {done.exit_code}: "
-            f"{done.stderr.strip() or done.stdout.strip() or 'no output'}"
-        )
-    return "exit 0"
+        (carry_out_by_host if kind == "start" else carry_out_all)(steps)

@@ -51,13 +51,14 @@ class Tree(Struct, frozen=True):
 
 
 class Step(Struct, frozen=True, omit_defaults=True):
-    """A command on one host.
+    """A command on one host, or requests to an API server.
 
     ``start`` leaves a process running in a session of its own; ``run`` waits for its end, and
-    anything but exit code 0 is an error. ``secrets`` names variables that are added to ``env``.
+    anything but exit code 0 is an error; ``request`` has a method and paths, all asked at once.
+    ``secrets`` names variables that are added to ``env``.
     """
 
-    kind: Literal["start", "run"]
+    kind: Literal["start", "run", "request"]
     host: str
     argv: tuple[str, ...]
     node: int | None = None

@@ -251,9 +251,7 @@ class Backend(ABC, Generic[EntryT]):
         from clusterkit import execute
 
         execute.write_files(plan, transport)
-        execute.run_steps(
-            plan, transport, attempt=attempt, secrets=secrets, record=record or (lambda *_: None)
-        )
+        execute.run_steps(plan, transport, attempt=attempt, secrets=secrets, record=record)
 
     def node_plan(self, plan: Plan, node: int) -> Plan:
         """Return a plan that starts one node of this plan while the others run. Pure."""

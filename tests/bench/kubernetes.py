@@ -71,13 +71,13 @@ class Kube:
         listed = json.loads(transport.request(context, "GET", path))
         version = listed["metadata"]["resourceVersion"]
         query = f"watch=1&resourceVersion={version}&timeoutSeconds=600"
-        stream = transport.stream(context, f"{path}?{query}")
+        stream = transport.stream(context, f"{path}?{query}", 600)
         heard = threading.Condition()
         events: list[tuple[float, dict[str, Any]]] = []
 
         def read() -> None:
             rest = b""
-            while data := stream.read(None):
+            while data := stream.read():
                 now = time.time()
                 *lines, rest = (rest + data).split(b"\n")
                 with heard:
@@ -102,7 +102,7 @@ class Kube:
         try:
             yield when
         finally:
-            stream.close()
+            stream.stop()
             reader.join(10)
 
 

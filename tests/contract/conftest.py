@@ -21,6 +21,7 @@ import yaml
 from clusterkit import backends
 from clusterkit.backends.base import Backend
 from clusterkit.backends.kubernetes.api_server import Context, InternalError, KubeTransport
+from clusterkit.backends.kubernetes.objects import ATTEMPT
 from clusterkit.cluster import (
     CLUSTER_TYPES,
     ClusterSpec,
@@ -47,6 +48,7 @@ class RecordingTransport(KubeTransport):
         self.exit_code = exit_code
         self.puts: list[tuple[str, str, bytes, int]] = []
         self.commands: list[tuple[str, str, tuple[str, ...], dict[str, str]]] = []
+        self.attempt: dict[str, str] = {}
 
     def run(
         self,
@@ -60,10 +62,19 @@ class RecordingTransport(KubeTransport):
         self.commands.append(("run", host, tuple(argv), dict(env or {})))
         return Completed(tuple(argv), self.exit_code, "", "it complained" if self.exit_code else "")
 
-    def request(self, to: Context, method: str, path: str, *body: object) -> str:
+    def request(
+        self, to: Context, method: str, path: str, body: Any = None, content: str = ""
+    ) -> str:
+        """Creates objects; in place of an environment are what came from it into the object."""
         if self.exit_code:
             raise InternalError("it complained")
-        return "{}"
+        if method != "PATCH":
+            return "{}"
+        if number := body["metadata"].get("labels", {}).get(ATTEMPT):
+            self.attempt = {"CLUSTERKIT_ATTEMPT": number}
+        env = self.attempt | body.get("stringData", {})
+        self.commands.append(("request", "localhost", (method, path), env))
+        return json.dumps(body | {"metadata": body["metadata"] | {"uid": "1"}})
 
     def start(
         self, host: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None

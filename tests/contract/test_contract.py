@@ -330,9 +330,10 @@ def test_a_secret_is_in_no_argument_list_of_a_running_process(stage, demo, tmp_p
 
 
 def test_the_steps_that_are_recorded_hold_no_secret(stage, demo, recording):
-    records = []
+    records, plan = [], stage.plan(demo(secrets=("API_TOKEN",)))
+    stage.begin(plan)
     stage.backend.submit(
-        stage.plan(demo(secrets=("API_TOKEN",))),
+        plan,
         recording(),
         secrets={"API_TOKEN": Secret("API_TOKEN", TOKEN)},
         record=lambda step, outcome: records.append((step, outcome)),
@@ -349,6 +350,7 @@ def test_nodes_that_watch_each_other_share_a_token_that_is_new_with_each_attempt
     watching = any("CLUSTERKIT_COORDINATOR=" in (file.text or "") for file in several.files)
     assert watching == (stage.watch_each_other)
     given = []
+    stage.begin(several)
     for attempt in (1, 2):
         transport = recording()
         stage.backend.submit(several, transport, attempt=attempt)
@@ -405,8 +407,24 @@ def test_any_job_name_gives_legal_names(stage, demo, name):
 # ---------------------------------------------------------------- 8, 14: submitting
 
 
+def in_steps(plan, commands):
+    """What was carried out: the requests of one step, which are sent at once, as one."""
+    left, found = list(commands), []
+    for step in plan.steps:
+        count = len(step.argv) - 1 if step.kind == "request" else 1
+        one, left = left[:count], left[count:]
+        if count != 1 or step.kind == "request":
+            methods = {method for *_, (method, _), _ in one}
+            paths = sorted((path for *_, (_, path), _ in one), key=step.argv.index)
+            env = {name: value for *_, given in one for name, value in given.items()}
+            one = [("request", one[0][1], (*methods, *paths), env)]
+        found += one
+    return found + left
+
+
 def test_submitting_does_exactly_what_the_plan_says_in_order(stage, any_job, recording):
     plan, transport = stage.plan(any_job), recording()
+    stage.begin(plan)
     given = {name: Secret(name, TOKEN) for step in plan.steps for name in step.secrets}
     stage.backend.submit(plan, transport, secrets=given)
     # Hosts are served at once; on each of them the order is the plan's.
@@ -414,7 +432,9 @@ def test_submitting_does_exactly_what_the_plan_says_in_order(stage, any_job, rec
         assert [put[1:] for put in transport.puts if put[0] == host] == [
             (file.path, file.content(), file.mode) for file in plan.files
         ]
-        assert [command for command in transport.commands if command[1] == host] == [
+        asked = [command for command in transport.commands if command[1] == host]
+        on_host = [step for step in plan.steps if step.host == host]
+        assert in_steps(msgspec.structs.replace(plan, steps=on_host), asked) == [
             (
                 step.kind,
                 step.host,
@@ -426,8 +446,7 @@ def test_submitting_does_exactly_what_the_plan_says_in_order(stage, any_job, rec
                     **dict.fromkeys(step.secrets, TOKEN),
                 },
             )
-            for step in plan.steps
-            if step.host == host
+            for step in on_host
         ]
     assert {put[0] for put in transport.puts} == {command[1] for command in transport.commands} | (
         set(plan.hosts)
@@ -436,18 +455,21 @@ def test_submitting_does_exactly_what_the_plan_says_in_order(stage, any_job, rec
 
 def test_another_attempt_adds_nothing_but_its_number(stage, demo, recording):
     plan, first, third = stage.plan(demo()), recording(), recording()
+    stage.begin(plan)
     stage.backend.submit(plan, first, attempt=1)
     stage.backend.submit(plan, third, attempt=3)
     assert third.puts == first.puts
-    assert [(*command[:3], command[3] | {"CLUSTERKIT_ATTEMPT": "1"}) for command in third.commands]
-    for one, other in zip(first.commands, third.commands, strict=True):
-        assert other[3] == one[3] | {"CLUSTERKIT_ATTEMPT": "3"}
+    for one, other in zip(
+        in_steps(plan, first.commands), in_steps(plan, third.commands), strict=True
+    ):
+        assert other == (*one[:3], one[3] | {"CLUSTERKIT_ATTEMPT": "3"})
 
 
 def test_every_step_is_recorded(stage, demo, recording):
     plan, records = stage.plan(demo(nodes=2)), []
+    stage.begin(plan)
     stage.backend.submit(plan, recording(), record=lambda step, outcome: records.append(step))
-    assert sorted(records, key=lambda step: step.node) == list(plan.steps)
+    assert sorted(records, key=plan.steps.index) == list(plan.steps)
 
 
 def test_a_command_that_cannot_be_started_fails_the_submit_and_is_recorded(stage, demo, recording):
@@ -458,11 +480,13 @@ def test_a_command_that_cannot_be_started_fails_the_submit_and_is_recorded(stage
         def run(self, host, argv, *, env=None, timeout=None, stdin=b""):
             raise SubmitFailed(f"cannot start {argv[0]} on {host}: Permission denied")
 
-    records = []
+        def request(self, to, method, path, *body):
+            raise SubmitFailed(f"cannot start {method} {path}: Permission denied")
+
+    records, plan = [], stage.plan(demo())
+    stage.begin(plan)
     with pytest.raises(SubmitFailed, match=r"cannot start .*: Permission denied"):
-        stage.backend.submit(
-            stage.plan(demo()), Broken(), record=lambda step, outcome: records.append(outcome)
-        )
+        stage.backend.submit(plan, Broken(), record=lambda step, outcome: records.append(outcome))
     assert len(records) == 1
     assert "Permission denied" in records[0]
 

@@ -1,9 +1,4 @@
-"""The API server: connections by the official client, and requests by path.
-
-The client reads kubeconfigs, renews credentials and pools connections. Requests do not go through
-its generated classes: these have no jobs of operators, no server-side apply, and a watch that
-waits cannot be ended by another thread. Its dynamic client has to discover every kind first.
-"""
+"""The API server: requests by path, what its answers mean, and the objects that it has."""
 
 from __future__ import annotations
 
@@ -12,27 +7,25 @@ import json
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
-from clusterkit.backends.kubernetes.connect import connect, context_of
+from clusterkit.backends.kubernetes.connect import Connection, connect, context_of
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.lost_pods import JSON, force
 from clusterkit.backends.kubernetes.nodes import is_ready
-from clusterkit.backends.kubernetes.objects import MANAGER, RUN, Object, as_yaml, plural
+from clusterkit.backends.kubernetes.objects import RUN, Object, as_yaml, path_of
 from clusterkit.backends.kubernetes.pod import Pod
 from clusterkit.cluster import KubernetesCluster
 from clusterkit.errors import ClusterkitError, RunFolderError, SubmitFailed, Unavailable
 from clusterkit.plan import KubernetesNative, Plan
-from clusterkit.transport import Completed, Environment, LocalTransport, Transport
+from clusterkit.transport import LocalTransport, Transport
 
 if TYPE_CHECKING:
-    from kubernetes.client import ApiClient
+    from urllib3 import BaseHTTPResponse
 
-CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 30.0
 RENEW_SECONDS = 5.0
 """Least time between two readings of a kubeconfig whose credentials were not accepted."""
@@ -89,31 +82,13 @@ class Context(NamedTuple):
 
 
 class KubeTransport(LocalTransport):
-    """Files of this machine, and API servers.
-
-    Attributes:
-        handlers: functions that are called instead of commands, by argv, with the command's
-            environment. A plan has ``kubectl apply``, but kubectl need not be installed.
-    """
+    """Files of this machine, and API servers."""
 
     def __init__(self) -> None:
-        self.handlers: dict[tuple[str, ...], Callable[[Mapping[str, str]], None]] = {}
-        self._clients: dict[Context, ApiClient] = {}
+        self._connections: dict[Context, Connection] = {}
         self._renew_at: dict[Context, float] = {}
         self._dates: dict[Context, tuple[float, float]] = {}
         self._lock = threading.Lock()
-
-    def run(
-        self, host: str, argv: Sequence[str], *, env: Environment = None, **more: Any
-    ) -> Completed:
-        if (handler := self.handlers.get(tuple(argv))) is None:
-            return super().run(host, argv, env=env, **more)
-        try:
-            handler(env or {})
-        except Refusal as error:
-            # Only its message: no kubectl ran, so there is no exit code to report.
-            raise SubmitFailed(error.message) from error
-        return Completed(tuple(argv), 0, "", "")
 
     def request(
         self, to: Context, method: str, path: str, body: object = None, content: str = JSON
@@ -126,20 +101,23 @@ class KubeTransport(LocalTransport):
         """
         response = self._request(to, method, path, body, content)
         try:
-            data: bytes = response.read()
+            return response.read().decode(errors="replace")
         except Exception as error:  # urllib3 raises many kinds, all of which mean this
-            raise _unreachable(error, self._client(to)) from error
-        return data.decode(errors="replace")
+            raise _unreachable(error, self._connection(to).host) from error
 
-    def stream(self, to: Context, path: str) -> RawStream:
-        """Open a watch, or a log that is followed. Raises as `request`."""
-        return RawStream(self._request(to, "GET", path))
+    def stream(self, to: Context, path: str, silence: float) -> AnswerStream:
+        """Open a watch, or a log that is followed. Raises as `request`.
+
+        Args:
+            silence: seconds without anything after which a `read` fails.
+        """
+        return AnswerStream(self._request(to, "GET", path, silence=silence))
 
     def close(self) -> None:
         with self._lock:
-            clients, self._clients = self._clients, {}
-        for each in clients.values():
-            each.rest_client.pool_manager.clear()
+            connections, self._connections = self._connections, {}
+        for each in connections.values():
+            each.close()
 
     def time(self, to: Context) -> float:
         """Return the Unix time by the server's clock: that of this machine may differ from it, and
@@ -147,40 +125,43 @@ class KubeTransport(LocalTransport):
         date, at = self._dates.get(to, (time.time(), time.monotonic()))
         return date + time.monotonic() - at
 
-    def _client(self, to: Context) -> ApiClient:
+    def _connection(self, to: Context) -> Connection:
         with self._lock:
-            if to not in self._clients:
-                self._clients[to] = connect(*to)
-            return self._clients[to]
+            if to not in self._connections:
+                self._connections[to] = connect(*to)
+            return self._connections[to]
 
-    def _renew(self, to: Context, client: ApiClient) -> bool:
-        """Read the kubeconfig again, after a client's credentials were not accepted: tokens and
+    def _renew(self, to: Context, refused: Connection) -> bool:
+        """Read the kubeconfig again, after its credentials were not accepted: tokens and
         certificates are replaced in it, or by its exec plugin. Returns whether there is a new
-        client."""
+        connection."""
         with self._lock:
-            if self._clients.get(to) is not client:
+            if self._connections.get(to) is not refused:
                 return True  # another thread has done it
             if time.monotonic() < self._renew_at.get(to, 0.0):
                 return False
             self._renew_at[to] = time.monotonic() + RENEW_SECONDS
             with contextlib.suppress(ClusterkitError):
-                self._clients[to] = connect(*to)
+                self._connections[to] = connect(*to)
                 return True
             return False
 
     def _request(
-        self, to: Context, method: str, path: str, body: object = None, content: str = JSON
-    ) -> Any:
+        self, to: Context, method: str, path: str, body: object = None, content: str = JSON,
+        silence: float = ANSWER_SECONDS,
+    ) -> BaseHTTPResponse:  # fmt: skip
         """Send a request and return the response, unread. Raises as `request`."""
         import urllib3
 
+        data = None
+        if body is not None:
+            data = (as_yaml(body) if content == APPLY_PATCH else json.dumps(body)).encode()
         for again in (True, False):
-            client = self._client(to)
+            connection = self._connection(to)
             try:
-                response = _send(client, method, path, body, content)
-                if response.status == 401 and again and self._renew(to, client):
-                    response.read()
-                    response.release_conn()
+                response = connection.send(method, path, data, content, silence)
+                if response.status == 401 and again and self._renew(to, connection):
+                    response.drain_conn()
                     continue
                 with contextlib.suppress(ValueError, TypeError):
                     date = parsedate_to_datetime(response.headers["Date"]).timestamp()
@@ -188,101 +169,68 @@ class KubeTransport(LocalTransport):
                 web_page = response.headers.get("Content-Type", "").startswith("text/html")
                 if web_page or response.status >= 300:
                     answer = response.read()
-                    response.release_conn()
-                    raise _refusal(response.status, answer, client, web_page=web_page)
+                    raise _refusal(response.status, answer, connection.host, web_page=web_page)
             except (urllib3.exceptions.HTTPError, OSError) as error:
                 # A certificate that has expired is refused in the handshake by some.
                 tls = isinstance(_cause(error), ssl.SSLError)
-                if tls and again and self._renew(to, client):
+                if tls and again and self._renew(to, connection):
                     continue
-                raise _unreachable(error, client) from error
+                raise _unreachable(error, connection.host) from error
             break
         return response
 
 
-def _send(client: ApiClient, method: str, path: str, body: object, content: str) -> Any:
-    """Send a request and return the response, unread."""
-    import urllib3
-
-    headers = {"Accept": "application/json, */*", "User-Agent": "clusterkit"}
-    data = None
-    if body is not None:
-        headers["Content-Type"] = content
-        data = (as_yaml(body) if content == APPLY_PATCH else json.dumps(body)).encode()
-    # Adds the credentials, which the client renews.
-    found = client.param_serialize(
-        method, path, header_params=headers, auth_settings=["BearerToken"]
-    )
-    # For streams as well, whose timeout is set anew by each read: the server begins at once,
-    # but for the log of a pod on a node that was just lost it waits two minutes for that node.
-    timeout = urllib3.Timeout(connect=CONNECT_SECONDS, read=ANSWER_SECONDS)
-    return client.rest_client.pool_manager.request(
-        method, found[1], body=data, headers=found[2], timeout=timeout,
-        preload_content=False, retries=False,
-    )  # fmt: skip
-
-
-class RawStream:
+class AnswerStream:
     """An answer that is read while the server sends it.
 
     Attributes:
         broken: whether the connection broke before the server had sent all.
     """
 
-    def __init__(self, response: Any) -> None:
+    def __init__(self, response: BaseHTTPResponse) -> None:
         self._response = response
-        self._closed = self.broken = False
+        self.broken = False
 
-    def read(self, timeout: float | None = None) -> bytes:
+    def read(self) -> bytes:
         """Return the next bytes; ``b""`` at the end or if the connection broke.
 
         Raises:
-            SubmitFailed: nothing came within ``timeout`` seconds.
+            SubmitFailed: nothing came for a while.
         """
         import urllib3
 
-        sock = getattr(getattr(self._response, "connection", None), "sock", None)
-        if sock is not None:
-            sock.settimeout(timeout)
         try:
             # Unlike read, read1 returns what is there without waiting for more.
-            data: bytes = self._response.read1(1 << 16)
+            return self._response.read1(1 << 16)
         except (TimeoutError, urllib3.exceptions.ReadTimeoutError) as error:
             raise SubmitFailed("the API server stopped sending") from error
-        except (urllib3.exceptions.HTTPError, OSError, ValueError, AttributeError):
+        except (urllib3.exceptions.HTTPError, OSError, ValueError):
             self.broken = True
             return b""
-        return data
 
-    def close(self) -> None:
-        """Close the connection; a `read` of another thread returns. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
+    def stop(self) -> None:
+        """Let a `read` of another thread return. Idempotent."""
+        # It has ended, maybe just now.
+        with contextlib.suppress(OSError, ValueError, RuntimeError, TypeError):
             self._response.shutdown()
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            self._response.close()
 
-    def __enter__(self) -> RawStream:
+    def __enter__(self) -> AnswerStream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._response.close()
 
 
-def _refusal(
-    status: int, answer: bytes, client: ApiClient, *, web_page: bool = False
-) -> Unavailable:
+def _refusal(status: int, answer: bytes, host: str, *, web_page: bool) -> Unavailable:
     if web_page or status < 400:
         return Unreadable(
-            f"HTTP {status}: not the API server answers at {client.configuration.host}, but "
+            f"HTTP {status}: not the API server answers at {host}, but "
             "something in between: it sends a web page, or to another address",
             hint=_BETWEEN,
         )
     if status == 401:
         return Unavailable(
-            f"the API server {client.configuration.host} does not accept your credentials",
+            f"the API server {host} does not accept your credentials",
             hint="they may have expired: log in to the cluster again",
         )
     try:
@@ -303,11 +251,11 @@ def _cause(error: BaseException) -> BaseException:
     return error
 
 
-def _unreachable(error: Exception, client: ApiClient) -> Unreachable:
+def _unreachable(error: Exception, host: str) -> Unreachable:
     cause = _cause(error)
     reason = str(cause).rpartition(": ")[2] or type(cause).__name__
     return Unreachable(
-        f"the API server {client.configuration.host} does not answer: {reason}",
+        f"the API server {host} does not answer: {reason}",
         hint="is the cluster up, and the VPN? `kubectl cluster-info` should say",
     )
 
@@ -324,9 +272,7 @@ class Server:
 
     def path(self, api: str, kind: str, name: str = "") -> str:
         """Return the path of an object of the namespace, or of all of its kind."""
-        root = f"/apis/{api}" if "/" in api else f"/api/{api}"
-        listed = f"{root}/namespaces/{quote(self.namespace)}/{plural(kind)}"
-        return f"{listed}/{quote(name)}" if name else listed
+        return path_of(self.namespace, api, kind, name)
 
     def request(self, method: str, path: str, body: object = None, content: str = JSON) -> str:
         """Send a request and return the body of the answer."""
@@ -371,10 +317,9 @@ class Server:
         """Create an object and return it as the server has it."""
         return _decoded(self.request("POST", path, body), path)
 
-    def apply(self, path: str, body: Object) -> Object:
-        """Create or change the object at a path (server-side apply), and return it."""
-        path += f"?fieldManager={MANAGER}&force=true&fieldValidation=Strict"
-        return _decoded(self.request("PATCH", path, body, APPLY_PATCH), path)
+    def patch(self, path: str, body: Object, content: str) -> Object:
+        """Change the object at a path, or with server-side apply create it, and return it."""
+        return _decoded(self.request("PATCH", path, body, content), path)
 
     def delete(self, path: str) -> None:
         """Delete what is at a path, and in the background what that owns. Idempotent."""
@@ -382,9 +327,9 @@ class Server:
         with contextlib.suppress(NotFound):
             _decoded(self.request("DELETE", f"{path}{joined}propagationPolicy=Background"), path)
 
-    def stream(self, path: str) -> RawStream:
+    def stream(self, path: str, silence: float) -> AnswerStream:
         """Open a watch, or a log that is followed."""
-        return self._transport.stream(self._context, path)
+        return self._transport.stream(self._context, path, silence)
 
 
 def _decoded(text: str, path: str) -> Object:

@@ -1,14 +1,15 @@
-"""Create a run's objects as `kubectl apply --kustomize` would, and remove them all."""
+"""Create a run's objects by the requests of its plan, and remove them all."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
 import math
+import posixpath
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -18,6 +19,7 @@ import yaml
 
 from clusterkit.backends.kubernetes import observe
 from clusterkit.backends.kubernetes.api_server import (
+    APPLY_PATCH,
     PARALLEL_REQUESTS,
     Forbidden,
     InternalError,
@@ -29,13 +31,21 @@ from clusterkit.backends.kubernetes.api_server import (
 )
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.lost_pods import MERGE_PATCH
-from clusterkit.backends.kubernetes.objects import ATTEMPT, USER, Object, new_object
+from clusterkit.backends.kubernetes.objects import (
+    ATTEMPT,
+    SERVER_SIDE_APPLY,
+    USER,
+    Object,
+    new_object,
+    path_of,
+)
 from clusterkit.backends.kubernetes.pod import Pod, read_pod
 from clusterkit.backends.kubernetes.pod_log import fetch_logs
 from clusterkit.backends.kubernetes.pods import STOP_EXTRA, code_of
 from clusterkit.backends.node_status import folder_exists
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
-from clusterkit.plan import Plan
+from clusterkit.execute import carry_out_command
+from clusterkit.plan import Plan, Step
 from clusterkit.run.folder import OWNS_CLUSTER_OBJECTS, RunHandle
 from clusterkit.transport import Transport
 
@@ -55,58 +65,97 @@ def objects_of(plan: Plan) -> list[Object]:
     return list(yaml.safe_load_all(text or ""))
 
 
-def apply(to: RunObjects, folder: Path, env: Mapping[str, str]) -> None:
-    """Create the objects of a kustomization.
+def creation_steps(
+    objects: Sequence[Object], namespace: str, secrets: tuple[str, ...]
+) -> tuple[Step, ...]:
+    """Return the requests that create a run's objects and the Secret with its secrets. Pure.
 
-    Variables in ``env`` besides the attempt's number become the run's Secret; they are in no file.
-
-    Raises:
-        Refusal, Unreachable: by the API server.
-        SubmitFailed: a file is gone.
-        BadInput: the namespace has another run of this id.
+    Args:
+        objects: the first is the config map of the run's files, the last its job.
     """
-    attempt = env.get("CLUSTERKIT_ATTEMPT", "1")
-    secrets = {name: value for name, value in env.items() if name != "CLUSTERKIT_ATTEMPT"}
-    objects = kustomized(lambda name: (folder / name).read_bytes())
-    if secrets:
-        # Named and labelled as the run's config map.
-        secret = new_object("v1", "Secret", objects[0]["metadata"], stringData=secrets)
-        objects.insert(0, secret)
-    if attempt != "1":
-        _renumber(objects, attempt)
-    # The job last: with it the run begins, and it owns all the others.
     *others, job = objects
-    # The server checks in the role whether we may bind it.
+    if secrets:
+        others.insert(0, new_object("v1", "Secret", objects[0]["metadata"]))
+    # The server checks in the role whether we may bind it. With the job, the last, the run begins.
     bindings = [each for each in others if each["kind"] == "RoleBinding"]
+    in_order = [each for each in others if each not in bindings], bindings, [job]
 
-    with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
-        made_before = folder.parent / OWNS_CLUSTER_OBJECTS
-        if not made_before.exists():
-            # Nothing was created yet: an object of the same name is of another run. (The
-            # submitter's role does not allow to read other kinds.)
-            named = [each for each in objects if each["kind"] in (*_OWNERS, "ConfigMap")]
-            absent = (NotFound, Forbidden)
-            found = pool.map(lambda each: _tried(lambda: to.find(_path(to, each), absent)), named)
-            for each, existing in zip(named, found, strict=True):
-                if existing is not None:
-                    raise _another_run(each, existing, to.namespace)
-            made_before.touch()
+    def patch(each: Iterable[Object], query: str = "", secrets: tuple[str, ...] = ()) -> Step:
+        argv = ("PATCH", *(_path(namespace, one) + query for one in each))
+        return Step(kind="request", host="localhost", argv=argv, secrets=secrets)
 
-        def create(each: Object) -> Any:
-            return _tried(lambda: to.apply(_path(to, each), each))
+    steps = [patch(each, f"?{SERVER_SIDE_APPLY}") for each in in_order if each]
+    # Whoever deletes the job deletes all that it owns.
+    return (msgspec.structs.replace(steps[0], secrets=secrets), *steps[1:], patch(others))
 
-        list(pool.map(create, (each for each in others if each not in bindings)))
-        list(pool.map(create, bindings))
-        owner: Object = create(job)
-        reference = {key: owner[key] for key in ("apiVersion", "kind")}
-        reference |= {key: owner["metadata"][key] for key in ("name", "uid")}
-        # Whoever deletes the job deletes all that it owns.
-        body = {"metadata": {"ownerReferences": [reference]}}
 
-        def own(each: Object) -> None:
-            _tried(lambda: to.request("PATCH", _path(to, each), body, MERGE_PATCH))
+class Creation:
+    """Carries out the steps of a plan that creates a run's objects."""
 
-        list(pool.map(own, others))
+    def __init__(self, plan: Plan, transport: Transport) -> None:
+        self._to = RunObjects(plan, transport)
+        self._folder = Path(plan.files[0].path).parent
+        self._contents = {posixpath.basename(file.path): file.content for file in plan.files}
+        self._objects: dict[str, Object] = {}
+        self._owner: Object = {}
+
+    def __call__(self, step: Step, transport: Transport, env: Mapping[str, str]) -> str:
+        """Carry out a step. Its secrets become the run's Secret; they are in no file.
+
+        Raises:
+            SubmitFailed: the API server refuses an object, or a file is gone.
+            Unreachable: the API server does not answer.
+            BadInput: the namespace has another run of this id.
+        """
+        if step.kind != "request":
+            return carry_out_command(step, transport, env)
+        with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
+            try:
+                if not self._objects:
+                    self._read(
+                        env["CLUSTERKIT_ATTEMPT"], {name: env[name] for name in step.secrets}
+                    )
+                    self._claim(pool)
+                *_, self._owner = pool.map(partial(_tried, self._patch), step.argv[1:])
+            except Refusal as error:
+                raise SubmitFailed(error.message) from error
+        return "answered"
+
+    def _read(self, attempt: str, secrets: Mapping[str, str]) -> None:
+        # A step of the plan has packed the project.
+        objects = kustomized(
+            lambda name: self._contents.get(name, (self._folder / name).read_bytes)()
+        )
+        if secrets:
+            # Named and labelled as the run's config map.
+            secret = new_object("v1", "Secret", objects[0]["metadata"], stringData=secrets)
+            objects.insert(0, secret)
+        if attempt != "1":
+            _renumber(objects, attempt)
+        self._objects = {_path(self._to.namespace, each): each for each in objects}
+
+    def _claim(self, pool: ThreadPoolExecutor) -> None:
+        claimed = self._folder.parent / OWNS_CLUSTER_OBJECTS
+        if claimed.exists():
+            return
+        # Nothing was created yet: an object of the same name is of another run. (The submitter's
+        # role does not allow to read other kinds.)
+        kinds, absent = (*_OWNERS, "ConfigMap"), (NotFound, Forbidden)
+        named = [path for path, each in self._objects.items() if each["kind"] in kinds]
+        found = pool.map(partial(_tried, partial(self._to.find, absent=absent)), named)
+        for path, existing in zip(named, found, strict=True):
+            if existing is not None:
+                raise _another_run(self._objects[path], existing, self._to.namespace)
+        claimed.touch()
+
+    def _patch(self, path: str) -> Object:
+        of, _, applied = path.partition("?")
+        if applied:
+            return self._to.patch(path, self._objects[of], APPLY_PATCH)
+        meta = self._owner["metadata"]
+        owner = {key: self._owner[key] for key in ("apiVersion", "kind")}
+        owner |= {key: meta[key] for key in ("name", "uid")}
+        return self._to.patch(path, {"metadata": {"ownerReferences": [owner]}}, MERGE_PATCH)
 
 
 def _another_run(each: Object, existing: Object, namespace: str) -> BadInput:
@@ -119,12 +168,12 @@ def _another_run(each: Object, existing: Object, namespace: str) -> BadInput:
     )
 
 
-def _tried(request: Callable[[], Any]) -> Any:
+def _tried(request: Callable[[str], Any], path: str) -> Any:
     """Make a request, with retries, and return the answer."""
     start = time.monotonic()
     while True:
         try:
-            return request()
+            return request(path)
         except Unreachable:
             if time.monotonic() > start + UNREACHABLE_SECONDS:
                 raise
@@ -138,8 +187,8 @@ def _tried(request: Callable[[], Any]) -> Any:
             time.sleep(OPERATOR_SECONDS / 50)
 
 
-def _path(to: RunObjects, each: Mapping[str, Any]) -> str:
-    return to.path(each["apiVersion"], each["kind"], each["metadata"]["name"])
+def _path(namespace: str, each: Mapping[str, Any]) -> str:
+    return path_of(namespace, each["apiVersion"], each["kind"], each["metadata"]["name"])
 
 
 def kustomized(read: Callable[[str], bytes]) -> list[Object]:

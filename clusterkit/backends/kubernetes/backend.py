@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import posixpath
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,8 +24,8 @@ from clusterkit.backends.base import (
     SupportsRemoteRuns,
     SupportsSync,
 )
-from clusterkit.backends.kubernetes.api_server import ClusterServer, KubeTransport, RunObjects
-from clusterkit.backends.kubernetes.apply import apply, kustomized, objects_of, remove
+from clusterkit.backends.kubernetes.api_server import ClusterServer, KubeTransport
+from clusterkit.backends.kubernetes.apply import Creation, kustomized, objects_of, remove
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.monitor import PodMonitor, status_now
 from clusterkit.backends.kubernetes.objects import Object
@@ -37,7 +36,7 @@ from clusterkit.backends.kubernetes.remote_runs import for_machine, listing, rec
 from clusterkit.backends.kubernetes.validation import check_entry
 from clusterkit.backends.probing import assumed_gpus
 from clusterkit.cluster import Facts, KubernetesCluster, KubernetesFacts
-from clusterkit.errors import BadInput
+from clusterkit.errors import BadInput, RunFolderError
 from clusterkit.jobfile.yaml_text import documents
 from clusterkit.plan import KubernetesNative, Plan
 from clusterkit.run.find import resolve_id
@@ -134,7 +133,7 @@ class KubernetesBackend(
         assert isinstance(plan.native, KubernetesNative)
         # Each time it is applied another one: it tells the pods of an earlier time from these.
         values = {PEER_TOKEN: "$(openssl rand -hex 16)"}
-        names = plan.steps[-1].secrets
+        names = [name for step in plan.steps for name in step.secrets]
         secrets = "".join(f" --from-literal={name}={values.get(name, '...')}" for name in names)
         if secrets:
             create = f"kubectl --namespace {plan.native.namespace} create secret generic"
@@ -148,11 +147,16 @@ class KubernetesBackend(
     # -- carrying out ---------------------------------------------------------
 
     def submit(self, plan: Plan, transport: Transport, **more: Any) -> None:
-        assert isinstance(transport, KubeTransport)
-        *_, command = plan.steps
-        folder = next(Path(file.path).parent for file in plan.files)
-        transport.handlers[command.argv] = partial(apply, RunObjects(plan, transport), folder)
-        super().submit(plan, transport, **more)
+        from clusterkit import execute
+
+        if plan.steps[-1].kind != "request":
+            raise RunFolderError(
+                f"run {plan.run_id}: its plan was made by an older clusterkit",
+                hint="submit the job again; `clusterkit cancel` ends what runs",
+            )
+        execute.write_files(plan, transport)
+        creation = Creation(plan, transport)
+        execute.run_steps(plan, transport, carry_out_one=creation, **more)
 
     def status(self, handle: RunHandle, transport: Transport) -> Observation | None:
         return status_now(handle, transport)

@@ -1,4 +1,5 @@
-"""Connections to the API server of a context: kubeconfigs, certificates, sockets."""
+"""Connections to API servers: the official client reads kubeconfigs and renews credentials, urllib3
+sends the requests (docs/architecture.md, "Kubernetes without kubectl")."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import ssl
 import tempfile
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -16,14 +17,64 @@ from clusterkit.cluster import KubernetesCluster
 from clusterkit.errors import BadInput, Unavailable
 
 if TYPE_CHECKING:
-    from kubernetes.client import ApiClient
+    from kubernetes.client import Configuration
+    from urllib3 import BaseHTTPResponse, PoolManager
 
+CONNECT_SECONDS = 5.0
 MAX_CONNECTIONS = 1000
+OVERLOADED_TRIES, OVERLOADED_SECONDS = 4, 5
+"""How often an API server is asked again that answers 429 with Retry-After, and how late at most:
+it has not looked at the request. Who calls decides whether all else is tried again."""
 _CONNECTING = threading.Lock()
 
 
-def connect(kubeconfig: str | None, context: str | None) -> ApiClient:
-    """Make a client for a context of a kubeconfig; in a pod without one, for the pod's own cluster.
+class Connection:
+    """Connections to one API server, which are kept for the next requests.
+
+    Attributes:
+        host: its address.
+    """
+
+    def __init__(self, settings: Configuration) -> None:
+        self.host = settings.host
+        self._settings = settings
+        self._pool = _pool(settings)
+
+    def send(
+        self, method: str, path: str, body: bytes | None, content: str, silence: float
+    ) -> BaseHTTPResponse:
+        """Send a request and return the response, unread.
+
+        Args:
+            content: type of the body.
+            silence: how long nothing may come, of the answer's head and of each further part.
+
+        Raises:
+            urllib3.exceptions.HTTPError, OSError: no answer.
+        """
+        import urllib3
+
+        headers = {"Accept": "application/json, */*", "User-Agent": "clusterkit"}
+        headers |= {} if body is None else {"Content-Type": content}
+        # Reads a token that is about to expire again, or asks its exec plugin.
+        if token := self._settings.auth_settings().get("BearerToken", {}).get("value"):
+            headers["Authorization"] = token
+        retries = urllib3.Retry(
+            OVERLOADED_TRIES, connect=False, read=False, other=0, allowed_methods=None,
+            raise_on_status=False, retry_after_max=OVERLOADED_SECONDS,
+        )  # fmt: skip
+        return self._pool.request(
+            method, self.host + path, body=body, headers=headers, preload_content=False,
+            timeout=urllib3.Timeout(connect=CONNECT_SECONDS, read=silence),
+            redirect=False, retries=retries,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self._pool.clear()
+
+
+def connect(kubeconfig: str | None, context: str | None) -> Connection:
+    """Connect to a context of a kubeconfig; in a pod without one, to the pod's own cluster.
 
     Raises:
         BadInput: there is no such file, context or user in it.
@@ -37,9 +88,6 @@ def connect(kubeconfig: str | None, context: str | None) -> ApiClient:
     files = [Path(part).expanduser() for part in (named or "~/.kube/config").split(":") if part]
     existing = [path for path in files if path.is_file()]
     settings = client.Configuration()
-    settings.retries = False
-    # urllib3 warns of each connection beyond these; as many logs may be followed at once.
-    settings.connection_pool_maxsize = MAX_CONNECTIONS
     in_pod = not named and "KUBERNETES_SERVICE_HOST" in os.environ
     if not existing and not in_pod:
         raise BadInput(
@@ -50,24 +98,21 @@ def connect(kubeconfig: str | None, context: str | None) -> ApiClient:
     try:
         if not existing:
             config.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
-            return _kept_alive(client.ApiClient(settings))
-        # The client writes keys to files, which it remembers for all threads in a global table.
+            return Connection(settings)
+        # The client writes keys to files, which it remembers for all threads in a global table, and
+        # writes again if they are gone. Private keys do not stay on the disk while a run lasts.
         with _CONNECTING, tempfile.TemporaryDirectory(prefix="clusterkit-") as folder:
-            try:
-                config.load_kube_config(  # type: ignore[no-untyped-call]
-                    config_file=os.pathsep.join(map(str, existing)),
-                    context=context,
-                    client_configuration=settings,
-                    persist_config=False,
-                    temp_file_path=folder,
-                )
-                return _kept_alive(_with_keys_in_memory(client.ApiClient(settings)))
-            finally:
-                # Else the next client would get files of this folder, which is gone then.
-                config.kube_config._cleanup_temp_files()  # type: ignore[no-untyped-call]
+            config.load_kube_config(  # type: ignore[no-untyped-call]
+                config_file=os.pathsep.join(map(str, existing)),
+                context=context,
+                client_configuration=settings,
+                persist_config=False,
+                temp_file_path=folder,
+            )
+            return Connection(settings)
     except config.ConfigException as error:
         reason = str(error).removeprefix("Invalid kube-config file. ")
-        if context is not None and context in reason:
+        if f" name {context} in " in reason and "/contexts" in reason:
             raise BadInput(
                 f"context: {existing[0]} has no context {context!r}",
                 hint="`kubectl config get-contexts` lists them",
@@ -106,11 +151,30 @@ def not_installed() -> Unavailable:
     )
 
 
-def _with_keys_in_memory(client: ApiClient) -> ApiClient:
-    """Load certificates and key now: private keys do not stay on the disk while a run lasts."""
-    from urllib3.util.ssl_ import create_urllib3_context
+def _pool(settings: Configuration) -> PoolManager:
+    """Return connections as settings say; certificates and key are read now."""
+    import urllib3
+    from kubernetes.client.rest import should_bypass_proxies
 
-    settings, pools = client.configuration, client.rest_client.pool_manager
+    # urllib3 warns of each connection beyond maxsize; as many logs may be followed at once.
+    options: dict[str, Any] = {
+        "maxsize": MAX_CONNECTIONS, "ssl_context": _tls(settings), "socket_options": _kept_alive(),
+    }  # fmt: skip
+    if settings.tls_server_name:
+        options["server_hostname"] = settings.tls_server_name
+    proxy = settings.proxy
+    if not proxy or should_bypass_proxies(settings.host, settings.no_proxy or ""):
+        return urllib3.PoolManager(**options)
+    if proxy.startswith("socks"):
+        from urllib3.contrib.socks import SOCKSProxyManager
+
+        return SOCKSProxyManager(proxy, **options)
+    return urllib3.ProxyManager(proxy, **options)
+
+
+def _tls(settings: Configuration) -> ssl.SSLContext:
+    from urllib3.util import create_urllib3_context
+
     context = create_urllib3_context()
     if not settings.verify_ssl:
         context.check_hostname = False
@@ -121,13 +185,10 @@ def _with_keys_in_memory(client: ApiClient) -> ApiClient:
         context.load_default_certs()
     if settings.cert_file:
         context.load_cert_chain(settings.cert_file, settings.key_file)
-    for name in ("ca_certs", "ca_cert_data", "cert_file", "key_file"):
-        pools.connection_pool_kw.pop(name, None)
-    pools.connection_pool_kw["ssl_context"] = context
-    return client
+    return context
 
 
-def _kept_alive(client: ApiClient) -> ApiClient:
+def _kept_alive() -> list[tuple[int, int, int]]:
     """Let the kernel ask idle connections for a sign of life: load balancers drop those on which
     nothing is sent for some minutes, and tell neither side."""
     from urllib3.connection import HTTPConnection
@@ -136,5 +197,4 @@ def _kept_alive(client: ApiClient) -> ApiClient:
     for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):  # macOS lacks the first
             options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
-    client.rest_client.pool_manager.connection_pool_kw["socket_options"] = options
-    return client
+    return options

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from clusterkit.backends.base import Observation
 from clusterkit.backends.kubernetes import observe
-from clusterkit.backends.kubernetes.api_server import RawStream, RunObjects
+from clusterkit.backends.kubernetes.api_server import AnswerStream, RunObjects
 from clusterkit.backends.kubernetes.pod import Pod
 from clusterkit.backends.kubernetes.pod_log import (
     LOG_SECONDS,
@@ -80,7 +80,7 @@ class PodWatch:
     def __init__(self, handle: RunHandle, objects: RunObjects, notify: Callable[[], None]) -> None:
         self._handle, self._objects, self._notify = handle, objects, notify
         self._closed = threading.Event()
-        self._stream: RawStream | None = None
+        self._stream: AnswerStream | None = None
         self._event_causes: dict[str, str] = {}
         self.lock = threading.Lock()
         self.pods = observe.read_known(handle)
@@ -126,10 +126,10 @@ class PodWatch:
             timeoutSeconds=str(WATCH_SECONDS),
         )  # fmt: skip
         rest = b""
-        with self._objects.stream(path) as stream:
+        with self._objects.stream(path, SILENT_SECONDS) as stream:
             self._stream = stream
             with contextlib.suppress(SubmitFailed):
-                while not self._closed.is_set() and (data := stream.read(SILENT_SECONDS)):
+                while not self._closed.is_set() and (data := stream.read()):
                     *lines, rest = (rest + data).split(b"\n")
                     for event in map(json.loads, lines):
                         if event["type"] == "ERROR":  # the version is too old
@@ -165,7 +165,7 @@ class PodWatch:
     def close(self) -> None:
         self._closed.set()
         if self._stream is not None:
-            self._stream.close()
+            self._stream.stop()
 
 
 class PodMonitor:

@@ -7,6 +7,7 @@ import json
 import re
 from decimal import Decimal
 from typing import Any
+from urllib.parse import quote
 
 from clusterkit.errors import BadInput
 
@@ -14,6 +15,8 @@ Object = dict[str, Any]
 """A Kubernetes object, or a part of one."""
 
 MANAGER = "clusterkit"
+SERVER_SIDE_APPLY = f"fieldManager={MANAGER}&force=true&fieldValidation=Strict"
+"""The query of a PATCH that creates or changes an object."""
 RUN, ATTEMPT, ROLE = "clusterkit/run", "clusterkit/attempt", "clusterkit/role"
 JOB = "clusterkit/job"
 USER = "clusterkit/user"
@@ -48,12 +51,11 @@ def plural(kind: str) -> str:
     return f"{kind.lower()}s"
 
 
-def kubectl_flags(
-    kubeconfig: str | None, context: str | None, namespace: str | None = None
-) -> list[str]:
-    """Return the flags of kubectl in commands for people."""
-    flags = {"--kubeconfig": kubeconfig, "--context": context, "--namespace": namespace}
-    return [word for flag, value in flags.items() if value for word in (flag, value)]
+def path_of(namespace: str, api: str, kind: str, name: str = "") -> str:
+    """Return the API server's path of an object, or of all of its kind."""
+    root = f"/apis/{api}" if "/" in api else f"/api/{api}"
+    listed = f"{root}/namespaces/{quote(namespace)}/{plural(kind)}"
+    return f"{listed}/{quote(name)}" if name else listed
 
 
 def literal(value: str) -> str:

@@ -12,7 +12,7 @@ import msgspec
 
 import clusterkit
 from clusterkit.assemble import Assembly, Coordinator, NodePaths, Placement, require_packages
-from clusterkit.backends.kubernetes.apply import KUSTOMIZATION, MANIFESTS
+from clusterkit.backends.kubernetes.apply import KUSTOMIZATION, MANIFESTS, creation_steps
 from clusterkit.backends.kubernetes.flavors import FLAVORS, WATCHER_FILE, choose, watcher
 from clusterkit.backends.kubernetes.objects import (
     ATTEMPT,
@@ -21,7 +21,6 @@ from clusterkit.backends.kubernetes.objects import (
     RUN,
     USER,
     Object,
-    kubectl_flags,
     new_object,
     object_name,
 )
@@ -122,6 +121,11 @@ def place(
         tree_python="python3" if shape.copied else None,
         notes=(
             Note("flavor", flavor_name, flavor_origin),
+            Note(
+                "context",
+                kube.context or "none",
+                "cluster: context" if cluster.context else "the kubeconfig's own",
+            ),
             Note(
                 "namespace",
                 kube.namespace,
@@ -364,9 +368,6 @@ class KubernetesPlacement(Placement):
 
     def files(self, assembly: Assembly) -> tuple[PlanFile, ...]:
         shape, native = self.shape, self.native
-        shape = dataclasses.replace(shape, secrets=assembly.secrets)
-        flavor = FLAVORS[native.flavor]
-        objects = flavor.render(shape)
         mpi = self.starter == "mpirun"
         waits = self.topology.nodes > 1 and self.forked is None
         files = [self._file(posixpath.basename(each.path), each) for each in assembly.files]
@@ -378,7 +379,6 @@ class KubernetesPlacement(Placement):
         )
         files.append(self._file("pod.sh", PlanFile("", text=script, mode=0o755)))
         if native.watched:
-            objects = [*watcher(shape, flavor, self.places.python), *objects]
             program = PlanFile("", resource=f"backends/kubernetes/{WATCHER_FILE}")
             files.append(self._file(WATCHER_FILE, program))
         if (own := self.own_program) is not None:
@@ -389,25 +389,31 @@ class KubernetesPlacement(Placement):
         names = [posixpath.basename(file.path) for file in files]
         return (
             *files,
-            self._file(MANIFESTS, PlanFile("", text=documents(objects, head))),
+            self._file(MANIFESTS, PlanFile("", text=documents(self._objects(assembly), head))),
             self._file(KUSTOMIZATION, PlanFile("", text=documents([_kustomization(shape, names)]))),
         )
 
     def _file(self, name: str, file: PlanFile) -> PlanFile:
         return msgspec.structs.replace(file, path=posixpath.join(self.local, "files", name))
 
+    def _objects(self, assembly: Assembly) -> list[Object]:
+        """Return the objects other than config maps of files, the job as the last."""
+        shape = dataclasses.replace(self.shape, secrets=assembly.secrets)
+        flavor = FLAVORS[self.native.flavor]
+        watches = watcher(shape, flavor, self.places.python) if self.native.watched else []
+        return [*watches, *flavor.render(shape)]
+
     def steps(self, assembly: Assembly) -> tuple[Step, ...]:
-        files, native = posixpath.join(self.local, "files"), self.native
+        files, shape = posixpath.join(self.local, "files"), self.shape
         pack = (
             "tar", "--create", "--gzip", "--file", posixpath.join(files, PROJECT),
             "--directory", posixpath.join(files, "project"), ".",
         )  # fmt: skip
-        apply = (
-            "kubectl", *kubectl_flags(native.kubeconfig, native.context, native.namespace), "apply",
-            "--server-side", "--field-manager", MANAGER, "--kustomize", files,
-        )  # fmt: skip
-        packing = [Step(kind="run", host=HOST, argv=pack)] if self.shape.copied else []
-        return (*packing, Step(kind="run", host=HOST, argv=apply, secrets=assembly.secrets))
+        packing = [Step(kind="run", host=HOST, argv=pack)] if shape.copied else []
+        maps = [shape.name, code_of(shape.name)] if shape.copied else [shape.name]
+        objects = [*(new_object("v1", "ConfigMap", {"name": name}) for name in maps),
+                   *self._objects(assembly)]  # fmt: skip
+        return (*packing, *creation_steps(objects, shape.namespace, assembly.secrets))
 
 
 def _pod_script(names: Sequence[str], command: Sequence[str], *, needed: bool, unpack: str) -> str:

@@ -16,7 +16,7 @@ from typing import BinaryIO
 from urllib.parse import quote
 
 from clusterkit.agent import NODE_FILE, next_attempt
-from clusterkit.backends.kubernetes.api_server import PARALLEL_REQUESTS, RawStream, RunObjects
+from clusterkit.backends.kubernetes.api_server import PARALLEL_REQUESTS, AnswerStream, RunObjects
 from clusterkit.backends.kubernetes.pod import Pod, read_pod
 from clusterkit.errors import ClusterkitError, RunFolderError
 from clusterkit.files import write_atomic
@@ -28,9 +28,9 @@ from clusterkit.transport import Transport
 RETRY_SECONDS = 1.0
 LOG_SECONDS = 15.0
 """How long to wait for the rest of the log of a pod that has ended."""
-QUIET_SECONDS = 120.0
+QUIET_SECONDS = 60.0
 """After how long a stream on which nothing comes is opened anew: one that a load balancer has
-dropped says nothing either."""
+dropped says nothing either, nor does the server for two minutes of a node that was just lost."""
 LAST_SECONDS = 3.0
 """How long a stream may go on after its container has ended, before all is read once more."""
 TAIL_BYTES = 1 << 20
@@ -228,7 +228,7 @@ class LogFollower:
         self._handle, self._pod, self._notify = handle, pod, notify
         self._objects = RunObjects(handle.plan, transport)
         self._closed = closed
-        self._stream: RawStream | None = None
+        self._stream: AnswerStream | None = None
         self._abandoned = False
         self._awake = threading.Event()
         self._ended = threading.Event()
@@ -271,9 +271,10 @@ class LogFollower:
         last = self._ended.is_set()
         with LogWriter(self._handle.folder, self._pod, self._notify) as writer:
             query = "" if last else "&follow=true"
-            with self._objects.stream(writer.path(self._objects) + query) as stream:
+            path = writer.path(self._objects) + query
+            with self._objects.stream(path, QUIET_SECONDS) as stream:
                 self._stream = None if last else stream
-                while not self._closed.is_set() and (data := stream.read(QUIET_SECONDS)):
+                while not self._closed.is_set() and (data := stream.read()):
                     writer.feed(data)
             self._stream = None
             if self._closed.is_set():
@@ -308,12 +309,12 @@ class LogFollower:
             self._awake.set()
         elif stream is not None and now >= self._close_at:
             self._close_at = now + LAST_SECONDS
-            stream.close()
+            stream.stop()
 
     def close(self) -> None:
         self._awake.set()
         if (stream := self._stream) is not None:
-            stream.close()
+            stream.stop()
 
     def join(self, seconds: float) -> None:
         self._thread.join(seconds)

@@ -2,13 +2,13 @@
 
 import base64
 import json
+import re
 import socket
 import ssl
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,16 +29,20 @@ from clusterkit.backends.kubernetes.api_server import (
     KubeTransport,
     NotFound,
     Refusal,
-    RunObjects,
     Server,
     Unreachable,
 )
-from clusterkit.backends.kubernetes.apply import apply
-from clusterkit.backends.kubernetes.connect import connect
+from clusterkit.backends.kubernetes.apply import (
+    MANIFESTS,
+    Creation,
+    creation_steps,
+    kustomized,
+)
+from clusterkit.backends.kubernetes.connect import Connection, connect
 from clusterkit.backends.kubernetes.pod import Pod
 from clusterkit.backends.kubernetes.pod_log import LogWriter
 from clusterkit.errors import BadInput, SubmitFailed, Unavailable
-from clusterkit.plan import KubernetesNative
+from clusterkit.plan import KubernetesNative, PlanFile
 from clusterkit.run.folder import OWNS_CLUSTER_OBJECTS, RunFolder
 
 
@@ -51,7 +55,7 @@ class Answers(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked = []
         self.answers = {}
-        self.together = None
+        self.together = self.retry_after = None
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
 
@@ -75,6 +79,8 @@ class Handler(BaseHTTPRequestHandler):
             answer = sent | {"metadata": sent["metadata"] | {"uid": "the-uid"}}
         data = json.dumps(answer).encode()
         self.send_response(status)
+        if status == 429 and self.server.retry_after:
+            self.send_header("Retry-After", self.server.retry_after)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -112,20 +118,24 @@ def transport():
     found.close()
 
 
-KUBECTL = ("kubectl", "apply", "--kustomize", "files")
-
-
 @pytest.fixture
 def applied(transport, config):
-    """Carry out a command that applies a folder."""
+    """Carry out the steps that create the objects of a folder."""
     native = KubernetesNative(
         kubeconfig=config, context="c", namespace="ns", name="r-1", flavor="job", watched=False
     )
-    to = RunObjects(SimpleNamespace(native=native, run_id="r-1"), transport)
 
-    def run(files, env=None):
-        transport.handlers[KUBECTL] = partial(apply, to, files)
-        assert transport.run("localhost", list(KUBECTL), env=env).exit_code == 0
+    def run(files, **secrets):
+        attempt = secrets.pop("attempt", "1")
+        objects = kustomized(lambda name: (files / name).read_bytes())
+        steps = creation_steps(objects, "ns", tuple(secrets))
+        plan = SimpleNamespace(
+            native=native, run_id="r-1", files=[PlanFile(f"{files}/{MANIFESTS}",
+            text=(files / MANIFESTS).read_text())],
+        )  # fmt: skip
+        creation = Creation(plan, transport)
+        for step in steps:
+            creation(step, transport, {"CLUSTERKIT_ATTEMPT": attempt, **secrets})
 
     return run
 
@@ -216,8 +226,7 @@ def test_every_request_waits_for_an_api_server_that_is_away(server, applied, tmp
 
 def test_secrets_and_the_attempt_come_from_the_environment(server, applied, tmp_path):
     files = folder(tmp_path, JOB)
-    env = {"CLUSTERKIT_ATTEMPT": "3", "TOKEN": "s3cret\n🚀"}
-    applied(files, env)
+    applied(files, attempt="3", TOKEN="s3cret\n🚀")
     sent = {found["kind"]: found for found in map(_body, server.asked[:3])}
     secret, config, job = (sent[kind] for kind in ("Secret", "ConfigMap", "Job"))
     assert (secret["kind"], secret["stringData"]) == ("Secret", {"TOKEN": "s3cret\n🚀"})
@@ -327,6 +336,112 @@ def test_many_requests_at_once_are_nothing_to_warn_of(server, api, caplog):
     assert caplog.records == []
 
 
+def test_an_api_server_that_is_overloaded_is_asked_again_when_it_says(server, api):
+    """Its fairness queues answer so, before they look at the request; kubectl asks again, too."""
+    busy = (429, {"reason": "TooManyRequests", "message": "x"})
+    server.retry_after = "0"
+    server.answers["/x"] = (200, [busy, busy, (200, {"a": 1})])
+    assert api.patch("/x", {}, "application/merge-patch+json") == {"a": 1}
+    server.answers["/x"] = busy
+    with pytest.raises(Refusal, match="TooManyRequests"):
+        api.get("/x")
+    assert len(server.asked) == 3 + 5
+
+
+def rewritten(file, **changes):
+    """The kubeconfig with other keys of its cluster or its user."""
+    document = yaml.safe_load(Path(file).read_text())
+    cluster = document["clusters"][0]["cluster"] | changes.get("cluster", {})
+    document["clusters"][0]["cluster"] = {k: v for k, v in cluster.items() if v is not None}
+    document["users"][0]["user"] = changes.get("user", document["users"][0]["user"])
+    Path(file).write_text(yaml.safe_dump(document))
+    return file
+
+
+def test_requests_go_through_the_proxy_of_the_kubeconfig_but_for_no_proxy(
+    server, config, transport, monkeypatch
+):
+    proxy = f"http://127.0.0.1:{server.server_port}"
+    rewritten(config, cluster={"server": "http://k8s.invalid:6443", "proxy-url": proxy})
+    assert transport.request(Context(config, "c"), "GET", "/x")
+    assert [asked[1] for asked in server.asked] == ["http://k8s.invalid:6443/x"]
+    monkeypatch.setenv("no_proxy", "example.com,.invalid")
+    with pytest.raises(Unreachable, match=r"k8s\.invalid:6443 does not answer"):
+        KubeTransport().request(Context(config, "c"), "GET", "/x")
+    assert len(server.asked) == 1
+
+
+def test_an_exec_plugin_is_asked_for_another_token_before_one_expires(
+    server, config, transport, tmp_path
+):
+    plugin, count = tmp_path / "plugin", tmp_path / "count"
+    plugin.write_text(
+        f'#!/bin/sh\necho x >>{count}\nprintf \'{{"apiVersion": "client.authentication.k8s.io/v1", '
+        '"kind": "ExecCredential", "status": {"expirationTimestamp": "2020-01-01T00:00:00Z", '
+        f'"token": "token-%s"}}}}\' "$(grep -c x {count})"\n'
+    )
+    plugin.chmod(0o755)
+    version = "client.authentication.k8s.io/v1"
+    user = {"exec": {"apiVersion": version, "command": str(plugin), "interactiveMode": "Never"}}
+    rewritten(config, user=user)
+    for _ in range(2):
+        transport.request(Context(config, "c"), "GET", "/x")
+    assert [asked[3]["Authorization"] for asked in server.asked] == [
+        "Bearer token-2", "Bearer token-3"
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def tls(server, tmp_path):
+    """The server's certificate, which names it k8s.internal."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name, now = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "k")]), datetime.now(UTC)
+    names = x509.SubjectAlternativeName([x509.DNSName("k8s.internal")])
+    file = tmp_path / "server.pem"
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + timedelta(days=1))
+    signed = builder.add_extension(names, critical=False).sign(key, hashes.SHA256())
+    certificate = signed.public_bytes(Encoding.PEM)
+    file.write_bytes(
+        certificate + key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(file)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    return base64.b64encode(certificate).decode()
+
+
+@pytest.mark.parametrize(
+    ("cluster", "refusal"),
+    [
+        ({"tls-server-name": "k8s.internal"}, None),
+        ({}, "certificate"),
+        ({"certificate-authority-data": None, "tls-server-name": "k8s.internal"}, "certificate"),
+    ],
+    ids=["by-its-name", "another-name", "another-authority"],
+)
+def test_the_server_s_certificate_is_checked_as_the_kubeconfig_says(
+    server, config, transport, tls, cluster, refusal
+):
+    address = f"https://127.0.0.1:{server.server_port}"
+    rewritten(config, cluster={"server": address, "certificate-authority-data": tls, **cluster})
+    if refusal is None:
+        assert transport.request(Context(config, "c"), "GET", "/x")
+    else:
+        with pytest.raises(Unreachable, match=refusal):
+            transport.request(Context(config, "c"), "GET", "/x")
+
+
+def test_only_the_public_names_of_the_official_client_are_used():
+    """Its request classes changed twice within five releases; what reads kubeconfigs did not."""
+    folder = Path(api_server.__file__).parent
+    sources = {path.name: path.read_text() for path in folder.glob("*.py")}
+    for internal in ("param_serialize", "pool_manager", "rest_client", "ApiClient", "call_api"):
+        assert [name for name, text in sources.items() if internal in text] == []
+    assert not any(
+        re.search(r"\bconfig\.\w*\._|\bclient\.\w*\._", each) for each in sources.values()
+    )
+
+
 def test_credentials_that_are_not_accepted_are_named(server, api):
     server.answers["/x"] = (401, {"reason": "Unauthorized", "message": "Unauthorized"})
     with pytest.raises(Unavailable, match="does not accept your credentials"):
@@ -369,7 +484,7 @@ def test_an_exec_plugin_s_certificate_is_asked_for_again(tmp_path, with_keys, mo
     def refused(*_):
         raise ssl.SSLError("tlsv13 alert certificate expired")
 
-    monkeypatch.setattr(api_server, "_send", refused)
+    monkeypatch.setattr(Connection, "send", refused)
     transport = KubeTransport()
     with pytest.raises(Unreachable, match="certificate expired"):
         transport.request(Context(with_keys, "c"), "GET", "/x")
@@ -377,10 +492,14 @@ def test_an_exec_plugin_s_certificate_is_asked_for_again(tmp_path, with_keys, mo
     transport.close()
 
 
-def test_connections_are_kept_alive(api):
-    pools = api._transport._client(api._context).rest_client.pool_manager
-    options = pools.connection_pool_kw["socket_options"]
-    assert (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1) in options
+def test_connections_are_kept_alive(api, monkeypatch):
+    made, real = [], socket.socket.setsockopt
+    monkeypatch.setattr(
+        socket.socket, "setsockopt", lambda self, *of: made.append(of) or real(self, *of)
+    )
+    api.get("/x")
+    assert {(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)} <= set(made)  # fmt: skip
 
 
 def test_a_server_that_is_away_is_named(server, api):
@@ -449,7 +568,7 @@ def test_many_connect_at_once_and_no_key_stays_on_the_disk(with_keys, tmp_path, 
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     with ThreadPoolExecutor(8) as pool:
         clients = list(pool.map(lambda _: connect(with_keys, None), range(24)))
-    assert all(each.configuration.host == "https://127.0.0.1:1" for each in clients)
+    assert all(each.host == "https://127.0.0.1:1" for each in clients)
     assert list(folder.iterdir()) == []
 
 

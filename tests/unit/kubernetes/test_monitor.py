@@ -14,8 +14,8 @@ import yaml
 
 from clusterkit import backends
 from clusterkit.agent import NODE_FILE, STOPPED
-from clusterkit.backends.kubernetes import api_server, pod_log
 from clusterkit.backends.kubernetes import monitor as monitor_module
+from clusterkit.backends.kubernetes import pod_log
 from clusterkit.backends.kubernetes.api_server import KubeTransport, NotFound, RunObjects
 from clusterkit.backends.kubernetes.apply import remove
 from clusterkit.backends.kubernetes.monitor import PodMonitor, PodWatch
@@ -624,7 +624,7 @@ def test_a_log_that_the_cluster_does_not_begin_to_send_is_asked_for_again(
 ):
     """The API server itself waits two minutes for a node that was just lost; until then no pod in
     its place would be heard."""
-    monkeypatch.setattr(api_server, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(pod_log, "QUIET_SECONDS", 0.5)
     server.mute = 1
     monitor = PodMonitor(handle, transport)
     try:

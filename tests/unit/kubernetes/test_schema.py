@@ -12,7 +12,7 @@ import pytest
 import yaml
 from kubernetes import client
 
-from clusterkit import backends, shell
+from clusterkit import backends
 from clusterkit.backends.kubernetes.api_server import APPLY_PATCH, Context, KubeTransport, NotFound
 from clusterkit.backends.kubernetes.validation import check_entry
 from clusterkit.cluster import Claim, KubernetesCluster, KubernetesFacts, Project
@@ -341,12 +341,10 @@ def test_the_documented_entries_for_rdma_give_pods_what_they_say(make_facts, tmp
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="takes kubectl")
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_what_is_sent_is_what_the_printed_command_would_send(flavor, planned, tmp_path):
+def test_what_is_sent_is_what_kubectl_makes_of_the_files(flavor, planned, tmp_path):
     plan, server = planned(flavor, full=True, home=str(tmp_path)), ApiServer()
     backends.backend("kubernetes").submit(plan, server)
-    *command, folder = plan.steps[-1].argv
-    assert shell.join(command).startswith("kubectl --context c --namespace ns apply --server-side ")
-    assert command[-1] == "--kustomize"
+    folder = Path(plan.files[0].path).parent
     assert {to for to, _ in server.sent} == {Context(None, "c")}
     built = subprocess.run(["kubectl", "kustomize", folder], capture_output=True, check=True)
 
@@ -359,6 +357,20 @@ def test_what_is_sent_is_what_the_printed_command_would_send(flavor, planned, tm
 
     ours = by_name([body for _, body in server.sent if body["kind"] != "Secret"])
     assert ours == by_name(list(yaml.safe_load_all(built.stdout)))
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_the_job_is_created_last_and_then_owns_all(flavor, planned):
+    watcher = flavor == "pytorchjob"
+    *first, job, owned = planned(flavor, full=True, secrets=("TOKEN",), watcher=watcher).steps
+    assert [step.kind for step in (*first, job, owned)] == ["request"] * (4 if watcher else 3)
+    (path,) = job.argv[1:]
+    assert path.endswith("s/demo-1?fieldManager=clusterkit&force=true&fieldValidation=Strict")
+    created = [each.partition("?")[0] for step in first for each in step.argv[1:]]
+    assert created.index("/api/v1/namespaces/ns/secrets/demo-1") == 0
+    assert sorted(owned.argv[1:]) == sorted(created)
+    assert "TOKEN" in first[0].secrets
+    assert {step.secrets for step in (*first[1:], job, owned)} == {()}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from clusterkit.backends.kubernetes.nodes import selected
 from clusterkit.backends.kubernetes.objects import (
     ATTEMPT,
     Object,
-    kubectl_flags,
     new_object,
     parse_amount,
 )
@@ -147,8 +146,9 @@ class ClusterAnswers(ClusterServer):
 
     def kubectl(self, *words: str) -> str:
         """Return a kubectl command for people, for this cluster."""
-        flags = kubectl_flags(self.entry.kubeconfig, self.entry.context)
-        return shell.join(("kubectl", *flags, *words))
+        flags = {"--kubeconfig": self.entry.kubeconfig, "--context": self.entry.context}
+        given = [word for flag, value in flags.items() if value for word in (flag, value)]
+        return shell.join(("kubectl", *given, *words))
 
     def request(self, method: str, path: str, body: object = None, content: str = JSON) -> str:
         key = path, json.dumps(body)
