@@ -39,7 +39,7 @@ from clusterkit.backends.kubernetes.objects import (
     new_object,
     path_of,
 )
-from clusterkit.backends.kubernetes.pod import Pod, read_pod
+from clusterkit.backends.kubernetes.pod import Pod, PodState, read_pod
 from clusterkit.backends.kubernetes.pod_log import fetch_logs
 from clusterkit.backends.kubernetes.pods import STOP_EXTRA, code_of
 from clusterkit.backends.node_status import folder_exists
@@ -370,7 +370,7 @@ def _remove_lost(objects: RunObjects, items: list[Object]) -> set[str]:
     lost: set[str] = set()
     for pod in (read_pod(each, None, objects.flavor.container) for each in items):
         not_ready = pod.host and ready(pod.host) is False
-        if pod.terminating and (not_ready or pod.unreachable_since is not None):
+        if pod.state is PodState.TERMINATING and (not_ready or pod.unreachable_since is not None):
             lost.add(pod.name)
             objects.force(pod)
     return lost

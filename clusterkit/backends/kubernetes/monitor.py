@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from clusterkit.backends.base import Observation
 from clusterkit.backends.kubernetes import observe
 from clusterkit.backends.kubernetes.api_server import AnswerStream, RunObjects
-from clusterkit.backends.kubernetes.pod import Pod
+from clusterkit.backends.kubernetes.pod import Pod, PodState
 from clusterkit.backends.kubernetes.pod_log import (
     LOG_SECONDS,
     RETRY_SECONDS,
@@ -150,7 +150,8 @@ class PodWatch:
         """Add the causes of ends that only the namespace or events have."""
         for name, pod in pods.items():
             removed_by = pod.removed_by
-            if pod.terminating and removed_by is None and self._objects.namespace_deleted:
+            ends = pod.state is PodState.TERMINATING
+            if ends and removed_by is None and self._objects.namespace_deleted:
                 removed_by = f"its namespace, {self._objects.namespace}, is being deleted"
             if needs_events(pod):
                 if pod.uid not in self._event_causes:

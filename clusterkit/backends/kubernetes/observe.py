@@ -17,7 +17,7 @@ from clusterkit.agent.report import read_from
 from clusterkit.backends.base import Observation
 from clusterkit.backends.kubernetes.api_server import NotFound, RunObjects
 from clusterkit.backends.kubernetes.objects import Object
-from clusterkit.backends.kubernetes.pod import Pod, attempt_of, read_pod
+from clusterkit.backends.kubernetes.pod import Pod, PodState, attempt_of, read_pod
 from clusterkit.backends.kubernetes.pod_status import (
     Rejoin,
     by_node,
@@ -99,7 +99,9 @@ def observation(
     plan, ended_here = handle.plan, removed_pods(handle)
     removed = ended_here or Removed()
     pods = {
-        name: replace(pod, lost=name in removed.lost if pod.gone else pod.uid in lost)
+        name: replace(pod, state=PodState.LOST if pod.gone else PodState.UNREACHABLE)
+        if (name in removed.lost if pod.gone else pod.uid in lost)
+        else pod
         for name, pod in pods.items()
     }
     of_nodes = by_node(pods.values())
@@ -158,7 +160,7 @@ def _agent_file(handle: RunHandle, node: int, name: str) -> bytes | None:
 
 def _missing(pods: Mapping[int, Pod], nodes: int) -> bool:
     """Whether a node has no pod, or one that somebody or the cluster removes."""
-    return len(pods) < nodes or any(pod.removed or pod.lost for pod in pods.values())
+    return len(pods) < nodes or any(pod.removed or pod.on_lost_node for pod in pods.values())
 
 
 def _job(objects: RunObjects) -> Object | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import json
 import re
 import signal
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -36,6 +37,17 @@ KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 _NODES = re.compile(r"\d+/\d+ nodes are available")
 
 
+class PodState(enum.Enum):
+    """Whether a pod exists, and for how long it still may."""
+
+    PRESENT = "present"
+    TERMINATING = "terminating"  # it is being deleted
+    UNREACHABLE = "unreachable"  # its node has not answered for so long that it counts as gone
+    DELETED = "deleted"
+    LOST = "lost"  # deleted, by force, while its node did not answer
+    REPLACED = "replaced"  # another pod has its name now
+
+
 class Pod(Struct, frozen=True, kw_only=True):
     """A pod as it was seen last. Times are Unix seconds.
 
@@ -51,12 +63,9 @@ class Pod(Struct, frozen=True, kw_only=True):
         reason: ``OOMKilled``, ``Error``, ``Completed``.
         termination_message: the agent's ``exit.json``.
         unreachable_since: from when its node has not answered; it may come back.
-        lost: whether that is so long ago that the node counts as gone.
         removed_by: why the cluster removes it, if it does.
-        terminating: whether it is being deleted.
         has_finalizers: whether removal by force has to remove these as well.
         attempt: the attempt that it was started for; its agent may have begun others since.
-        gone: whether it was deleted, or another pod has its name now.
         logged: whether all of its log is in the run's folder.
     """
 
@@ -73,23 +82,29 @@ class Pod(Struct, frozen=True, kw_only=True):
     reason: str | None = None
     termination_message: str | None = field(default=None, name="last_words")
     unreachable_since: float | None = field(default=None, name="silent_since")
-    lost: bool = False
     memory_limit: str | None = field(default=None, name="limit")
     removed_by: str | None = None
     restarts: int = 0
     finished_at: float | None = None
     container: str = ""
-    terminating: bool = field(default=False, name="leaving")
     has_finalizers: bool = field(default=False, name="held")
     attempt: int = 1
     created: float = 0.0
-    gone: Literal["deleted", "replaced"] | None = None
+    state: PodState = PodState.PRESENT
     logged: bool = False
 
     @property
     def running(self) -> bool:
         """Whether it had neither ended nor been asked to."""
-        return self.exit_code is None and not self.terminating
+        return self.exit_code is None and self.state is PodState.PRESENT
+
+    @property
+    def gone(self) -> bool:
+        return self.state in (PodState.DELETED, PodState.LOST, PodState.REPLACED)
+
+    @property
+    def on_lost_node(self) -> bool:
+        return self.state in (PodState.UNREACHABLE, PodState.LOST)
 
     @property
     def exit_report(self) -> Mapping[str, Any]:
@@ -109,7 +124,7 @@ class Pod(Struct, frozen=True, kw_only=True):
     def removed(self) -> bool:
         """Whether it ends because somebody or the cluster removed it, not by itself."""
         if self.exit_code is None:
-            removed = self.terminating or self.gone is not None
+            removed = self.gone or self.state is PodState.TERMINATING
         else:
             # An agent that was killed had no time for a report.
             silent = not (self.termination_message or "").strip() and self.reason != "OOMKilled"
@@ -168,7 +183,7 @@ def _read(document: Mapping[str, Any], node: int | None, container: str, now: fl
         removed_by=_disruption(document),
         restarts=int(own.get("restartCount", 0)),
         container=container,
-        terminating=bool(meta.get("deletionTimestamp")),
+        state=PodState.TERMINATING if meta.get("deletionTimestamp") else PodState.PRESENT,
         has_finalizers=bool(meta.get("finalizers")),
         attempt=attempt_of(document),
         created=unix(meta.get("creationTimestamp")) or 0.0,

@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from clusterkit.agent import OVER_TIME_LIMIT
-from clusterkit.backends.kubernetes.pod import KILLED, PREEMPTED, Pod
+from clusterkit.backends.kubernetes.pod import KILLED, PREEMPTED, Pod, PodState
 from clusterkit.backends.node_status import NativeState, NodeFiles, judge_node
 from clusterkit.run.status import NodeCause, NodeStatus, State
 
@@ -48,7 +48,8 @@ def needs_events(pod: Pod) -> bool:
     """Whether a pod's events may have a cause of its end that the pod has not."""
     if pod.removed_by is not None:
         return pod.removed_by.startswith(PREEMPTED)
-    if pod.exit_code is None or pod.terminating or pod.reason == "OOMKilled":
+    ended_by_itself = pod.exit_code is not None and pod.state is not PodState.TERMINATING
+    if not ended_by_itself or pod.reason == "OOMKilled":
         return False
     return pod.stopped or (pod.exit_code in KILLED and not pod.exit_report)
 
@@ -68,7 +69,8 @@ def updated(
     found = dict(known)
     for name, pod in pods.items():
         first = known.get(name)
-        if pod.node is None and pod.terminating and pod.removed_by is None and first is not None:
+        ends = pod.state is PodState.TERMINATING and pod.removed_by is None
+        if pod.node is None and ends and first is not None:
             # An MPIJob's operator removes the workers only once the launcher has ended.
             over = any(each.node is not None and each.exit_code is not None
                        for each in (*known.values(), *pods.values()))  # fmt: skip
@@ -77,7 +79,7 @@ def updated(
         if first is None or (first.uid != pod.uid and replaceable):
             found[name] = pod
         elif first.uid != pod.uid:
-            found[name] = replace(first, gone="replaced")
+            found[name] = replace(first, state=PodState.REPLACED)
         elif first.stuck and not pod.started:
             # Why it never began is what was known first, whatever it shows while it is removed.
             kept = replace(pod, waits_for=first.waits_for, stuck=True, exit_code=None)
@@ -85,7 +87,7 @@ def updated(
         elif not first.started and pod.reason == "ContainerStatusUnknown":
             # A kubelet reports 137 of a container that it never created; why the pod ends is what
             # it waited for.
-            found[name] = replace(first, terminating=True, gone=None)
+            found[name] = replace(first, state=PodState.TERMINATING)
         else:
             removed_by = pod.removed_by
             if pod.exit_code is None:
@@ -98,14 +100,14 @@ def without(known: Mapping[str, Pod], uids: Iterable[str]) -> dict[str, Pod]:
     """Mark pods as gone."""
     deleted = frozenset(uids)
     return {
-        name: replace(pod, gone="deleted") if pod.uid in deleted and not pod.gone else pod
+        name: replace(pod, state=PodState.DELETED) if pod.uid in deleted and not pod.gone else pod
         for name, pod in known.items()
     }
 
 
 def by_node(pods: Collection[Pod]) -> dict[int, Pod]:
     """Return the pod of each node: the newest that is not gone, else the newest."""
-    ordered = sorted(pods, key=lambda pod: (pod.gone is None, pod.created, pod.name))
+    ordered = sorted(pods, key=lambda pod: (not pod.gone, pod.created, pod.name))
     return {pod.node: pod for pod in ordered if pod.node is not None}
 
 
@@ -125,7 +127,7 @@ class Rejoin(Struct, frozen=True):
         """Return why a replacement of this pod is waited for; None: it is not."""
         if pod.removed_by == OVER_TIME_LIMIT:
             return None
-        if pod.lost and not pod.gone:
+        if pod.state is PodState.UNREACHABLE:
             reason = f"node {pod.host} of the cluster does not answer"
             if self.forced:
                 return f"{reason}; another pod takes its place"
@@ -184,9 +186,9 @@ def native_state(
         if pod.restartable and pod.phase == "Running" and not pod.gone:
             return state(State.RUNNING)
         return _ended(pod, removed_by_clusterkit=removed_by_clusterkit)
-    if pod.gone == "replaced":
+    if pod.state is PodState.REPLACED:
         return state(State.FAILED, f"its pod was replaced: {pod.removed_by or 'it was deleted'}")
-    if pod.lost:
+    if pod.on_lost_node:
         reason = f"node {pod.host} of the cluster does not answer"
         return state(State.FAILED if pod.gone else State.UNKNOWN, reason)
     if pod.gone:
@@ -249,7 +251,7 @@ def causes(
         if pod.reason == "OOMKilled":
             hint = "a larger `memory` in the cluster entry, or a smaller batch.micro"
             found.append(NodeCause(node=node, words=_out_of_memory(pod), hint=hint))
-        elif pod.lost and pod.name not in removed_by_clusterkit:
+        elif pod.on_lost_node and pod.name not in removed_by_clusterkit:
             words = f"node {pod.host} of the cluster does not answer"
             hint = (
                 f"`kubectl describe node {pod.host}` says why; `kubectl cordon` keeps pods off it"

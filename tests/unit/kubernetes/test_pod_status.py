@@ -7,7 +7,7 @@ import pytest
 
 from clusterkit.agent import OVER_TIME_LIMIT
 from clusterkit.backends.kubernetes import pod
-from clusterkit.backends.kubernetes.pod import Pod
+from clusterkit.backends.kubernetes.pod import Pod, PodState
 from clusterkit.backends.kubernetes.pod_status import (
     DELETED,
     Rejoin,
@@ -73,7 +73,8 @@ def seen(told, before=None, now=T0, lost=False, replaced=False, waits=None, **mo
         known = updated(known, {pod.name: pod}, replaceable=replaced or "rejoin" in more)
     pod = next(iter(known.values()), None)
     if lost:
-        pod = msgspec.structs.replace(pod, lost=True)
+        state = PodState.LOST if pod.gone else PodState.UNREACHABLE
+        pod = msgspec.structs.replace(pod, state=state)
     found = node_status(0, pod, replaceable=replaced, waits_for=waits, **more)
     return found.state, found.exit_code, found.reason
 
@@ -392,8 +393,10 @@ def test_the_record_of_a_pod_keeps_the_keys_that_pods_json_has_had():
     pod = read_pod(document("Pending", waiting("InvalidImageName"), conditions=[SCHEDULED]), INDEX)
     written = msgspec.to_builtins(pod)
     assert (written["words"], written["hopeless"]) == ("image name a/b:1 is not valid", True)
-    assert {"last_words", "silent_since", "limit", "leaving", "held"} <= set(written)
+    assert {"last_words", "silent_since", "limit", "state", "held"} <= set(written)
     assert msgspec.convert(written, Pod) == pod
+    old = {**written, "leaving": True, "gone": "deleted", "lost": False}
+    assert msgspec.convert(old, Pod) == pod
 
 
 def test_of_several_pods_of_a_node_the_last_counts():
@@ -527,7 +530,8 @@ def test_why_a_pod_never_began_stays_known_while_it_is_removed():
 
 
 def test_a_node_that_is_lost_has_the_remedy_of_a_cluster():
-    pod = msgspec.structs.replace(read_pod(document(state=RUNS), INDEX), lost=True)
+    pod = read_pod(document(state=RUNS), INDEX)
+    pod = msgspec.structs.replace(pod, state=PodState.UNREACHABLE)
     (cause,) = causes([pod])
     assert cause.words == "node node-1 of the cluster does not answer"
     assert "kubectl describe node node-1" in cause.hint
