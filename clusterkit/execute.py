@@ -75,11 +75,7 @@ def all_hosts(plan: Plan) -> tuple[str, ...]:
 
 
 def carry_out_command(step: Step, transport: Transport, env: Mapping[str, str]) -> str:
-    """Run a step's command on its host, and return the outcome.
-
-    Raises:
-        SubmitFailed: it could not be started, or did not exit with 0.
-    """
+    """Run a step's command on its host. Raises as `run_steps`."""
     if step.kind == "start":
         transport.start(step.host, step.argv, env=env)
         return "started"
@@ -127,8 +123,8 @@ def run_steps(
             outcome = f"{type(error).__name__}: {error}"
             raise
         finally:
-            if record is not None:
-                with lock:
+            with lock:
+                if record is not None:
                     record(step, outcome)
 
     def carry_out_all(steps: Iterable[Step]) -> None:

@@ -41,12 +41,12 @@ from clusterkit.backends.kubernetes.objects import (
 )
 from clusterkit.backends.kubernetes.pod import Pod, PodState, read_pod
 from clusterkit.backends.kubernetes.pod_log import fetch_logs
-from clusterkit.backends.kubernetes.pods import STOP_EXTRA, code_of
+from clusterkit.backends.kubernetes.pods import PROJECT, STOP_EXTRA, code_of
 from clusterkit.backends.node_status import folder_exists
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
 from clusterkit.execute import carry_out_command
 from clusterkit.plan import Plan, Step
-from clusterkit.run.folder import OWNS_CLUSTER_OBJECTS, RunHandle
+from clusterkit.run.folder import OWNS_CLUSTER_OBJECTS, RunFolder, RunHandle
 from clusterkit.transport import Transport
 
 UNREACHABLE_SECONDS = 40.0
@@ -65,6 +65,26 @@ def objects_of(plan: Plan) -> list[Object]:
     return list(yaml.safe_load_all(text or ""))
 
 
+def all_objects(plan: Plan, project: bytes = b"") -> list[Object]:
+    """Return a plan's objects, as `kubectl kustomize` would: config maps of files, then the others.
+
+    Args:
+        project: what a step of the plan has packed.
+    """
+    files = {posixpath.basename(file.path): file.content() for file in plan.files}
+    files[PROJECT] = project
+    main = yaml.safe_load(files[KUSTOMIZATION])
+    labels = main["generatorOptions"]["labels"]
+    maps = [
+        new_object(
+            "v1", "ConfigMap", {"name": each["name"], "labels": dict(labels)},
+            **_data({name: files[name] for name in each["files"]}),
+        )
+        for each in main["configMapGenerator"]
+    ]  # fmt: skip
+    return [*maps, *objects_of(plan)]
+
+
 def creation_steps(
     objects: Sequence[Object], namespace: str, secrets: tuple[str, ...]
 ) -> tuple[Step, ...]:
@@ -80,22 +100,21 @@ def creation_steps(
     bindings = [each for each in others if each["kind"] == "RoleBinding"]
     in_order = [each for each in others if each not in bindings], bindings, [job]
 
-    def patch(each: Iterable[Object], query: str = "", secrets: tuple[str, ...] = ()) -> Step:
+    def patch(each: Iterable[Object], query: str = "") -> Step:
         argv = ("PATCH", *(_path(namespace, one) + query for one in each))
-        return Step(kind="request", host="localhost", argv=argv, secrets=secrets)
+        return Step(kind="request", host="localhost", argv=argv)
 
-    steps = [patch(each, f"?{SERVER_SIDE_APPLY}") for each in in_order if each]
+    first, *steps = [patch(each, f"?{SERVER_SIDE_APPLY}") for each in in_order if each]
     # Whoever deletes the job deletes all that it owns.
-    return (msgspec.structs.replace(steps[0], secrets=secrets), *steps[1:], patch(others))
+    return (msgspec.structs.replace(first, secrets=secrets), *steps, patch(others))
 
 
 class Creation:
     """Carries out the steps of a plan that creates a run's objects."""
 
     def __init__(self, plan: Plan, transport: Transport) -> None:
-        self._to = RunObjects(plan, transport)
-        self._folder = Path(plan.files[0].path).parent
-        self._contents = {posixpath.basename(file.path): file.content for file in plan.files}
+        self._plan, self._to = plan, RunObjects(plan, transport)
+        self._folder = RunFolder(Path(plan.files[0].path).parents[1])
         self._objects: dict[str, Object] = {}
         self._owner: Object = {}
 
@@ -103,7 +122,7 @@ class Creation:
         """Carry out a step. Its secrets become the run's Secret; they are in no file.
 
         Raises:
-            SubmitFailed: the API server refuses an object, or a file is gone.
+            SubmitFailed: the API server refuses an object.
             Unreachable: the API server does not answer.
             BadInput: the namespace has another run of this id.
         """
@@ -112,30 +131,24 @@ class Creation:
         with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
             try:
                 if not self._objects:
-                    self._read(
-                        env["CLUSTERKIT_ATTEMPT"], {name: env[name] for name in step.secrets}
-                    )
+                    self._read(step, env)
                     self._claim(pool)
                 *_, self._owner = pool.map(partial(_tried, self._patch), step.argv[1:])
             except Refusal as error:
                 raise SubmitFailed(error.message) from error
         return "answered"
 
-    def _read(self, attempt: str, secrets: Mapping[str, str]) -> None:
-        # A step of the plan has packed the project.
-        objects = kustomized(
-            lambda name: self._contents.get(name, (self._folder / name).read_bytes)()
-        )
-        if secrets:
-            # Named and labelled as the run's config map.
-            secret = new_object("v1", "Secret", objects[0]["metadata"], stringData=secrets)
-            objects.insert(0, secret)
-        if attempt != "1":
-            _renumber(objects, attempt)
+    def _read(self, step: Step, env: Mapping[str, str]) -> None:
+        project = self._folder.read(f"files/{PROJECT}") if self._plan.trees else b""
+        objects = all_objects(self._plan, project)
+        # Named and labelled as the run's config map.
+        secrets = {name: env[name] for name in step.secrets}
+        objects.append(new_object("v1", "Secret", objects[0]["metadata"], stringData=secrets))
+        _renumber(objects, env["CLUSTERKIT_ATTEMPT"])
         self._objects = {_path(self._to.namespace, each): each for each in objects}
 
     def _claim(self, pool: ThreadPoolExecutor) -> None:
-        claimed = self._folder.parent / OWNS_CLUSTER_OBJECTS
+        claimed = self._folder.file(OWNS_CLUSTER_OBJECTS)
         if claimed.exists():
             return
         # Nothing was created yet: an object of the same name is of another run. (The submitter's
@@ -189,34 +202,6 @@ def _tried(request: Callable[[str], Any], path: str) -> Any:
 
 def _path(namespace: str, each: Mapping[str, Any]) -> str:
     return path_of(namespace, each["apiVersion"], each["kind"], each["metadata"]["name"])
-
-
-def kustomized(read: Callable[[str], bytes]) -> list[Object]:
-    """Return the objects of a kustomization: config maps of files, then the resources.
-
-    Args:
-        read: returns the content of one of its files.
-
-    Raises:
-        SubmitFailed: a file of it is gone.
-    """
-    try:
-        main = yaml.safe_load(read(KUSTOMIZATION))
-        labels = main.get("generatorOptions", {}).get("labels", {})
-        objects: list[Object] = [
-            new_object(
-                "v1", "ConfigMap", {"name": each["name"], "labels": dict(labels)},
-                **_data({name: read(name) for name in each["files"]}),
-            )
-            for each in main.get("configMapGenerator", ())
-        ]  # fmt: skip
-        for name in main.get("resources", ()):
-            objects += yaml.safe_load_all(read(name))
-    except OSError as error:
-        raise SubmitFailed(
-            f"{error.filename}: {(error.strerror or 'unreadable').lower()}"
-        ) from None
-    return objects
 
 
 def _data(files: Mapping[str, bytes]) -> Object:

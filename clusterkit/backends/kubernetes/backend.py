@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import posixpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,7 +24,7 @@ from clusterkit.backends.base import (
     SupportsSync,
 )
 from clusterkit.backends.kubernetes.api_server import ClusterServer, KubeTransport
-from clusterkit.backends.kubernetes.apply import Creation, kustomized, objects_of, remove
+from clusterkit.backends.kubernetes.apply import Creation, all_objects, objects_of, remove
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.monitor import PodMonitor, status_now
 from clusterkit.backends.kubernetes.objects import Object
@@ -138,8 +137,7 @@ class KubernetesBackend(
         if secrets:
             create = f"kubectl --namespace {plan.native.namespace} create secret generic"
             head = [*head, f"First: {create} {plan.native.name}{secrets}"]
-        files = {posixpath.basename(file.path): file.content() for file in plan.files}
-        objects = kustomized(files.__getitem__)
+        objects = all_objects(plan)
         for each in objects:
             each["metadata"]["namespace"] = plan.native.namespace
         return documents(objects, "\n".join(head))

@@ -1,10 +1,9 @@
 """Connections to API servers: the official client reads kubeconfigs and renews credentials, urllib3
-sends the requests (docs/architecture.md, "Kubernetes without kubectl")."""
+sends the requests (docs/architecture.md, "Rejected alternatives")."""
 
 from __future__ import annotations
 
 import os
-import socket
 import ssl
 import tempfile
 import threading
@@ -29,11 +28,7 @@ _CONNECTING = threading.Lock()
 
 
 class Connection:
-    """Connections to one API server, which are kept for the next requests.
-
-    Attributes:
-        host: its address.
-    """
+    """Connections to one API server, at the address ``host``; kept for the next requests."""
 
     def __init__(self, settings: Configuration) -> None:
         self.host = settings.host
@@ -43,14 +38,10 @@ class Connection:
     def send(
         self, method: str, path: str, body: bytes | None, content: str, silence: float
     ) -> BaseHTTPResponse:
-        """Send a request and return the response, unread.
+        """Send a request and return the response, unread. Raises errors of urllib3, and OSError.
 
         Args:
-            content: type of the body.
-            silence: how long nothing may come, of the answer's head and of each further part.
-
-        Raises:
-            urllib3.exceptions.HTTPError, OSError: no answer.
+            silence: how many seconds nothing may come, before the answer and within it.
         """
         import urllib3
 
@@ -155,11 +146,16 @@ def _pool(settings: Configuration) -> PoolManager:
     """Return connections as settings say; certificates and key are read now."""
     import urllib3
     from kubernetes.client.rest import should_bypass_proxies
+    from kubernetes.utils.keepalive import tcp_keepalive_socket_options
 
-    # urllib3 warns of each connection beyond maxsize; as many logs may be followed at once.
     options: dict[str, Any] = {
-        "maxsize": MAX_CONNECTIONS, "ssl_context": _tls(settings), "socket_options": _kept_alive(),
-    }  # fmt: skip
+        "ssl_context": _tls(settings),
+        # urllib3 warns of each connection beyond these; as many logs may be followed at once.
+        "maxsize": MAX_CONNECTIONS,
+        # Load balancers drop connections on which nothing is sent for some minutes, and tell
+        # neither side.
+        "socket_options": tcp_keepalive_socket_options(idle=30, interval=10, count=3),
+    }
     if settings.tls_server_name:
         options["server_hostname"] = settings.tls_server_name
     proxy = settings.proxy
@@ -186,15 +182,3 @@ def _tls(settings: Configuration) -> ssl.SSLContext:
     if settings.cert_file:
         context.load_cert_chain(settings.cert_file, settings.key_file)
     return context
-
-
-def _kept_alive() -> list[tuple[int, int, int]]:
-    """Let the kernel ask idle connections for a sign of life: load balancers drop those on which
-    nothing is sent for some minutes, and tell neither side."""
-    from urllib3.connection import HTTPConnection
-
-    options = [*HTTPConnection.default_socket_options, (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
-    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-        if hasattr(socket, name):  # macOS lacks the first
-            options.append((socket.IPPROTO_TCP, getattr(socket, name), value))
-    return options

@@ -33,10 +33,9 @@ from clusterkit.backends.kubernetes.api_server import (
     Unreachable,
 )
 from clusterkit.backends.kubernetes.apply import (
-    MANIFESTS,
     Creation,
+    all_objects,
     creation_steps,
-    kustomized,
 )
 from clusterkit.backends.kubernetes.connect import Connection, connect
 from clusterkit.backends.kubernetes.pod import Pod
@@ -127,17 +126,19 @@ def applied(transport, config):
 
     def run(files, **secrets):
         attempt = secrets.pop("attempt", "1")
-        objects = kustomized(lambda name: (files / name).read_bytes())
-        steps = creation_steps(objects, "ns", tuple(secrets))
-        plan = SimpleNamespace(
-            native=native, run_id="r-1", files=[PlanFile(f"{files}/{MANIFESTS}",
-            text=(files / MANIFESTS).read_text())],
-        )  # fmt: skip
+        plan = SimpleNamespace(native=native, run_id="r-1", files=files, trees=[])
         creation = Creation(plan, transport)
-        for step in steps:
+        for step in creation_steps(all_objects(plan), "ns", tuple(secrets)):
             creation(step, transport, {"CLUSTERKIT_ATTEMPT": attempt, **secrets})
 
     return run
+
+
+class File(PlanFile):
+    """One that is not text."""
+
+    def content(self):
+        return b"\xff\0"
 
 
 def folder(tmp_path, *objects, ours=True):
@@ -146,15 +147,16 @@ def folder(tmp_path, *objects, ours=True):
         "configMapGenerator": [{"name": "r-1", "files": ["a.sh", "b.bin"]}],
         "generatorOptions": {"labels": {"clusterkit/run": "r-1", "clusterkit/attempt": "1"}},
     }
-    files = tmp_path / "run" / "files"
-    files.mkdir(parents=True)
+    run = tmp_path / "run"
+    run.mkdir()
     if ours:
-        (files.parent / OWNS_CLUSTER_OBJECTS).touch()
-    (files / "kustomization.yaml").write_text(yaml.safe_dump(main))
-    (files / "manifests.yaml").write_text(yaml.safe_dump_all(objects))
-    (files / "a.sh").write_text("echo 🚀 \u2028 $(HOME)\n")
-    (files / "b.bin").write_bytes(b"\xff\0")
-    return files
+        (run / OWNS_CLUSTER_OBJECTS).touch()
+    texts = {
+        "a.sh": "echo 🚀 \u2028 $(HOME)\n", "kustomization.yaml": yaml.safe_dump(main),
+        "manifests.yaml": yaml.safe_dump_all(objects),
+    }  # fmt: skip
+    files = [PlanFile(f"{run}/files/{name}", text=text) for name, text in texts.items()]
+    return [*files, File(f"{run}/files/b.bin")]
 
 
 JOB = {
@@ -191,10 +193,7 @@ def _body(asked):
 
 def test_the_run_s_own_job_comes_last_and_owns_all(server, applied, tmp_path):
     watcher = {**JOB, "metadata": {"name": "r-1-watch"}}
-    files = folder(tmp_path, JOB)
-    manifests = files / "manifests.yaml"
-    manifests.write_text(yaml.safe_dump_all([watcher, *yaml.safe_load_all(manifests.read_text())]))
-    applied(files)
+    applied(folder(tmp_path, watcher, JOB))
     names = [asked[1].partition("?")[0].rpartition("/")[2] for asked in server.asked]
     assert (sorted(names[:2]), names[2]) == (["r-1", "r-1-watch"], "r-1")
     assert (sorted(names[3:]), len(names)) == (["r-1", "r-1-watch"], 5)
@@ -233,7 +232,9 @@ def test_secrets_and_the_attempt_come_from_the_environment(server, applied, tmp_
     for each in (secret, config, job):
         assert each["metadata"]["labels"]["clusterkit/attempt"] == "3"
     assert job["spec"]["template"]["metadata"]["labels"] == {"clusterkit/attempt": "3"}
-    assert "s3cret" not in "".join(path.read_text() for path in tmp_path.rglob("*.yaml"))
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [
+        "config", OWNS_CLUSTER_OBJECTS
+    ]  # fmt: skip
 
 
 def test_a_trainer_that_has_not_heard_of_the_runtime_is_asked_again(server, applied, tmp_path):

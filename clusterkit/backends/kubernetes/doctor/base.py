@@ -173,10 +173,6 @@ class ClusterAnswers(ClusterServer):
             raise
         except ClusterkitError as error:
             return no_answer(error)
-        except ValueError:
-            document = None
-        if not isinstance(document, dict):
-            return Reply(reason="Unreadable", detail="it answered with something unreadable")
         return Reply(document=document)
 
     @cached_property
