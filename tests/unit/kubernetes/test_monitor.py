@@ -291,6 +291,19 @@ def test_what_was_not_seen_to_end_and_is_gone_has_ended_nobody_knows_how(server,
     assert BACKEND.status(handle, transport).state is State.CANCELLED
 
 
+def test_a_pod_that_is_removed_by_force_from_a_node_that_does_not_answer_says_so(
+    server, transport, handle
+):
+    pods = read_pods(handle, RunObjects(handle.plan, transport), [server.pod])
+    gone, name = known_after(pods, {}, handle.plan), frozenset(pods)
+    for lost, reason in ((name, "node node-1 of the cluster does not answer"),
+                         (frozenset(), "killed: it did not stop when asked to")):  # fmt: skip
+        write_removed(handle, Removed(ended=name, lost=lost, complete=True))
+        (node,) = observation(handle, gone, transport).nodes
+        assert node.reason == reason
+        assert node.state is (State.FAILED if lost else State.CANCELLED)
+
+
 HTML = b"<html><title>Sign in</title></html>"
 
 
