@@ -204,7 +204,8 @@ class AnswerStream:
             return self._response.read1(1 << 16)
         except (TimeoutError, urllib3.exceptions.ReadTimeoutError) as error:
             raise SubmitFailed("the API server stopped sending") from error
-        except (urllib3.exceptions.HTTPError, OSError, ValueError):
+        # AttributeError: `stop` between two lines of ssl.SSLSocket.read.
+        except (urllib3.exceptions.HTTPError, OSError, ValueError, AttributeError):
             self.broken = True
             return b""
 
