@@ -58,7 +58,8 @@ def command(
         for each in collectors
     ]
     names = dict.fromkeys((*_SHARED, *(each.collect.__module__ for each in collectors)))
-    modules = [("clusterkit", ""), *((name, _text(name)) for name in names)]
+    modules = [(package, "") for package in ("clusterkit", "clusterkit.hosts")]
+    modules += [(name, _text(name)) for name in names]
     call = f"sys.modules[{runner.__name__!r}].main(sys.argv[1], {tasks!a}, {dict(context)!a})\n"
     # Its own site-packages are what the interpreter of the ranks is asked for; else they cost time.
     flags = "" if any(each.site_packages for each in collectors) else "-I -S"
