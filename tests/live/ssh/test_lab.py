@@ -701,8 +701,8 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     where = ("--dir", str(tmp_path / "lab"))
     assert main(["down", *where]) == 0
     assert "there is no lab" in capsys.readouterr().out
-    assert main(["status", *where]) == 2
-    assert main(["fault", "cut", "h0", *where]) == 2
+    assert main(["status", *where]) == 125
+    assert main(["fault", "cut", "h0", *where]) == 125
     capsys.readouterr()
     assert main(["up", "1", *where]) == 0
     try:
@@ -712,13 +712,13 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert Path(reach[1]).exists()
         assert main(["up", "1", *where]) == 0
         assert "is up already" in capsys.readouterr().out
-        assert main(["up", "2", *where]) == 2
+        assert main(["up", "2", *where]) == 125
         assert "error: " in capsys.readouterr().err
         assert main(["fault", "cut", "h0", *where]) == 0
         capsys.readouterr()
         assert main(["status", *where]) == 0
         assert re.search(r"h0 +10\.\S+ +cut\n", capsys.readouterr().out)
-        assert main(["fault", "nothing", "h0", *where]) == 2
+        assert main(["fault", "nothing", "h0", *where]) == 125
     finally:
         assert main(["down", *where]) == 0
     assert "removed" in capsys.readouterr().out
@@ -733,7 +733,7 @@ def test_a_lab_whose_folder_is_lost_is_removed_by_name(
     (own.dir / "state.json").unlink()
     main(["status", "--dir", str(own.dir)])
     assert f"{own.name} in {own.dir} (its folder is lost)" in capsys.readouterr().out
-    assert main(["down", "--name", "cklab-none"]) == 2
+    assert main(["down", "--name", "cklab-none"]) == 125
     assert main(["down", "--name", own.name]) == 0
     traces.assert_gone()
 
@@ -768,7 +768,7 @@ def test_missing_programs_are_named_with_their_packages(
         if name not in ("sshd", "ip"):
             (programs / name).symlink_to(machine.tool(name))
     monkeypatch.setattr(machine, "_PATH", str(programs))
-    assert main(["up", "1", "--dir", str(tmp_path / "lab")]) == 3
+    assert main(["up", "1", "--dir", str(tmp_path / "lab")]) == 125
     told = capsys.readouterr().err
     assert "the lab needs ip, sshd" in told
     assert "apt-get install iproute2 openssh-server" in told

@@ -1,8 +1,9 @@
 """What runs on a host for its checks: these modules are sent as they are, and only read there.
 
 They need nothing but the standard library of Python 3.8, each other and
-`clusterkit.hosts.host_probe`. A collector is a function whose argument is the
-dict of `clusterkit.doctor.hosts.examine`; it returns values of JSON's types, which the checks judge on the submitter's side.
+`clusterkit.hosts.host_probe`. A collector is a function whose argument is the dict of
+`clusterkit.doctor.hosts.examine`; it returns values of JSON's types, which the checks judge on the
+submitter's side.
 """
 
 from __future__ import annotations
