@@ -177,7 +177,7 @@ def runs_of(
             run=run.run, job=run.job, cluster=cluster, backend=backend.name, state=run.state,
             attempt=run.attempt, started_at=run.started_at, finished_at=run.finished_at,
             remark=f"a {run.kind} of {run.user or 'somebody'}'s; "
-            f"{run.attach or f'`clusterkit attach {run.run} --cluster {cluster}`'} takes it up",
+            f"{run.attach or f'`clusterkit attach {run.run} --cluster {cluster}`'} takes it over",
             user=run.user, here=False, nodes_asked=run.pods,
         )
         for run in remote.values()
@@ -406,7 +406,7 @@ def doctor(
     only: Sequence[str] | None = None,
     progress: doctors.Progress | None = None,
 ) -> doctors.Report:
-    """Check every host of a cluster, and name the command that mends a fault.
+    """Check every host of a cluster, and name the command that fixes a fault.
 
     Args:
         job: the hosts are compared with its needs; None: with those of most jobs.

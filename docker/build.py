@@ -87,7 +87,7 @@ def _problem(said: str, words: list[str]) -> Problem:
     )
     if re.search(r"load metadata|FROM", said) and UNREACHABLE.search(said):
         return Problem(
-            f"the base image {base} is neither here nor to be had from its registry",
+            f"the base image {base} is not found locally or in its registry",
             "docker pull it first, or give another: make image BASE=IMAGE; without a registry, on "
             "Debian as root: make engine",
         )

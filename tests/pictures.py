@@ -106,7 +106,7 @@ async def _hanging(run: api.Run) -> str:
     app = Top(board)
     async with app.run_test(size=SIZE) as pilot:
         end = time.monotonic() + 120
-        while "stands still" not in str(app.surface._lines) and time.monotonic() < end:
+        while "hang: " not in str(app.surface._lines) and time.monotonic() < end:
             await pilot.pause(0.2)
         await pilot.press("down", "down", "down")
         await pilot.pause(1.0)

@@ -26,7 +26,7 @@ that NCCL's watchdog writes when it ends ranks."""
 TRACE_FILE = "clusterkit-trace"
 """Name of the file in memory to which a rank's faulthandler writes on TRACE_SIGNAL."""
 TRACE_SIGNAL = signal.SIGRTMAX - 7  # no program is known to use it, nor does the C library
-HANG_NOTE, HANG_OVER = "stands still: ", "the ranks go on"
+HANG_NOTE, HANG_OVER = "hang: ", "the ranks go on"
 """Begin the lines of a node's log that report a hang, and its end."""
 HANG = "hang: "
 """Begins the reason of a node whose launcher was ended because ranks hang."""

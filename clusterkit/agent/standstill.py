@@ -141,7 +141,7 @@ def _describe(
         text = f"{who} {wait} in {what}; {rest}"
     elif missing:
         has = "has" if len(missing) == 1 else "have"
-        text = f"{named(missing)} {has} not come to {what}, which {who} {wait} in"
+        text = f"{named(missing)} {has} not entered {what}, which {who} {wait} in"
     elif behind and (there := [rank for rank in waits if rank not in behind]):
         wait = "wait" if there[1:] else "waits"
         has, gpu = ("have", "their GPUs have") if behind[1:] else ("has", "its GPU has")

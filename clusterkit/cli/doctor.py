@@ -69,11 +69,11 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Check every host of a cluster before it costs you a night.
+    """Check every host of a cluster before one bad host wastes a night.
 
     Connects to all hosts at once and changes nothing on them; for a Kubernetes cluster it asks the
     API server about the cluster and its nodes. Prints a table of checks and hosts, and for every
-    fault the cause and the command that mends it. With JOB, a job file, the hosts are compared
+    fault the cause and the command that fixes it. With JOB, a job file, the hosts are compared
     with what that job needs, otherwise with what most jobs need. The exit code is 1 if a check
     fails; a warning is not a failure.
 

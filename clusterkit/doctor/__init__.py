@@ -1,4 +1,4 @@
-"""Preflight checks of hosts and clusters, with the command that mends each fault.
+"""Preflight checks of hosts and clusters, with the command that fixes each fault.
 
 report = doctor.examine(subject, transport)
 print(report.table())

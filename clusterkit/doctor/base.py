@@ -22,7 +22,7 @@ class Finding(Struct, frozen=True):
     cause: str = ""
     """What was seen; for ``skip``, why nothing was."""
     remedy: str | None = None
-    """The command that mends it, on that host unless it names another."""
+    """The command that fixes it, on that host unless it names another."""
 
 
 class Verdict(NamedTuple):

@@ -225,10 +225,11 @@ def _unsupervised(base: RunStatus, handle: RunHandle, seen: Observation) -> tupl
     if begun:
         failure = diagnosis(handle, seen)
         can_attach = found is not Verdict.FAILED
-        remark = f"it was not restarted ({pluralize(restarts, 'restart')} left): {attach} does"
+        left = f"{pluralize(restarts, 'restart')} left"
+        remark = f"it was not restarted ({left}): run {attach} to restart it"
     else:
         can_attach = folder.saved_status() is not None
-        remark = f"it was not started: {attach} does"
+        remark = f"run {attach} to start it"
         again = f"clusterkit was killed before attempt {base.attempt} started"
         failure = Failure(
             exit_code=EXIT_REFUSED,
@@ -250,7 +251,7 @@ def _missing(handle: RunHandle, restarts: int) -> str:
     """Return what is not done for a run that continues without its supervisor."""
     again = f" ({pluralize(restarts, 'restart')} left)" if restarts else ""
     if again and handle.plan.restarts:
-        lost = "" if handle.plan.rejoin else ", nobody starts lost nodes again"
+        lost = "" if handle.plan.rejoin else ", lost nodes will not be restarted"
         return f"its nodes start failed ranks again{again}{lost}"
     facts = handle.folder.maybe_json("facts.json", Facts)
     nodes_watch_each_other = facts is not None and facts.watch_port is not None

@@ -48,7 +48,8 @@ LOGS_PER_POLL = 16
 """Logs of other nodes that one `poll` reads, round-robin."""
 _MARK = f" {MARK}".encode()
 _MISSING = re.compile(
-    r"(ranks? [^;]*?) ha(?:s|ve) (?:not come to|queued) [^;]*?, which (ranks? .*?) waits? in"
+    r"(ranks? [^;]*?) ha(?:s|ve) (?:not entered|not come to|queued) [^;]*?, "
+    r"which (ranks? .*?) waits? in"
 )
 _WAITING = re.compile(r"(ranks? [^;]*?) waits? in ")
 _SPAN = re.compile(r"([0-9]+)(?:-([0-9]+))?")

@@ -68,7 +68,7 @@ def send(spec: NotifySpec, message: Notification) -> str:
 
     address = os.environ.get(spec.url_from or "", "")
     if not address.startswith(("http://", "https://")):
-        problem = "is not set" if not address else "is no web address"
+        problem = "is not set" if not address else "is not an http(s) URL"
         raise NotifyFailed(
             f"notify: ${spec.url_from} {problem}", f"export {spec.url_from}=https://..."
         )

@@ -113,7 +113,7 @@ class View(Reported):
         notes = [status.remark] if status.state.final and status.remark else []
         lines += [f"  note      {line}" for line in (*notes, *remark_lines(status))]
         lines.append(
-            f"  again     clusterkit status {status.run}; clusterkit logs {status.run}"
+            f"  next      clusterkit status {status.run}; clusterkit logs {status.run}"
             + (f"; clusterkit metrics {status.run} --plot loss.png" if losses else "")
         )
         return lines

@@ -132,7 +132,7 @@ def main() -> int:
     width = ["model", "how", "tokens/s", "MFU", "peak GB", "estimate GB"]
     print(table([[*row, *[""] * (len(width) - len(row))] for row in rows], width))
     if left:
-        print(f"\nleft out, for want of time: {', '.join(left)}")
+        print(f"\nnot tested: {', '.join(left)}")
     return 0
 
 

@@ -31,7 +31,7 @@ def test_a_rank_that_hangs_is_named_and_all_start_again(
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     run = submit("hang.py", "native", nodes=2, gpus=1, restarts=1, hang_timeout=6)
-    named = "rank 1 on node 1 has not come to all_reduce #31, which rank 0 on node 0 waits in; "
+    named = "rank 1 on node 1 has not entered all_reduce #31, which rank 0 on node 0 waits in; "
     text = said(run, HANG_NOTE)
     assert text.startswith(f"{HANG_NOTE}{named}rank 1 on node 1 is at ")
     status = run.wait()
@@ -51,7 +51,7 @@ def test_a_rank_that_hangs_is_named_and_all_start_again(
 def test_a_rank_that_hangs_ends_the_run(submit: Submit, how: str, rank_1: str) -> None:
     run = submit("hang.py", how, gpus=2, hang_timeout=7)
     text = said(run, HANG_NOTE)
-    assert text.startswith(f"{HANG_NOTE}rank 1 has not come to all_reduce #")
+    assert text.startswith(f"{HANG_NOTE}rank 1 has not entered all_reduce #")
     assert rank_1 in text.split("; ")[1]
     status = run.wait()
     assert status.state is State.FAILED
@@ -62,7 +62,7 @@ def test_a_rank_that_hangs_ends_the_run(submit: Submit, how: str, rank_1: str) -
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("how", "says"),
-    [("slow", "rank 1 has not come to all_reduce #31"), ("all slow", "no step is made; ranks 0-1")],
+    [("slow", "rank 1 has not entered all_reduce #31"), ("all slow", "no step is made; ranks 0-1")],
 )
 def test_a_slow_data_loader_is_no_hang(submit: Submit, how: str, says: str) -> None:
     run = submit("hang.py", how, gpus=2)
@@ -78,7 +78,7 @@ def test_a_slow_data_loader_is_no_hang(submit: Submit, how: str, says: str) -> N
 @pytest.mark.thorough
 def test_long_work_on_rank_0_is_named_and_ends_nothing(submit: Submit) -> None:
     run = submit("first.py", 45, 3 * 3600, gpus=2)
-    assert "rank 0 has not come to barrier #2, which rank 1 waits in" in said(run, HANG_NOTE)
+    assert "rank 0 has not entered barrier #2, which rank 1 waits in" in said(run, HANG_NOTE)
     status = run.wait()
     assert (status.state, status.attempt) == (State.SUCCEEDED, 1)
     assert status.nodes[0].hang is None
@@ -86,7 +86,7 @@ def test_long_work_on_rank_0_is_named_and_ends_nothing(submit: Submit) -> None:
 
 def test_the_process_group_s_own_timeout_ends_it_and_the_hang_is_the_cause(submit: Submit) -> None:
     run = submit("first.py", 600, 40, gpus=2)
-    named = "rank 0 has not come to barrier #2, which rank 1 waits in"
+    named = "rank 0 has not entered barrier #2, which rank 1 waits in"
     assert named in said(run, HANG_NOTE)
     status = run.wait()
     assert status.state is State.FAILED

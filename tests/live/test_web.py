@@ -23,7 +23,7 @@ HOSTILE = (
     "<b>" + "x" * (1 << 20),
 )
 SIZES = [(1600, 1000), (800, 900), (390, 844)]
-HANG = "rank 1 has not come to all_reduce #7, which ranks 0, 2 and 3 wait in; rank 1 is at a.py:3"
+HANG = "rank 1 has not entered all_reduce #7, which ranks 0, 2 and 3 wait in; rank 1 is at a.py:3"
 
 
 def metrics(step, loss):

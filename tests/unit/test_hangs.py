@@ -45,7 +45,7 @@ def found(*ranks: dict[str, Any], nproc: int = 2, world: int | None = None) -> s
 
 def test_the_rank_that_did_not_come_is_named_with_the_collective_and_all_places() -> None:
     assert found(waits(0), waits(1), waits(2), away(3)) == (
-        "rank 3 on node 1 has not come to all_reduce #57, which ranks 0-2 wait in; "
+        "rank 3 on node 1 has not entered all_reduce #57, which ranks 0-2 wait in; "
         f"rank 3 on node 1 is at {LOAD}; ranks 0-2 are at {STEP}, in all_reduce #57"
     )
 
@@ -64,10 +64,10 @@ def test_the_rank_that_did_not_come_is_named_with_the_collective_and_all_places(
          "which does not complete"),
         # Of two groups that wait, the one whose missing rank waits for nobody is the cause.
         ([waits(0), waits(1, 9, "broadcast", 8.0, "tp"), away(2, last={WORLD: 56, "tp": 8}),
-          waits(3)], "rank 2 on node 1 has not come to"),
+          waits(3)], "rank 2 on node 1 has not entered"),
         # Each waits for the other.
         ([waits(0, 5, group="a", last={"a": 5, "b": 6}), waits(1, 7, "broadcast", 9.0, "b",
-          last={"a": 4, "b": 7})], "rank 0 has not come to broadcast #7 of group b"),
+          last={"a": 4, "b": 7})], "rank 0 has not entered broadcast #7 of group b"),
     ],
 )  # fmt: skip
 def test_what_is_said(ranks: list[dict[str, Any]], says: str | None) -> None:
@@ -136,7 +136,7 @@ def test_a_hang_is_told_after_5_s_and_ends_the_round_after_hang_timeout() -> Non
     run = Run(120.0)
     run.pass_time(200, waits(0), away(1))
     assert run.told() == [(5, "note"), (120, "hang")]
-    assert run.orders[1][2].startswith("no progress for 120 s: rank 1 on node 1 has not come")
+    assert run.orders[1][2].startswith("no progress for 120 s: rank 1 on node 1 has not entered")
     run.hangs.begin(range(2))
     run.pass_time(6, waits(0), away(1))
     assert run.told()[2:] == [(205, "note")]
@@ -164,7 +164,7 @@ def test_after_a_loss_nodes_keep_the_numbers_that_people_know() -> None:
     run.hangs.begin([0, 2])
     run.pass_time(8, waits(0), away(1))
     assert [words[:40] for _, what, words in run.orders] == [
-        "rank 1 on node 2 has not come to all_reduce"[:40]
+        "rank 1 on node 2 has not entered all_reduce"[:40]
     ]
 
 
@@ -318,15 +318,15 @@ def test_status_shows_it_until_it_is_taken_back(tmp_path: Path) -> None:
         return judge_running(0, "h", (tmp_path / "started.json").read_bytes())
 
     assert status().hang is None
-    files.set_note("hang", "rank 1 has not come")
+    files.set_note("hang", "rank 1 has not entered")
     run = RunStatus(run="r", job="j", cluster="c", backend="b", state=State.RUNNING,
                     nodes=(status(),))  # fmt: skip
-    assert remark_lines(run) == ["stands still: rank 1 has not come"]
+    assert remark_lines(run) == ["hang: rank 1 has not entered"]
     files.set_note("hang", None)
     files.set_note("hang", None)
     assert status().hang is None
     lines = [line.partition(" - ")[2] for line in (tmp_path / "log").read_text().splitlines()]
-    assert lines == ["stands still: rank 1 has not come", "the ranks go on"]
+    assert lines == ["hang: rank 1 has not entered", "the ranks go on"]
 
 
 SLEEPS = "import ctypes; ctypes.PyDLL(None).poll(None, 0, 600_000)"

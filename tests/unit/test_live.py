@@ -127,7 +127,7 @@ def test_ranks_that_the_plan_does_not_place_are_there_once_they_speak(run):
 
 def test_whoever_hangs_is_named_with_those_who_wait(run):
     words = (
-        "ranks 1 and 3 have not come to all_reduce #7, which ranks 0 and 2 wait in; rank 1 is at"
+        "ranks 1 and 3 have not entered all_reduce #7, which ranks 0 and 2 wait in; rank 1 is at"
     )
     run.state(hang=words)
     seen = LiveRun(run.folder)

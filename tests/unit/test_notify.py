@@ -115,7 +115,7 @@ def test_an_address_gets_a_post_and_is_never_said(server, monkeypatch):
     notes: list[str] = []
     notify.notify(spec, status(State.FAILED), notes.append)
     assert notes == ["notify: $HOOK: HTTP 404"]
-    for value, why in (("", "is not set"), ("file:///etc/passwd", "is no web address")):
+    for value, why in (("", "is not set"), ("file:///etc/passwd", "is not an http\\(s\\) URL")):
         monkeypatch.setenv("HOOK", value)
         with pytest.raises(notify.NotifyFailed, match=rf"notify: \$HOOK {why}"):
             notify.send(spec, notify.notification(status(State.FAILED)))

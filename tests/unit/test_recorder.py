@@ -65,7 +65,7 @@ def entry(dump: Dump, number: int, group: str = "0") -> dict[str, Any]:
 
 def test_the_rank_that_has_not_called_a_collective_is_named() -> None:
     records = [record(rank, recorded(name)) for rank, name in enumerate(HUNG)]
-    assert said(*records) == "rank 3 has not come to all_reduce #5, which ranks 0-2 wait in"
+    assert said(*records) == "rank 3 has not entered all_reduce #5, which ranks 0-2 wait in"
     name, number, what, seconds, _, timeout = records[0]["waits"][0]
     assert (name, number, what, round(seconds), timeout) == ("nccl world", 5, "all_reduce", 6, 600)
     # Operations inside a coalesced group stay "scheduled": nobody waits in them.
@@ -129,7 +129,7 @@ def test_only_members_of_a_group_are_missed_in_it() -> None:
     records = [record(rank, never if rank else waiting) for rank in range(8)]
     assert records[0]["members"] == {"nccl 3 (mesh_tp)": [[0, 1, 1], [4, 5, 1]]}
     assert said(*records) == (
-        "ranks 1 and 4-5 have not come to _all_gather_base #1 of group 3 (mesh_tp), which rank 0 "
+        "ranks 1 and 4-5 have not entered _all_gather_base #1 of group 3 (mesh_tp), which rank 0 "
         "waits in"
     )
 
@@ -156,7 +156,7 @@ def test_collectives_of_gloo_and_nccl_in_one_group_are_not_compared() -> None:
     }  # fmt: skip
     both = [record(rank, {"entries": [gloo]}, recorded(name)) for rank, name in enumerate(HUNG)]
     assert both[3]["last"]["world"] == 9
-    assert said(*both) == "rank 3 has not come to all_reduce #5, which ranks 0-2 wait in"
+    assert said(*both) == "rank 3 has not entered all_reduce #5, which ranks 0-2 wait in"
     # An empty recorder has no entries at all.
     assert record(0, {"version": "2.10"}, {"pg_config": {}})["last"] == {}
 
@@ -336,7 +336,7 @@ def test_the_hang_is_named_from_what_nccl_s_watchdog_has_written(
     files = NodeFiles(nodes[0], 1, echo=False)
     failure = {"timed_out": True}
     text = files.hang_behind(failure, None, options)
-    begins = f"{HANG}rank 3 on node 1 has not come to all_reduce #5, which ranks 0-2 wait in"
+    begins = f"{HANG}rank 3 on node 1 has not entered all_reduce #5, which ranks 0-2 wait in"
     if not shared:  # nothing is known of ranks 2 and 3
         begins = f"{HANG}ranks 0-1 on node 0 wait in all_reduce #5, which does not complete"
     assert text.startswith(begins)

@@ -120,7 +120,7 @@ def test_the_partition_and_its_nodes():
 @pytest.mark.parametrize(
     ("cluster", "error", "words"),
     [
-        ({"partition": "gpu"}, BadInput, "partition: gpu is none of Slurm's"),
+        ({"partition": "gpu"}, BadInput, "Slurm has no partition gpu"),
         ({"partition": "long"}, Unavailable, "partition long has no nodes"),
         ({}, BadInput, "partition: Slurm has no default"),
     ],

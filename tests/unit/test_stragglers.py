@@ -347,7 +347,7 @@ def test_nodes_answer_node_0_which_ends_a_hang(
         failure = link.order_of(Warn, failing)
         assert failure.text.startswith("TypeError: _handle (test_stragglers.py:")
     end = link.order_of(EndHang, 1)  # the rank that does not come is on node 1
-    assert "rank 1 on node 1 has not come to all_reduce #57" in end.reason
+    assert "rank 1 on node 1 has not entered all_reduce #57" in end.reason
     assert [link.order_of(Note, 0).subject for _ in range(2)] == ["hang", "slow"]
 
 

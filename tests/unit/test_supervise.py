@@ -1286,7 +1286,7 @@ def test_a_run_that_failed_alone_says_what_attach_would_do(failed_alone):
     status = run.status()
     assert (status.state, status.exit_code) == (State.FAILED, 7)
     assert status.remark == (
-        f"it was not restarted (1 restart left): `clusterkit attach {run.id}` does"
+        f"it was not restarted (1 restart left): run `clusterkit attach {run.id}` to restart it"
     )
 
 

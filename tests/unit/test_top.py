@@ -18,7 +18,7 @@ from clusterkit.ui.top.board import Action, RunBoard, RunsBoard
 from tests.recorded import Recorded
 
 HANG = (
-    "rank 3 on node 1 has not come to all_reduce #7, which ranks 0-2 wait in; rank 3 is at t.py:4"
+    "rank 3 on node 1 has not entered all_reduce #7, which ranks 0-2 wait in; rank 3 is at t.py:4"
 )
 
 
@@ -71,7 +71,7 @@ def test_a_hang_says_who_waits_for_whom(run):
     board = board_of(run)
     text = shown(board)
     assert "left" not in text.splitlines()[1]  # nobody knows how long
-    assert " stands still: rank 3 on node 1 has not come to all_reduce #7" in text
+    assert " hang: rank 3 on node 1 has not entered all_reduce #7" in text
     states = [board._state(*key) for key in sorted(board.live.ranks)]
     assert states == ["WAITS", "WAITS", "WAITS", "MISSING"]
 

@@ -212,7 +212,7 @@ def test_the_summary_tells_result_loss_speed_time_and_how_to_look_again():
         "  tokens/s  2,000 (median of the steps)",
         "  optimizer each rank holds the state of 500 of 1,000 parameters",
         "  time      set-up 1.5 s, imports 2.0 s, rendezvous 0.5 s, first step 0.2 s",
-        "  again     clusterkit status r1; clusterkit logs r1; "
+        "  next      clusterkit status r1; clusterkit logs r1; "
         "clusterkit metrics r1 --plot loss.png",
     ]
 
@@ -236,7 +236,7 @@ def test_the_summary_tells_who_ended_a_run_that_nobody_cancelled_here():
 def test_a_program_that_reports_nothing_has_a_short_summary():
     assert View().summary(status(State.FAILED)) == [
         "r1 FAILED in 1 min 00 s",
-        "  again     clusterkit status r1; clusterkit logs r1",
+        "  next      clusterkit status r1; clusterkit logs r1",
     ]
 
 

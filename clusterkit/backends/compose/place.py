@@ -57,7 +57,7 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
     names = tuple(f"node-{node}" for node in range(nodes))
     mounted = cluster.code == "mounted"
     code = "this machine's, read-only" if mounted else "the image's own"
-    image = "cluster: image" if cluster.image else "by what this machine has"
+    image = "cluster: image" if cluster.image else "the default for this machine"
     return ComposePlacement(
         job=program,
         topology=topology,

@@ -217,9 +217,10 @@ def why_no_pods(objects: RunObjects) -> str | None:
     with contextlib.suppress(ClusterkitError, ValueError, KeyError, TypeError):
         job = objects.get(objects.job_path)
         if job.get("spec", {}).get("suspend") or job["spec"].get("runPolicy", {}).get("suspend"):
-            return "it waits in its queue"
+            return "suspended: waits for its Kueue queue"
         if not job.get("status"):
-            reason = f"nobody acts on {objects.flavor.kind} {name}: is its operator up?"
+            kind = objects.flavor.kind
+            reason = f"no controller has updated {kind} {name}; is its operator running?"
             reasons.append((False, "", reason))
     with contextlib.suppress(ClusterkitError, ValueError, KeyError, TypeError):
         for event in objects.events("type=Warning"):

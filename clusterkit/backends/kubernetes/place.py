@@ -67,7 +67,7 @@ def place(
     """As `clusterkit.backends.base.Backend.place`."""
     kube, host = facts.kubernetes, facts.hosts[0]
     if kube is None:
-        raise BadInput("facts: no Kubernetes is named", hint="use those of such a run")
+        raise BadInput("--facts is not from a Kubernetes cluster", hint="use those of such a run")
     device, device_origin = _device(job, cluster, kube, host)
     nproc, nproc_origin = _ranks_per_node(job, host, device)
     topology = Topology(*job.node_range, nproc)

@@ -273,7 +273,7 @@ def _init_failure(status: Mapping[str, Any]) -> str | None:
 
 def _unscheduled(scheduled: Mapping[str, Any]) -> str:
     if scheduled.get("reason") == "SchedulingGated":
-        return "it waits in its queue"
+        return "suspended: waits for its Kueue queue"
     message = str(scheduled.get("message") or "")
     message = message.partition(" preemption:")[0].partition(" no new claims")[0]
     message = message.removesuffix(" not found").rstrip("., ")

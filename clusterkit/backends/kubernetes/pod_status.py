@@ -234,7 +234,7 @@ def _ended(pod: Pod, *, removed_by_clusterkit: bool) -> NativeState:
 def _out_of_memory(pod: Pod) -> str:
     limit = pod.memory_limit
     cause = f"over its pod's memory limit of {limit}" if limit else "its node was full"
-    return f"killed by the kernel for want of memory: {cause}"
+    return f"OOMKilled: its node ran out of memory: {cause}"
 
 
 def causes(

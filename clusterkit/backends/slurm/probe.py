@@ -166,9 +166,7 @@ def partition(cluster: SlurmCluster, transport: Transport) -> Partition:
         if wanted in names:
             raise Unavailable(f"Slurm: partition {wanted} has no nodes")
         raise BadInput(
-            f"partition: {wanted} is none of Slurm's"
-            if wanted
-            else "partition: Slurm has no default",
+            f"Slurm has no partition {wanted}" if wanted else "partition: Slurm has no default",
             hint=f"one of {', '.join(sorted(names))}",
             cluster="partition",
         )

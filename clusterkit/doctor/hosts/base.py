@@ -1,7 +1,7 @@
 """Hosts to examine, and what a check of hosts consists of: collectors and a judge.
 
 Collectors run on the hosts, where they only read. `HostCheck.judge` is a pure function of the
-answers of all hosts. Its verdicts say what is wrong and which command mends it.
+answers of all hosts. Its verdicts say what is wrong and which command fixes it.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Answers:
                 try:
                     values[host] = msgspec.json.decode(output.value, type=collector.kind)
                 except msgspec.MsgspecError as error:
-                    verdict = warn(host, f"answered with something unreadable: {error}", None)
+                    verdict = warn(host, f"gave invalid output: {error}", None)
             if verdict is not None:
                 self.unread.append(verdict)
         return values

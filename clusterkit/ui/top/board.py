@@ -343,7 +343,7 @@ class RunBoard(Board[tuple[int, int]]):
         """Which ranks hang or are slow, why the run failed, why it has not started."""
         status, found = self.live.status, []
         if self._standstill is not None:
-            text = f"stands still: {self._standstill.text}"
+            text = f"hang: {self._standstill.text}"
             found += paint.wrapped(text, width, 3, "bold yellow")
         for node in status.nodes:
             if node.slow:

@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         add("--dtype", choices=["fp32", "bf16", "fp16"], help=text)
         text = "largest gradient norm; 0: no clipping (default: 1.0)"
         add("--clip", type=float, metavar="NORM", help=text)
-        switch("--stop-at-nan", help="end when the loss is no number any more")
+        switch("--stop-at-nan", help="end when the loss is NaN or infinite")
         samples = partial(add, type=positive, metavar="SAMPLES")
         text = "of one step, over all ranks (default: 32)"
         samples("--global-batch", default=_env("GLOBAL_BATCH"), help=text)

@@ -155,7 +155,7 @@ def test_somebody_without_rights(kube, somebody, examine):
     assert "get pods/log" in told.cause
     assert f"--serviceaccount {kube.namespace}:me" in (told.remedy or "")
     assert at(report, "nodes").level == "skip"
-    assert at(report, "nodes").cause.startswith("unknown: you may not look at")
+    assert at(report, "nodes").cause.startswith("unknown: no permission to list")
 
 
 def test_the_role_of_a_submitter_has_every_right(kube, somebody, examine):

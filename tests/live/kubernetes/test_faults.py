@@ -97,7 +97,7 @@ def test_an_operator_that_is_absent_is_said_within_15_seconds(flavor, submit, op
     assert time.monotonic() - start < 15
     if flavor == "mpijob":
         assert status.state is State.PENDING
-        assert "is its operator up?" in (status.nodes[0].reason or "")
+        assert "is its operator running?" in (status.nodes[0].reason or "")
         assert run.cancel().state is State.CANCELLED
     else:
         # This one is asked by the API server before it takes a job.

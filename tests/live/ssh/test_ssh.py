@@ -519,7 +519,7 @@ def test_attach_starts_a_run_again_that_failed_while_nobody_watched(
     on(lab, "h1", f"kill -9 {agent_pid(run, 1)}")
     status, _ = ended(run)
     assert status.state is State.FAILED
-    assert f"`clusterkit attach {run.id}` does" in (status.remark or "")
+    assert f"run `clusterkit attach {run.id}` to" in (status.remark or "")
     api.attach(run.id)
     status, _ = ended(run)
     assert (status.state, status.attempt) == (State.SUCCEEDED, 2)

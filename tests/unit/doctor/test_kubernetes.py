@@ -393,7 +393,7 @@ def claim(phase="Bound", modes=("ReadWriteMany",), storage="shared"):
         (claim("Pending", storage="fast"), "fail", "the cluster has no storage class fast"),
         (claim("Lost"), "fail", "its volume is gone"),
         (Reply(reason="NotFound"), "fail", "namespace default has no volume claim data"),
-        (FORBIDDEN, "skip", "you may not look at volume claims, so not at data"),
+        (FORBIDDEN, "skip", "no permission to list volume claims, so not at data"),
     ],
 )
 def test_volumes(reply, level, words):

@@ -101,7 +101,7 @@ def waiting(reason, message=""):
          (State.FAILED, 143, DELETED)),
         (
             document("Failed", ended(137, "", "OOMKilled")),
-            (State.FAILED, 137, "killed by the kernel for want of memory: over its pod's memory "
+            (State.FAILED, 137, "OOMKilled: its node ran out of memory: over its pod's memory "
              "limit of 200Mi"),
         ),
         (
@@ -226,7 +226,7 @@ SLOW = "failed to sync secret cache: timed out waiting for the condition"
         ),
         (
             document("Pending", conditions=[not_scheduled("gated", "SchedulingGated")]),
-            "it waits in its queue", State.PENDING,
+            "suspended: waits for its Kueue queue", State.PENDING,
         ),
         (
             document("Pending", waiting("ContainerCreating"), conditions=[SCHEDULED]),

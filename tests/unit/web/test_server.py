@@ -316,7 +316,7 @@ def test_a_run_is_told_with_its_ranks(server, run):
 
 
 def test_who_waits_for_whom_is_told(server, run):
-    hang = "rank 1 has not come to all_reduce #7, which rank 0 waits in; rank 1 is at a.py:3 in f()"
+    hang = "rank 1 has not entered all_reduce #7, which rank 0 waits in; rank 1 is at a.py:3 in f()"
     RunFolder(run.path).write_json("state.json", status(run, hang=hang))
     told = ask(server, f"/api/runs/{run.id}").json
     assert told["standstill"] == {"text": hang, "missing": [1], "waiting": [0]}

@@ -80,7 +80,7 @@ class Reply(Struct, frozen=True):
     def unknown(self, objects: str) -> Verdict:
         """Return the verdict on objects that could not be read."""
         if self.reason == "Forbidden":
-            return skip(f"unknown: you may not look at {objects}")
+            return skip(f"unknown: no permission to list {objects}")
         if self.reason == "Unasked":
             return skip("the API server did not answer")
         cause = f"unknown: {shortened(self.detail or self.reason)}"

@@ -151,7 +151,7 @@ _REMEDIES = (
     ("device handle", _LOST),
     ("did not end", "sudo dmesg | grep NVRM; sudo reboot"),
 )
-"""Words of nvidia-smi, and what mends it; the first that fits."""
+"""Words of nvidia-smi, and what fixes it; the first that fits."""
 
 
 @check(NVIDIA, PACKAGES, skip_reason=no_gpus_needed)
@@ -237,7 +237,8 @@ _STATES: tuple[tuple[str, str, Level, str, str], ...] = (
      "the NVSwitch fabric manager could not set it up", _FABRIC),
     ("compute_mode", "prohibited", "fail", "computing is prohibited",
      "sudo nvidia-smi -i {number} -c DEFAULT"),
-    ("mig.mode.current", "enabled", "warn", "it is divided (MIG): NCCL cannot connect the parts",
+    ("mig.mode.current", "enabled", "warn",
+     "MIG is enabled; NCCL cannot use MIG instances together",
      "sudo nvidia-smi -i {number} -mig 0"),
 )  # fmt: skip
 """Column of nvidia-smi, pattern of its bad values, and the level, cause and remedy of those."""

@@ -87,7 +87,7 @@ def user(answers: Answers) -> Iterator[Verdict]:
     for host, user in seen.items():
         name = user.user or str(user.uid)
         if not user.user:
-            cause = f"user number {user.uid} has no name there: torch asks for it"
+            cause = f"uid {user.uid} has no passwd entry; torch asks for its name"
             yield fail(host, cause, f"sudo useradd -u {user.uid} -m NAME")
         elif answers.subject.over_ssh and user.sudo is not None:
             cause = f"commands run as {name} through sudo of {user.sudo}: nothing here needs sudo"

@@ -75,7 +75,7 @@ def offset(answer: Answer) -> Span | None:
 def agreed(spans: Iterable[Span]) -> float:
     """Return the offset that most clocks can have; of several, the one nearest to our own clock.
 
-    Our own clock has a vote: between two hosts that differ it decides which one is wrong.
+    Our own clock is a third reading: between two hosts that differ it decides which one is wrong.
     """
     voters = [*spans, (0.0, 0.0)]
     candidates = {end for span in voters for end in span}
