@@ -6,6 +6,7 @@ compares the strategies. Imports no torch.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -19,12 +20,13 @@ from clusterkit.estimate.advice import Advice, Row
 from clusterkit.estimate.memory import predict
 from clusterkit.estimate.published import PRESETS
 from clusterkit.estimate.setup import OPTIMIZERS, Model, Precision, Setup
-from clusterkit.estimate.units import gib, parse_count, parse_size
+from clusterkit.estimate.units import gib, parse_count, parse_memory, parse_size
 from clusterkit.spec import JobSpec
 
 _SHAPE = ("layers", "hidden", "heads", "kv_heads", "intermediate", "gated", "vocabulary")
 """Fields that describe a model given by ``parameters``."""
-_LONG_CONTEXT = 8192
+_CONTEXT = 4096
+"""Tokens of a sample where neither the job nor --context says it and the model takes more."""
 OVERHEAD = 1536 << 20
 """Bytes of CUDA context, cuBLAS workspaces, NCCL buffers and fragmentation: assumed, not
 measured."""
@@ -116,7 +118,7 @@ def check(question: Question) -> Question:
                 )
     for flag, text in (("--gpu-memory", question.gpu_memory), ("--overhead", question.overhead)):
         if text is not None and not (flag == "--overhead" and text.strip() == "0"):
-            parse_size(text, flag)
+            (parse_size if flag == "--overhead" else parse_memory)(text, flag)
     return question
 
 
@@ -162,13 +164,31 @@ def estimate(
     ways: dict[tuple[str, str], Setup] = {}
     for setup in (own, *advice.alternatives(model, own, nodes * local)):
         ways.setdefault((advice.label(setup), str(setup.mesh)), setup)
-    setups = list(ways.values())
-    rows = [
-        advice.row(
-            model, setup, own=job is not None and setup is own, limit=limit, host_limit=host_limit
+    setups: list[Setup] = []
+    rows: list[Row] = []
+
+    def add(more: Iterable[Setup], *, only_fitting: bool = False) -> None:
+        for setup in more:
+            is_own = job is not None and setup is own
+            line = advice.row(model, setup, own, is_own=is_own, limit=limit, host_limit=host_limit)
+            if line.fits or not only_fitting:
+                setups.append(setup)
+                rows.append(line)
+
+    def fits(*, offload: bool) -> bool:
+        """Whether a strategy fits that any trainer of this model has."""
+        return any(
+            line.fits
+            for setup, line in zip(setups, rows, strict=True)
+            if setup.offload_optimizer is offload
+            and (model.divisible or setup.strategy not in advice.CUTS)
         )
-        for setup in setups
-    ]
+
+    add(ways.values())
+    # Activation checkpointing costs a third more computation, offload much more.
+    for offload in (False, True):
+        if limit is not None and not fits(offload=False) and not (offload and fits(offload=True)):
+            add(advice.recomputing(ways.values(), offload=offload), only_fitting=True)
     chosen = None if limit is None else advice.choose(model, setups, rows, limit)
     return Estimate(
         model=msgspec.convert(model, ModelSize, from_attributes=True),
@@ -234,10 +254,15 @@ def _model(spec: JobSpec, program: jobs.Program, question: Question) -> Model:
     if question.model is not None:
         if question.model in PRESETS:
             return models.gpt(question.model, question.context)
-        return models.hugging_face(question.model, question.context)
+        return models.hugging_face(question.model, question.context, longest=_CONTEXT)
     model = jobs.model_of(program, count=True)
     if model is None:
         what = spec.program or spec.module or "this command"
+        if program.ours:
+            raise BadInput(
+                f"{what}: without --model it trains a tiny model of its own, which fits any GPU",
+                hint="the model after --: -- --model Qwen/Qwen2-1.5B",
+            )
         raise BadInput(
             f"{what}: clusterkit does not know which model it trains",
             hint="--model NAME (llama-3-8b, a preset of jobs/train/gpt, a Hugging Face name or "
@@ -266,7 +291,7 @@ def _with_question(setup: Setup, question: Question) -> Setup:
 
 def _limit(question: Question, facts: Facts | None) -> tuple[int | None, str]:
     if question.gpu_memory is not None:
-        return parse_size(question.gpu_memory, "--gpu-memory"), "--gpu-memory"
+        return parse_memory(question.gpu_memory, "--gpu-memory"), "--gpu-memory"
     gpus = [gpu for host in facts.hosts for gpu in host.gpus] if facts is not None else []
     if not gpus:
         return None, "no GPU was found"
@@ -291,9 +316,6 @@ def _notes(
     said = question.micro_batch or program.ours or jobs.batch_of(spec, program)
     if job is not None and not said:
         notes.append("the job has no batch: a micro batch of 1 is assumed, --micro-batch says more")
-    if question.model and question.context is None and model.context > _LONG_CONTEXT:
-        notes.append(
-            f"samples of {model.context:,} tokens, the most that {model.name} takes: --context "
-            "says how many yours have"
-        )
+    if question.model and question.context is None and question.model not in PRESETS:
+        notes.append(f"samples of {model.context:,} tokens: --context says how many yours have")
     return notes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,8 @@ from clusterkit.estimate.mesh import Mesh
 from clusterkit.estimate.setup import Model, Setup
 from clusterkit.estimate.units import gib
 
+RECOMPUTE = " recompute"
+"""Ends the name of a variant with activation checkpointing that the job does not have."""
 MOST_RANKS = 4096
 """The largest number of GPUs that is suggested."""
 
@@ -31,6 +33,10 @@ _WHY = {
     "zero2 offload": "the optimizer works in host memory, slowly; nothing without offload fits",
     "zero3 offload": "weights and optimizer lie in host memory, slowly; nothing else fits",
 }
+
+
+CUTS = ("tp", "pp", "3d")
+"""Strategies that a trainer has for models that it can cut."""
 
 
 class Row(Memory, frozen=True, kw_only=True):
@@ -55,13 +61,19 @@ class Advice(Struct, frozen=True, kw_only=True):
     reason: str
 
 
-def label(setup: Setup) -> str:
-    """Return the name of a strategy with its variant."""
+def label(setup: Setup, own: Setup | None = None) -> str:
+    """Return the name of a strategy with its variant.
+
+    Args:
+        own: the job's; what it recomputes anyway is no variant.
+    """
     name = setup.strategy
     if setup.offload_optimizer:
         name += " offload"
     if setup.strategy == "fsdp" and not setup.reshard:
         name += " no reshard"
+    if own is not None and setup.recompute and not own.recompute:
+        name += RECOMPUTE
     return name
 
 
@@ -89,9 +101,15 @@ def alternatives(model: Model, own: Setup, ranks: int) -> Iterator[Setup]:
     yield on("zero3", data, offload_optimizer=True, offload_parameters=True)
 
 
+def recomputing(setups: Iterable[Setup], *, offload: bool) -> list[Setup]:
+    """Return the variants with activation checkpointing of those with or without offload."""
+    chosen = [setup for setup in setups if setup.offload_optimizer is offload]
+    return [replace(setup, recompute=True) for setup in chosen if not setup.recompute]
+
+
 def _cuts(model: Model, ranks: int, local: int) -> Iterator[tuple[str, Mesh]]:
     """Yield meshes of tensor parallel ranks inside a node and pipeline stages across nodes."""
-    if not model.divisible:
+    if model.measured:  # what a rank saves of a slice is not known
         return
     slices = [n for n in range(2, local + 1) if local % n == 0 and model.heads % n == 0]
     stages = [n for n in range(2, ranks + 1) if ranks % n == 0 and n <= model.layers]
@@ -107,10 +125,20 @@ def _cuts(model: Model, ranks: int, local: int) -> Iterator[tuple[str, Mesh]]:
             return
 
 
-def row(model: Model, setup: Setup, *, own: bool, limit: int | None, host_limit: int | None) -> Row:
+def row(
+    model: Model,
+    setup: Setup,
+    own: Setup,
+    *,
+    is_own: bool,
+    limit: int | None,
+    host_limit: int | None,
+) -> Row:
     """Return one row of the table.
 
     Args:
+        own: the job's setup, or what stands in for it.
+        is_own: whether this is the row of the job as it is written.
         limit: memory of a GPU in bytes; None: unknown.
         host_limit: memory of a node in bytes; None: unknown.
     """
@@ -118,9 +146,9 @@ def row(model: Model, setup: Setup, *, own: bool, limit: int | None, host_limit:
     host_fits = None if host_limit is None else memory.host_per_node <= host_limit
     return Row(
         **asdict(memory),
-        strategy=label(setup),
+        strategy=label(setup, own),
         mesh=str(setup.mesh),
-        own=own,
+        own=is_own,
         micro_batch=setup.micro,
         accumulation=setup.accumulation,
         fits=None if limit is None else memory.total <= limit and host_fits is not False,
@@ -133,15 +161,27 @@ def choose(model: Model, setups: list[Setup], rows: list[Row], limit: int) -> Ad
     """Choose the fastest strategy that fits, or say what would make one fit."""
     order = list(_WHY)
     pairs = zip(setups, rows, strict=True)
-    known = [(setup, line) for setup, line in pairs if line.strategy in _WHY]
-    known.sort(key=lambda pair: order.index(pair[1].strategy))
+    known = [pair for pair in pairs if pair[1].strategy.removesuffix(RECOMPUTE) in _WHY]
+
+    def preference(pair: tuple[Setup, Row]) -> tuple[bool, bool, bool, int]:
+        """Offload last, as it is slow; what another trainer may not have only behind the rest."""
+        setup, line = pair
+        plain = line.strategy.removesuffix(RECOMPUTE)
+        cut = plain in CUTS and not model.divisible
+        return setup.offload_optimizer, cut, plain != line.strategy, order.index(plain)
+
+    known.sort(key=preference)
     line = next((line for _, line in known if line.fits), None)
     if line is not None:
-        where = f" ({line.mesh})" if line.strategy in ("tp", "pp", "3d") else ""
+        plain = line.strategy.removesuffix(RECOMPUTE)
+        where = f" ({line.mesh})" if plain in CUTS else ""
+        again = ""
+        if plain != line.strategy:
+            again = "; activation checkpointing computes each layer's forward pass twice"
         return Advice(
             strategy=line.strategy,
             reason=f"{line.strategy}{where}: {gib(line.total)} of {gib(limit)} GiB"
-            f"{_host(line.host_per_node)}, and {_WHY[line.strategy]}",
+            f"{_host(line.host_per_node)}, and {_WHY[plain]}{again}",
         )
     smallest = min(rows, key=lambda line: line.total)
     short = (
@@ -149,7 +189,6 @@ def choose(model: Model, setups: list[Setup], rows: list[Row], limit: int) -> Ad
     )
     changes: tuple[tuple[str, dict[str, Any]], ...] = (
         ("a micro batch of 1", {"micro": 1}),
-        ("activation checkpointing", {"recompute": True}),
         ("a micro batch of 1 with activation checkpointing", {"micro": 1, "recompute": True}),
     )
     for what, change in changes:
@@ -157,8 +196,8 @@ def choose(model: Model, setups: list[Setup], rows: list[Row], limit: int) -> Ad
             needs = predict(model, replace(setup, **change))
             if needs.total <= limit and other.host_fits is not False:
                 return Advice(
-                    strategy=other.strategy,
-                    reason=f"{short}; {other.strategy} with {what} would: {gib(needs.total)} GiB"
+                    strategy=label(setup),
+                    reason=f"{short}; {label(setup)} with {what} would: {gib(needs.total)} GiB"
                     f"{_host(needs.host_per_node)}",
                 )
     return Advice(strategy=None, reason=f"{short}; {_gpus_needed(model, setups[0], limit)}")

@@ -196,10 +196,13 @@ def _cached(name: str) -> Path | None:
     return snapshot if revision and (snapshot / "config.json").is_file() else None
 
 
-def hugging_face(name: str, context: int | None = None) -> Model:
+def hugging_face(name: str, context: int | None = None, *, longest: int | None = None) -> Model:
     """Count a model on the meta device, in a process that imports torch.
 
     Without torch or transformers, uses the formulas of `from_config` if they know the model's type.
+
+    Args:
+        context: tokens of a sample; None: what the model takes, at most ``longest``.
 
     Raises:
         BadInput: no such folder, not in the cache, or a config that builds no model.
@@ -214,6 +217,9 @@ def hugging_face(name: str, context: int | None = None) -> Model:
             hint=(f"{near} Or " if near else "")
             + f"hf download {name} config.json, or give --parameters, --layers, --hidden",
         )
+    if context is None and longest is not None:
+        takes = found.config.get("max_position_embeddings") or found.config.get("n_positions")
+        context = min(takes, longest) if isinstance(takes, int) and takes > 0 else None
     if found.folder is None:
         model = from_config(found, context)
         assert model is not None  # the table has only kinds that the formulas know

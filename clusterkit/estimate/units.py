@@ -17,6 +17,18 @@ _BYTES |= {unit[:-1]: factor for unit, factor in _BYTES.items() if len(unit) > 1
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\Z")
 _LARGEST = 1 << 60
+_SOLD: dict[float, int] = {
+    16: 15360,  # T4
+    24: 22731,  # A10G
+    32: 32510,  # V100
+    40: 40536,  # A100
+    48: 46068,  # L40S
+    80: 81559,  # H100
+    94: 95830,  # H100 NVL
+    96: 97871,  # GH200
+    141: 143771,  # H200
+}
+"""GB that a card is sold with to MiB that nvidia-smi shows of the one that has least."""
 
 
 def parse_size(text: str, what: str) -> int:
@@ -33,6 +45,21 @@ def parse_size(text: str, what: str) -> int:
     if factor == 1:
         raise BadInput(f"{what}: {text!r} has no unit", hint=f"{what} {number:g}GB, or GiB")
     return _whole(number * factor, text, what)
+
+
+def parse_memory(text: str, what: str) -> int:
+    """Return the bytes of a GPU's memory; ``80GB`` is a card that is sold as one of 80 GB.
+
+    nvidia-smi shows what a card has. Of cards of one size the one with the least counts (with
+    ECC), and of a size that no card has, the decimal value, which is less than any has.
+
+    Raises:
+        BadInput: as `parse_size`.
+    """
+    size = parse_size(text, what)
+    number, factor = _split(text, what, _BYTES, "")
+    mib = _SOLD.get(number) if factor == 10**9 else None
+    return size if mib is None else mib << 20
 
 
 def parse_count(text: str, what: str) -> int:

@@ -726,10 +726,58 @@ def test_a_job_with_a_batch_in_its_deepspeed_section_is_not_called_without_one(
     assert "no batch" not in cli("estimate", write_job(), *words, "--micro-batch", "2").err
 
 
-def test_a_sample_as_long_as_a_model_takes_is_named(cli: Callable[..., Any]) -> None:
+def test_samples_have_at_most_4096_tokens_unless_said(cli: Callable[..., Any]) -> None:
     words = ["estimate", "qwen2-1.5b", "--gpus", "8", "--gpu-memory", "80G"]
-    assert "samples of 131,072 tokens, the most that Qwen/Qwen2-1.5B takes" in cli(*words).err
-    assert "samples of" not in cli(*words, "--context", "4096").err
+    done = cli(*words)
+    assert "x 4096 tokens" in done.out
+    assert "samples of 4,096 tokens: --context says how many yours have" in done.err
+    done = cli(*words, "--context", "131072")
+    assert "x 131072 tokens" in done.out
+    assert "samples of" not in done.err
+    assert "x 1024 tokens" in cli("estimate", "gpt2", *words[2:]).out
+
+
+@pytest.mark.parametrize(
+    ("text", "usable"),
+    [("80GB", "79.65"), ("80 gb", "79.65"), ("80GiB", "80.00"), ("24G", "22.20"),
+     ("40960MiB", "40.00"), ("141GB", "140"), ("50GB", "46.57")],
+)  # fmt: skip
+def test_memory_of_a_card_is_as_it_is_sold(cli: Callable[..., Any], text: str, usable: str) -> None:
+    done = cli("estimate", "gpt2", "--gpus", "8", "--gpu-memory", text)
+    assert f"GPUs    8 (1 x 8) of {usable} GiB (--gpu-memory)" in done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "strategy"),
+    [
+        ("llama-3-8b --gpus 8 --gpu-memory 80GB", "zero1"),
+        ("llama-3-8b --gpus 8 --gpu-memory 40GB", "zero2 recompute"),
+        ("llama-3-8b --gpus 8 --gpu-memory 32GB", "fsdp recompute"),
+        ("llama-2-70b --gpus 8 --gpu-memory 80GB", "zero3 offload recompute"),
+        ("llama-2-70b --gpus 64 --gpu-memory 80GB", "fsdp recompute"),
+    ],
+)
+def test_activation_checkpointing_comes_before_offload(
+    cli: Callable[..., Any], words: str, strategy: str
+) -> None:
+    found = cli("estimate", *words.split(), "--json").json
+    assert found["advice"]["strategy"] == strategy
+    names = [row["strategy"] for row in found["rows"]]
+    assert {"tp", "pp"} <= set(names)
+    if strategy == "zero1":
+        assert not [name for name in names if name.endswith("recompute")]
+    else:
+        assert "activation checkpointing" in found["advice"]["reason"]
+
+
+@pytest.mark.parametrize("job", ["qwen.yaml", "sentiment.yaml"])
+def test_a_program_of_ours_without_a_model_is_told_how_to_name_one(
+    cli: Callable[..., Any], job: str
+) -> None:
+    done = cli("estimate", str(JOBS / job), "--gpus", "8", "--gpu-memory", "80GB")
+    assert "without --model it trains a tiny model of its own" in done.err
+    words = ["--gpus", "8", "--gpu-memory", "80GB", "--", "--model", "qwen2-1.5b"]
+    assert cli("estimate", str(JOBS / job), *words).code == 0
 
 
 def test_nothing_to_estimate_is_refused(cli: Callable[..., Any]) -> None:
@@ -774,7 +822,7 @@ def test_json_holds_every_moment(cli: Callable[..., Any]) -> None:
     [
         ("--parameters 7B --context 512 --gpus 2 --gpu-memory 5GB", None,
          "fsdp on 256 GPUs would"),
-        ("--parameters 70B --gpus 2 --gpu-memory 24GB", "zero3 offload",
+        ("--parameters 70B --gpus 2 --gpu-memory 10GB --micro-batch 8", "zero3 offload",
          "GiB of each node's own memory"),
         ("--model 124m --micro-batch 512 --gpus 1 --gpu-memory 24GB", "ddp",
          "ddp with a micro batch of 1 would"),
