@@ -1,5 +1,6 @@
 """Every verb of the command line as a function.
 
+from clusterkit import api
 run = api.submit("jobs/ddp.yaml", nodes=2)
 for line in run.logs(follow=True):
     print(line.rank, line.text)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 KeyPath = tuple[str | int, ...]
 Source = Literal["job", "cluster"]
@@ -156,8 +156,25 @@ class SubmitFailed(ClusterkitError):
 
 
 class RunFailed(ClusterkitError):
-    """A run that was waited for has failed; the message names the first failed rank and why."""
+    """A run that was waited for has failed; the message names the first failed rank and why.
 
-    def __init__(self, message: str, hint: str | None = None, exit_code: int = EXIT_FAILURE):
+    Its exit code is the run's.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        hint: str | None = None,
+        exit_code: int = EXIT_FAILURE,
+        status: Any = None,
+    ) -> None:
         super().__init__(message, hint)
         self.exit_code = exit_code
+        self.status = status
+        """The `RunStatus` of the run, with ``failure``."""
+
+
+class RunNotOver(ClusterkitError, TimeoutError):
+    """A run was waited for, and had not ended in time; it goes on."""
+
+    exit_code = EXIT_TIMEOUT

@@ -8,7 +8,7 @@ import click
 
 from clusterkit import api
 from clusterkit.cli.common import json_option, parse_duration, print_json, runs_argument, verb
-from clusterkit.errors import EXIT_FAILURE, EXIT_TIMEOUT
+from clusterkit.errors import EXIT_FAILURE, EXIT_TIMEOUT, RunNotOver
 from clusterkit.ui.formatting import failure_text
 from clusterkit.ui.spinner import spinner
 
@@ -31,7 +31,7 @@ def command(runs: tuple[str, ...], timeout: float | None, as_json: bool) -> int:
         try:
             with spinner(f"waiting for {run.id}"):
                 status = run.wait(left)
-        except TimeoutError as error:
+        except RunNotOver as error:
             status, code = run.status(), code or EXIT_TIMEOUT
             click.echo(error, err=True)
         else:

@@ -12,7 +12,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from clusterkit.errors import BadInput, ClusterkitError, RunFolderError, RunNotFound
+from clusterkit.errors import (
+    EXIT_FAILURE,
+    BadInput,
+    ClusterkitError,
+    RunFailed,
+    RunFolderError,
+    RunNotFound,
+    RunNotOver,
+)
 from clusterkit.jobfile.arguments import checked
 from clusterkit.lifecycle import control
 from clusterkit.plan import Plan
@@ -79,13 +87,39 @@ class Run:
 
     @checked
     def wait(
-        self, timeout: float | None = None, *, until: Callable[[RunStatus], bool] | None = None
+        self,
+        timeout: float | None = None,
+        *,
+        until: Callable[[RunStatus], bool] | None = None,
+        check: bool = False,
     ) -> RunStatus:
         """Wait until the run has ended or ``until`` returns True. Return the status then.
 
+        Args:
+            check: raise `RunFailed` if it has not succeeded by then, as it failed, was cancelled or
+                its state stays unknown.
+
         Raises:
-            TimeoutError: neither happened within ``timeout`` seconds.
+            RunNotOver: neither happened within ``timeout`` seconds. It is a `TimeoutError` as well.
+            RunFailed: with ``check``; the message names the first failed rank and the cause.
         """
+        status = self._waited(timeout, until)
+        bad = status.state.final and status.state is not State.SUCCEEDED
+        if check and (bad or status.state is State.UNKNOWN):
+            failure = status.failure
+            why = failure.line if failure is not None else status.remark
+            hint = failure.hint if failure is not None else None
+            raise RunFailed(
+                f"run {self.id} is {status.state}{f': {why}' if why else ''}",
+                hint=hint or f"clusterkit logs {self.id}",
+                exit_code=status.exit_code or EXIT_FAILURE,
+                status=status,
+            )
+        return status
+
+    def _waited(
+        self, timeout: float | None, until: Callable[[RunStatus], bool] | None
+    ) -> RunStatus:
         deadline = None if timeout is None else time.monotonic() + timeout
         with control.Connections() as connections:
             while True:
@@ -95,7 +129,7 @@ class Run:
                 if status.state is State.UNKNOWN and not self._has_processes():
                     return status  # it stays so
                 if deadline is not None and time.monotonic() > deadline:
-                    raise TimeoutError(f"run {self.id} is {status.state} after {timeout:g} s")
+                    raise RunNotOver(f"run {self.id} is {status.state} after {timeout:g} s")
                 time.sleep(POLL_SECONDS / 2)
 
     @property

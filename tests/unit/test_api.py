@@ -3,12 +3,15 @@
 import contextlib
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
+import clusterkit
 from clusterkit import agent, api, backends
 from clusterkit.cluster import Project
 from clusterkit.errors import BadInput, RunFolderError, RunNotFound, SubmitFailed
@@ -320,6 +323,35 @@ def test_a_run_that_has_not_ended_is_not_deleted(unstarted_run):
     final(run)
     run.delete()
     assert not run.path.exists()
+
+
+def test_wait_with_check_raises_what_failed(unstarted_run):
+    run = unstarted_run()
+    failure = Failure(node=1, rank=3, exit_code=7, cause="ValueError: bad", hint="mend it")
+    RunFolder(run.path).write_json(
+        "state.json", msgspec.structs.replace(
+            run.status(), state=State.FAILED, exit_code=7, failure=failure, finished_at=1.0
+        ),
+    )  # fmt: skip
+    assert run.wait().state is State.FAILED
+    with pytest.raises(clusterkit.RunFailed) as error:
+        run.wait(check=True)
+    assert error.value.message == f"run {run.id} is FAILED: rank 3 on node 1: ValueError: bad"
+    assert (error.value.hint, error.value.exit_code) == ("mend it", 7)
+    assert error.value.status.failure == failure
+
+
+def test_the_package_has_the_common_names_at_its_top_and_imports_nothing_before():
+    assert clusterkit.submit is api.submit
+    assert (clusterkit.Run, clusterkit.Job) == (api.Run, JobSpec)
+    assert dir(clusterkit) == sorted(
+        ["ClusterkitError", "Job", "Run", "RunFailed", "__version__", "get", "runs", "submit"]
+    )
+    with pytest.raises(AttributeError, match="'nope'"):
+        clusterkit.nope  # noqa: B018
+    code = "import sys, clusterkit; print([n for n in sys.modules if n.startswith('clusterkit.')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_the_facade_has_a_function_for_every_verb():
