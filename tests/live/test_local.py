@@ -1008,7 +1008,7 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(
          str(PROGRAMS / "environment.py")],
         capture_output=True, text=True, timeout=SOON,
     )  # fmt: skip
-    assert done.returncode == 1
+    assert done.returncode == 125
     assert done.stderr.startswith("error: cannot write ")
     assert "No space left on device" in done.stderr
     assert done.stderr.count("\n") == 2

@@ -835,7 +835,7 @@ def test_a_picture_that_cannot_be_written_does_not_hide_the_table(
     assert "all_reduce" in done.out
     assert "cannot write" in done.err
     done = cli("bench", "-n", "2", "-o", str(tmp_path / "no" / "bus.png"))
-    assert (done.code, done.out) == (2, "")  # before anything is measured
+    assert (done.code, done.out) == (125, "")  # before anything is measured
     assert "there is no folder" in done.err
 
 

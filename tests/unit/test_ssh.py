@@ -1422,7 +1422,8 @@ def compare_with_openssh(folder, text, included, user, port):
     assert ours.jump == next(iter(theirs.get("proxyjump", [None])))
     command = theirs.get("proxycommand", ["none"])[0]
     assert ours.proxy_command == (None if command == "none" else filled(command))
-    keys = [filled(os.path.expanduser(path)) for path in theirs["identityfile"] if path != "none"]
+    home = pwd.getpwuid(os.getuid()).pw_dir  # as ssh has it, whatever HOME says
+    keys = [filled(re.sub("^~", home, path)) for path in theirs["identityfile"] if path != "none"]
     assert list(ours.identities or ours.default_identities) == keys
     assert ours.identities_only == (theirs["identitiesonly"] == ["yes"])
     known = " ".join(ours.known_hosts)

@@ -78,7 +78,7 @@ def test_a_run_whose_submit_was_killed_has_failed(folder, hand):
     hand.unwatched()
     status = reconcile(folder)
     assert status.state is State.FAILED
-    assert status.exit_code == 1
+    assert status.exit_code == 125
     assert "killed before the run started" in status.failure.cause
     assert status.failure.hint == "submit it again"
 

@@ -130,7 +130,7 @@ def parse(request: pytest.FixtureRequest, program, monkeypatch: pytest.MonkeyPat
 def test_a_wrong_flag_is_told_and_ends_with_2(parse, capsys, words: list[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         parse(*words)
-    assert leaving.value.code == 1
+    assert leaving.value.code == 2
     said = capsys.readouterr().err
     assert ": error: " in said
     assert "Traceback" not in said
@@ -146,7 +146,7 @@ def test_the_job_s_micro_batch_is_the_default(parse, monkeypatch, capsys) -> Non
         return
     with pytest.raises(SystemExit) as leaving:
         parse()
-    assert leaving.value.code == 1
+    assert leaving.value.code == 2
     assert "error: this program does not accumulate" in capsys.readouterr().err
 
 

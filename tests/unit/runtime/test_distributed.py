@@ -220,7 +220,7 @@ def test_a_step_s_numbers_leave_and_reach_a_gpu_without_holding_up_the_host(
 
 @pytest.mark.parametrize(
     ("result", "code"),
-    [(None, None), (0, 0), (143, 143), (BadInput("no"), 2), (Unavailable("no"), 3)],
+    [(None, None), (0, 0), (143, 143), (BadInput("no"), 1), (Unavailable("no"), 1)],
 )
 def test_run_ends_with_the_exit_code(result: object, code: int | None) -> None:
     def main() -> object:
