@@ -141,7 +141,7 @@ class Run:
         """Return whether any process of the run exists on this machine."""
         from clusterkit import agent
 
-        return self.supervised or bool(agent.processes_of(str(self.path)))
+        return self._found.has_supervisor() or bool(agent.processes_of(str(self.path)))
 
     @checked
     def wait_started(self, timeout: float = 60.0) -> RunStatus:
@@ -225,21 +225,22 @@ class Run:
     def _batches(
         self, node: int | None, rank: int | None, follow: bool, note: Callable[[Event], None]
     ) -> Iterator[list[LogLine]]:
+        folder = self._folder  # once: who follows sees the end of a run that is removed
         with control.Connections() as connections:
             # Without a supervisor, this copies what only the hosts have.
-            status = control.reconcile(self._folder, connections)
+            status = control.reconcile(folder, connections)
 
             def running() -> bool:
                 nonlocal status
-                status = control.reconcile(self._folder, connections)
+                status = control.reconcile(folder, connections)
                 lost = status.state is State.UNKNOWN and not self._has_processes()
                 return not status.state.final and not lost and status.attempt == attempt
 
             for attempt in itertools.count(1):
-                nodes = self._folder.nodes_of(attempt, self.plan, rank) if node is None else (node,)
-                for batch in self._folder.log(attempt, nodes, running if follow else None):
+                nodes = folder.nodes_of(attempt, folder.plan(), rank) if node is None else (node,)
+                for batch in folder.log(attempt, nodes, running if follow else None):
                     yield batch if rank is None else [x for x in batch if x.rank == rank]
-                for event in self.events():
+                for event in folder.records("events.jsonl", Event):
                     if event.attempt == attempt:
                         note(event)
                 if status.attempt <= attempt:

@@ -24,7 +24,7 @@ import pytest
 
 from clusterkit import agent, api, backends
 from clusterkit.cluster import LocalCluster
-from clusterkit.errors import PortTaken
+from clusterkit.errors import PortTaken, RunNotFound
 from clusterkit.jobfile import loader
 from clusterkit.run.folder import RunFolder
 from clusterkit.run.status import State
@@ -280,7 +280,7 @@ def test_a_named_interpreter_that_is_not_there_is_refused(
         [*clusterkit, "submit", "--", "/opt/nope/python3.9", "who.py"],
         capture_output=True, text=True, timeout=SOON,
     )  # fmt: skip
-    assert (done.returncode, done.stdout) == (3, "")
+    assert (done.returncode, done.stdout) == (125, "")
     assert "python: /opt/nope/python3.9 does not exist" in done.stderr
     assert list(own_home.glob("runs/*")) == []
 
@@ -583,7 +583,8 @@ def test_followers_end_when_the_folder_of_a_run_goes_away(submit: Submit) -> Non
     next(lines)
     shutil.rmtree(run.path)
     assert {line.text.split()[0] for line in lines} <= {"ready", "beat"}
-    assert run.wait(SOON).state is State.UNKNOWN
+    with pytest.raises(RunNotFound, match="is deleted"):
+        run.wait(SOON)
 
 
 def test_cancel_right_after_submit(submit: Submit) -> None:

@@ -45,6 +45,11 @@ class Login:
             f"Host hpc-login\n  HostName 127.0.0.1\n  Port {port}\n  User root\n"
             f"  IdentityFile {folder}/user\n  UserKnownHostsFile {folder}/known_hosts\n"
         )
+        # ssh takes the home of the user database, not HOME.
+        (program := folder / "bin/ssh").parent.mkdir()
+        ssh = shutil.which("ssh")
+        program.write_text(f'#!/bin/sh\nexec {ssh} -F {folder}/.ssh/config "$@"\n')
+        program.chmod(0o755)
         (folder / "sshd_config").write_text(
             f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nPidFile none\n"
             f"AuthorizedKeysFile {folder}/user.pub\nStrictModes no\nPermitRootLogin yes\n"
@@ -97,6 +102,9 @@ def login(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     (project / "tick.py").write_text(TICK)
     monkeypatch.chdir(project)
     made = Login(tmp_path, slurm)
+    # Another test's ``hpc-login`` had another port.
+    monkeypatch.setattr("clusterkit.backends.ssh.config.CONFIG_SECONDS", 1e-6)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     yield made
     made.stop()
 
