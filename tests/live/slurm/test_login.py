@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -16,7 +17,9 @@ from pathlib import Path
 import pytest
 
 from clusterkit import agent, api
+from clusterkit.errors import RunNotFound
 from clusterkit.run.status import State
+from tests import own_ssh
 from tests.live.slurm.daemons import Slurm, _free_ports
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
@@ -40,16 +43,10 @@ class Login:
                            check=True)  # fmt: skip
         key = (folder / "host.pub").read_text()
         (folder / "known_hosts").write_text(f"[127.0.0.1]:{port} {key}")
-        (folder / ".ssh").mkdir()
-        (folder / ".ssh/config").write_text(
+        self.ssh_config = (
             f"Host hpc-login\n  HostName 127.0.0.1\n  Port {port}\n  User root\n"
             f"  IdentityFile {folder}/user\n  UserKnownHostsFile {folder}/known_hosts\n"
         )
-        # ssh takes the home of the user database, not HOME.
-        (program := folder / "bin/ssh").parent.mkdir()
-        ssh = shutil.which("ssh")
-        program.write_text(f'#!/bin/sh\nexec {ssh} -F {folder}/.ssh/config "$@"\n')
-        program.chmod(0o755)
         (folder / "sshd_config").write_text(
             f"Port {port}\nListenAddress 127.0.0.1\nHostKey {folder}/host\nPidFile none\n"
             f"AuthorizedKeysFile {folder}/user.pub\nStrictModes no\nPermitRootLogin yes\n"
@@ -91,7 +88,6 @@ def login(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     for name in slurm.env:
         monkeypatch.delenv(name)
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
     entry = {
         "backend": "slurm", "cpus": 2, "stop_grace": 5, "ssh": "hpc-login",
         "python": sys.executable, "workdir": str(tmp_path / "shared"),
@@ -102,9 +98,7 @@ def login(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     (project / "tick.py").write_text(TICK)
     monkeypatch.chdir(project)
     made = Login(tmp_path, slurm)
-    # Another test's ``hpc-login`` had another port.
-    monkeypatch.setattr("clusterkit.backends.ssh.config.CONFIG_SECONDS", 1e-6)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    own_ssh.configure(tmp_path, made.ssh_config, monkeypatch)
     yield made
     made.stop()
 
@@ -121,7 +115,8 @@ def submit(login: Login) -> Iterator[Submit]:
 
     yield start
     for run in started:
-        run.cancel()
+        with contextlib.suppress(RunNotFound):  # its test has removed it
+            run.cancel()
 
 
 def said(run: api.Run) -> list[str]:

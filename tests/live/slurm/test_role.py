@@ -13,7 +13,7 @@ import pytest
 
 from clusterkit import api
 from clusterkit.run.status import State
-from tests import tested
+from tests import own_ssh, tested
 from tests.lab import CHECKOUT, Lab
 from tests.live.slurm import daemons
 from tests.live.ssh.test_ansible import NODES, Site, skip_without_lab
@@ -58,9 +58,7 @@ def test_bare_hosts_become_a_partition(
         waited = lab.ssh("h0", "timeout", "60", "sh", "-c", idle, timeout=70)
         assert waited.stdout == "2/idle\n", lab.ssh("h0", "sinfo", "-R", "-l").stdout
 
-        (tmp_path / ".ssh").mkdir()
-        (tmp_path / ".ssh/config").write_text(lab.ssh_config.read_text())
-        monkeypatch.setenv("HOME", str(tmp_path))
+        own_ssh.configure(tmp_path, lab.ssh_config.read_text(), monkeypatch)
         monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
         entry = {"backend": "slurm", "ssh": "h0", "workdir": "/srv/shared/clusterkit",
                  "partition": "gpu", "python": "/usr/bin/python3"}  # fmt: skip
