@@ -1014,7 +1014,7 @@ def test_healthy_gpus(judged):
         ({"ecc": "1"}, "fail", "GPU 0: 1 memory error that could", "--gpu-reset -i 0"),
         ({"retired": "Yes"}, "fail", "pages wait to be retired", "--gpu-reset -i 0"),
         ({"mode": "Prohibited"}, "fail", "computing is prohibited", "-c DEFAULT"),
-        ({"mig": "Enabled"}, "warn", "divided (MIG)", "-mig 0"),
+        ({"mig": "Enabled"}, "warn", "MIG is enabled", "-mig 0"),
         ({"reasons": "0x0000000000000040"}, "warn", "slowed down by heat", "PERFORMANCE"),
         ({"reasons": "0x00000000000000C8"}, "warn",
          "by hardware slowdown and heat and its power supply", "PERFORMANCE"),
