@@ -30,7 +30,7 @@ DRIVER: dict[str, tuple[str, str, str]] = {
 }  # fmt: skip
 """Level, cause and remedy of ``gpu-driver``; all others pass."""
 GPUS: dict[str, tuple[str, str, str]] = {
-    "a100mig": ("warn", "GPU 0: it is MIG is enabled", "-mig 0"),
+    "a100mig": ("warn", "GPU 0: MIG is enabled", "-mig 0"),
     "hot": ("warn", "GPU 7: slowed down by heat", "PERFORMANCE"),
     "hot525": ("warn", "GPU 7: slowed down by heat", "PERFORMANCE"),
     "l40sl4": ("warn", "1 x NVIDIA L40S, 1 x NVIDIA L4: the slowest", "CUDA_VISIBLE_DEVICES"),
