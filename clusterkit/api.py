@@ -22,12 +22,14 @@ import msgspec
 from clusterkit import backends
 from clusterkit.backends.base import SupportsDoctor, SupportsRemoteRuns
 from clusterkit.cluster import Facts
-from clusterkit.errors import EXIT_FAILURE, BadInput, CapabilityError, RunFailed
+from clusterkit.errors import BadInput, CapabilityError
 from clusterkit.jobfile.arguments import checked
 from clusterkit.lifecycle import control
 from clusterkit.lifecycle.run import Run as Run
+from clusterkit.lifecycle.run import failed
+from clusterkit.lifecycle.run import get as get
 from clusterkit.run import folder as run_folder
-from clusterkit.run.find import all_runs, find_run
+from clusterkit.run.find import all_runs
 from clusterkit.run.folder import Submission
 from clusterkit.run.status import RunStatus, State
 from clusterkit.spec import Job as Job
@@ -128,15 +130,6 @@ def submit(job: Job, **options: Any) -> Run:
     from clusterkit.lifecycle.launch import launch, prepare
 
     return launch(prepare(job, **options))
-
-
-def get(run: str | Run) -> Run:
-    """Find a run by its id, the beginning of its id, or ``last``; a `Run` is returned as it is.
-
-    Raises:
-        RunNotFound: no run matches, or several do.
-    """
-    return run if isinstance(run, Run) else Run(find_run(run))
 
 
 def _several(runs: Sequence[str | Run]) -> list[Run]:
@@ -338,12 +331,7 @@ def bench(
         run.cancel()
         raise
     if status.state is not State.SUCCEEDED:
-        reason = failure_text(status, with_hint=False) or status.remark
-        raise RunFailed(
-            f"run {run.id} is {status.state}{f': {reason}' if reason else ''}",
-            hint=(status.failure and status.failure.hint) or f"clusterkit logs {run.id}",
-            exit_code=status.exit_code or EXIT_FAILURE,
-        )
+        raise failed(status, failure_text(status, with_hint=False))
     return bandwidth.report(run.id, run.reported_events(), [node.host for node in status.nodes])
 
 

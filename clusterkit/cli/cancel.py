@@ -7,7 +7,7 @@ import time
 import click
 
 from clusterkit import api
-from clusterkit.cli.common import json_option, print_json, runs_argument, verb
+from clusterkit.cli.common import json_option, print_one_or_all, runs_argument, verb
 from clusterkit.errors import EXIT_FAILURE
 from clusterkit.ui.spinner import spinner
 
@@ -26,7 +26,7 @@ def command(runs: tuple[str, ...], as_json: bool) -> int:
     statuses = []
     for run in [api.get(name) for name in runs]:
         with spinner(f"cancelling {run.id}"):
-            ended = run.status().state.final
+            began = time.time()
             status = run.cancel()
         statuses.append(status)
         if as_json:
@@ -34,13 +34,13 @@ def command(runs: tuple[str, ...], as_json: bool) -> int:
         click.echo(f"{status.run} {status.state}")
         if status.remark:
             click.echo(status.remark, err=True)
-        elif ended:
-            at = time.strftime(" at %H:%M:%S", time.localtime(status.finished_at))
-            click.echo(f"it had ended{at if status.finished_at else ''} already", err=True)
+        elif status.finished_at is not None and status.finished_at < began:
+            at = time.strftime("%H:%M:%S", time.localtime(status.finished_at))
+            click.echo(f"it had ended at {at} already", err=True)
         elif not status.state.final:
             click.echo(
                 f"the run has not ended; clusterkit cancel {status.run} tries again", err=True
             )
     if as_json:
-        print_json(statuses[0] if len(statuses) == 1 else statuses)
+        print_one_or_all(statuses)
     return EXIT_FAILURE if any(s.remark or not s.state.final for s in statuses) else 0

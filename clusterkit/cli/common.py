@@ -28,14 +28,20 @@ _RENAMED = {"--clusters": "--cluster-file", "--out": "--output"}
 """Options of the release before, and their names now."""
 
 
+def split_words(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split a command line at ``--``: the words of the verb, and those after it."""
+    at = args.index("--") if "--" in args else len(args)
+    return list(args[:at]), list(args[at + 1 :])
+
+
 class Verb(click.Command):
     """A command whose help ends with its examples, a line each."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         known = {name for param in self.get_params(ctx) for name in param.opts}
-        split = args.index("--") if "--" in args else len(args)
+        own, _ = split_words(args)
         words = []
-        for word in args[:split]:
+        for word in own:
             name, equals, value = word.partition("=")
             new = _RENAMED.get(name)
             if new in known and name not in known:
@@ -43,7 +49,7 @@ class Verb(click.Command):
                 word = f"{new}{equals}{value}"
             words.append(word)
         try:
-            return super().parse_args(ctx, words + args[split:])
+            return super().parse_args(ctx, words + args[len(own) :])
         except click.UsageError as error:
             error.ctx = error.ctx or ctx  # click's parser forgets which command's help to name
             raise
@@ -67,9 +73,9 @@ class TrailingVerb(Verb):
     trailing_metavar = "COMMAND..."
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        split = args.index("--") if "--" in args else len(args)
-        rest = super().parse_args(ctx, args[:split])
-        ctx.params["trailing"] = args[split + 1 :]
+        own, trailing = split_words(args)
+        rest = super().parse_args(ctx, own)
+        ctx.params["trailing"] = trailing
         return rest
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
@@ -92,10 +98,10 @@ class JobVerb(TrailingVerb):
         from clusterkit import shell
         from clusterkit.jobfile.command import instead_of_a_job
 
-        split = args.index("--") if "--" in args else len(args)
-        options, others = self._split(ctx, args[:split])
+        own, after = split_words(args)
+        options, others = self._split(ctx, own)
         first, others = others[: self.before_job], others[self.before_job :]
-        if others and (command := instead_of_a_job([*others, *args[split + 1 :]])) is not None:
+        if others and (command := instead_of_a_job([*others, *after])) is not None:
             raise BadInput(
                 f"{others[0]} is not a job file: a command stands after --",
                 hint=shell.join(
@@ -110,7 +116,8 @@ class JobVerb(TrailingVerb):
             names = [name.lstrip("-") for name in self._takes_value(ctx)]
             near = did_you_mean(error.option_name.lstrip("-"), names, 0.8)
             near = near.replace("mean ", "mean --")
-            line = ["clusterkit", str(ctx.info_name), *options, others[0], "--", *others[1:]]
+            name, *more = others
+            line = ["clusterkit", str(ctx.info_name), *first, *options, name, "--", *more]
             raise BadInput(
                 f"No such option {error.option_name!r}. {near.capitalize()}".rstrip(),
                 hint=f"if it is the program's: {shell.join(line)}",
@@ -255,6 +262,11 @@ follow_options = options(
     click.option("-d", "--detach", is_flag=True, help="Return once the run has started."),
     click.option("--top", is_flag=True, help="Follow the run in `clusterkit top`."),
 )
+
+
+def print_one_or_all(documents: Sequence[Any]) -> None:
+    """Print one document as itself and several as a list: what verbs of several runs print."""
+    print_json(documents[0] if len(documents) == 1 else documents)
 
 
 STATE_COLOURS = {

@@ -9,7 +9,14 @@ import time
 import click
 
 from clusterkit import api
-from clusterkit.cli.common import STATE_COLOURS, json_option, print_json, runs_argument, table, verb
+from clusterkit.cli.common import (
+    STATE_COLOURS,
+    json_option,
+    print_one_or_all,
+    runs_argument,
+    table,
+    verb,
+)
 from clusterkit.run.status import RunStatus
 from clusterkit.ui.formatting import failure_text, goodput_text, remark_lines, terminal_filter
 
@@ -29,7 +36,7 @@ def command(runs: tuple[str, ...], as_json: bool) -> None:
     found = [api.get(name) for name in runs]
     statuses = [run.with_goodput(run.status()) for run in found]
     if as_json:
-        print_json(statuses[0] if len(statuses) == 1 else statuses)
+        print_one_or_all(statuses)
         return
     for run, status in zip(found, statuses, strict=True):
         _show(run, status)

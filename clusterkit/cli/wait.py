@@ -7,7 +7,7 @@ import time
 import click
 
 from clusterkit import api
-from clusterkit.cli.common import json_option, parse_duration, print_json, runs_argument, verb
+from clusterkit.cli.common import json_option, parse_duration, print_one_or_all, runs_argument, verb
 from clusterkit.errors import EXIT_FAILURE, EXIT_TIMEOUT, RunNotOver
 from clusterkit.ui.formatting import failure_text
 from clusterkit.ui.spinner import spinner
@@ -42,5 +42,5 @@ def command(runs: tuple[str, ...], timeout: float | None, as_json: bool) -> int:
             if text := failure_text(status) or status.remark:
                 click.echo(text, err=True)
     if as_json:
-        print_json(ended[0] if len(ended) == 1 else ended)
+        print_one_or_all(ended)
     return code

@@ -34,11 +34,10 @@ from clusterkit.files import user_name, write_atomic
 from clusterkit.jobfile import loader, request, sources, values
 from clusterkit.jobfile.arguments import checked
 from clusterkit.lifecycle import control, supervise
-from clusterkit.lifecycle.run import Run, check_secrets
+from clusterkit.lifecycle.run import Run, check_secrets, get
 from clusterkit.output.track import check_trackers
 from clusterkit.plan import Note, Plan
 from clusterkit.run import folder as run_folder
-from clusterkit.run.find import find_run
 from clusterkit.run.folder import Event, RunFolder, Submission
 from clusterkit.run.status import State
 from clusterkit.spec import Job, JobSpec
@@ -141,7 +140,7 @@ def rerun(run: str | Run, **options: Any) -> Run:
     Raises:
         ClusterkitError: the run could not be started; nothing is left behind.
     """
-    return launch(prepare_again(run if isinstance(run, Run) else Run(find_run(run)), **options))
+    return launch(prepare_again(get(run), **options))
 
 
 def _prepare(
@@ -455,7 +454,7 @@ def take_over(run: str, cluster: str, clusters_file: str | os.PathLike[str] | No
     with contextlib.closing(backends.transport_for(entry)) as transport:
         found = backend.recover(run, entry, transport)
         if (run_folder.home() / "runs" / found.run).is_dir():
-            known = Run(find_run(found.run))
+            known = get(found.run)
             known.attach()
             return known
         check_secrets(found.job, f"a restart of run {found.run} needs it: ")

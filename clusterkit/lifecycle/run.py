@@ -24,6 +24,7 @@ from clusterkit.errors import (
 from clusterkit.jobfile.arguments import checked
 from clusterkit.lifecycle import control
 from clusterkit.plan import Plan
+from clusterkit.run.find import find_run
 from clusterkit.run.folder import POLL_SECONDS, Event, RunFolder
 from clusterkit.run.logs import LogLine, last_lines
 from clusterkit.run.status import RunStatus, State
@@ -39,6 +40,26 @@ def check_secrets(spec: JobSpec, why: str = "") -> None:
             hint=f"{why}export {missing[0]}=...",
             job="secrets",
         )
+
+
+def failed(status: RunStatus, why: str | None) -> RunFailed:
+    """Return the error for a run that has not succeeded; without a reason, its remark is one."""
+    reason = why or status.remark
+    return RunFailed(
+        f"run {status.run} is {status.state}{f': {reason}' if reason else ''}",
+        hint=(status.failure and status.failure.hint) or f"clusterkit logs {status.run}",
+        exit_code=status.exit_code or EXIT_FAILURE,
+        status=status,
+    )
+
+
+def get(run: str | Run) -> Run:
+    """Find a run by its id, the beginning of its id, or ``last``; a `Run` is returned as it is.
+
+    Raises:
+        RunNotFound: no run matches, or several do.
+    """
+    return run if isinstance(run, Run) else Run(find_run(run))
 
 
 class Run:
@@ -106,15 +127,7 @@ class Run:
         status = self._waited(timeout, until)
         bad = status.state.final and status.state is not State.SUCCEEDED
         if check and (bad or status.state is State.UNKNOWN):
-            failure = status.failure
-            why = failure.line if failure is not None else status.remark
-            hint = failure.hint if failure is not None else None
-            raise RunFailed(
-                f"run {self.id} is {status.state}{f': {why}' if why else ''}",
-                hint=hint or f"clusterkit logs {self.id}",
-                exit_code=status.exit_code or EXIT_FAILURE,
-                status=status,
-            )
+            raise failed(status, status.failure.line if status.failure is not None else None)
         return status
 
     def _waited(

@@ -21,7 +21,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from clusterkit.errors import ClusterkitError
-from clusterkit.lifecycle.run import Run
+from clusterkit.lifecycle.run import get
 from clusterkit.run.find import find_run
 from clusterkit.ui.top.board import Action, Board, RunBoard, RunsBoard
 from clusterkit.ui.top.paint import Line, style_of
@@ -142,10 +142,10 @@ class Top(App[None]):
             self.board = self._list = self._list or RunsBoard()
         elif verb == "cancel":
             self.board.message = f"cancelling {argument}"
-            self._in_thread(lambda: Run(find_run(argument)).cancel(),
+            self._in_thread(lambda: get(argument).cancel(),
                             lambda status: f"{status.run} {status.state}")  # fmt: skip
         elif verb == "attach":
-            self._in_thread(lambda: Run(find_run(argument)).attach(),
+            self._in_thread(lambda: get(argument).attach(),
                             lambda _: f"{argument} has a supervisor again")  # fmt: skip
         elif isinstance(self.board, RunBoard) and (find := self.board.log.search(argument)):
             self._in_thread(find, partial(self.board.log.show_matches, argument))
