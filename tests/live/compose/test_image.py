@@ -181,7 +181,7 @@ def test_a_new_volume_can_be_written_by_anyone(engine: Engine, image: str) -> No
         (
             ("--base", "nowhere.invalid/base:1", "--tag", "clusterkit:never"),
             {},
-            "the base image nowhere.invalid/base:1 is neither here nor",
+            "the base image nowhere.invalid/base:1 is not found locally",
             "BASE=",
         ),
     ],
