@@ -18,6 +18,8 @@ EXIT_TIMEOUT = 124
 EXIT_REFUSED = 125
 """Clusterkit itself refused or failed, as docker and timeout have it: nothing of the user's ran."""
 EXIT_INTERRUPTED = 130
+EXIT_UNREAD = 141
+"""128 + SIGPIPE: the reader of standard output has closed it."""
 
 
 def pluralize(number: int, noun: str) -> str:

@@ -128,16 +128,17 @@ def run(config: Document, spaces: Document) -> Any:
         config: as `forkserver_process.start` makes it; ``channel`` is the socket's handle.
         spaces: what the modules define, by their names.
     """
-    environment = dict(os.environ)
-    if sys.path[:1] == [""]:
-        del sys.path[0]  # of ``-c``; each rank adds the program's own folder
+    environment, own_first = dict(os.environ), list(sys.path)
     gc.disable()  # nothing of an import is garbage
     preload = spaces["preload"]["Preload"](config, spaces)
+    sys.path[:] = config["path"]
     preload()
+    sys.path[:] = own_first
     gc.freeze()  # collections in ranks do not touch, and so copy, what all ranks share
     server = Server(config["channel"])
     server.report({"ready": os.getpid()})
     order = server.serve()
+    sys.path[:] = config["path"]
     gc.enable()
     os.close(config["source"])
     rank, reads = spaces["rank"], spaces["influences"]
@@ -154,4 +155,5 @@ def run(config: Document, spaces: Document) -> Any:
         {"torch": reads["READ_BY_TORCH"], "torch._dynamo": reads["READ_BY_DYNAMO"]}, tell,
         lambda: rank["start_worker_server"](order["socket"].format(**order["env"])),
     )  # fmt: skip
-    return spaces["program"]["Program"](order["argv"], config["modules"])
+    shadowed = spaces["module_files"]["shadowed"]
+    return spaces["program"]["Program"](order["argv"], config["modules"], shadowed)

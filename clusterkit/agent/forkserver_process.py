@@ -21,6 +21,11 @@ config["modules"] = frozenset(sys.modules)
 
 def main(*_):
     sys.excepthook = sys.__excepthook__
+    import os
+    config["path"] = sys.path[sys.path[:1] == [""]:]  # each rank adds the program's own folder
+    # The server's imports are Python's own, whatever the current folder and PYTHONPATH have.
+    own = os.path.dirname(os.__file__)
+    sys.path.sort(key=lambda folder: not folder.startswith(own) or "-packages" in folder)
     for name in ("type", "value", "traceback", "exc"):
         vars(sys).pop("last_" + name, None)
     spaces = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import itertools
 import os
 import sys
 import sysconfig
@@ -68,3 +69,18 @@ def files_of(name: str, path: Iterable[str]) -> Iterator[tuple[str, str, list[st
             return
         yield full, *found
         folders = found[1]
+
+
+def shadowed(names: Iterable[str], path: Iterable[str]) -> list[str]:
+    """Return those modules in ``sys.modules`` that ``path`` has another file for, before Python's
+    own folder: a program that imports one of them gets that file."""
+    library, cached = os.path.dirname(os.__file__), dict(sys.path_importer_cache)
+    folders = list(itertools.takewhile(lambda folder: folder != library, path))
+    names, tops = list(names), set()
+    for top in {name.partition(".")[0] for name in names} - set(sys.builtin_module_names):
+        spec = importlib.machinery.PathFinder.find_spec(top, folders)
+        if spec and spec.loader and spec.origin != getattr(sys.modules.get(top), "__file__", None):
+            tops.add(top)
+    sys.path_importer_cache.clear()
+    sys.path_importer_cache.update(cached)
+    return sorted(name for name in names if name.partition(".")[0] in tops)

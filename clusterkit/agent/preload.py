@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.machinery
 import os
 import sys
 import time
@@ -20,11 +19,6 @@ from typing import Any
 Document = dict[str, Any]
 _AUTOMATIC = ("torch", "torch._dynamo")
 """The first optimizer or DistributedDataParallel of a program imports torch._dynamo."""
-_LOADERS: Any = (
-    (importlib.machinery.ExtensionFileLoader, importlib.machinery.EXTENSION_SUFFIXES),
-    (importlib.machinery.SourceFileLoader, importlib.machinery.SOURCE_SUFFIXES),
-    (importlib.machinery.SourcelessFileLoader, importlib.machinery.BYTECODE_SUFFIXES),
-)
 
 
 class Preload:
@@ -120,13 +114,12 @@ class Preload:
             return f"{threads} thread{'s' if threads > 1 else ''}"
         if opened := sorted(_handles() - handles):
             return opened[0]
-        names = sorted({name.partition(".")[0] for name in sys.modules.keys() - modules})
-        if self._first is None:
-            return None
-        # The program's imports would have found these first.
-        finder = importlib.machinery.FileFinder(self._first, *_LOADERS)
-        own = [name for name in names if (spec := finder.find_spec(name)) and spec.loader]
-        return f"{own[0]}, as a file beside the program is named" if own else None
+        # Without us these imports would have found the program's own files.
+        own = self._spaces["module_files"]["shadowed"](
+            sys.modules.keys() - self._config["modules"],
+            sys.path if self._first is None else [self._first, *sys.path],
+        )
+        return f"{own[0]}, and the program has a module of that name" if own else None
 
     def _restart(self) -> None:
         """Execute this process anew, to import nothing."""

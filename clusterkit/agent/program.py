@@ -37,13 +37,16 @@ class Program:
     start: Callable[..., Any]
     arguments: tuple[Any, ...]
 
-    def __init__(self, words: list[str], modules: frozenset[str]) -> None:
+    def __init__(
+        self, words: list[str], modules: frozenset[str], shadowed: Callable[..., list[str]]
+    ) -> None:
         """
         Args:
             words: the program, or ``-m`` and its module; its arguments.
             modules: those that Python itself had imported.
+            shadowed: of `module_files`.
         """
-        self._words, self._modules = words, modules
+        self._words, self._modules, self._shadowed = words, modules, shadowed
         self._flushes = False  # whether Python flushes before it looks at how the program ended
         self.start, self.arguments = self._prepare, ()
 
@@ -63,7 +66,7 @@ class Program:
         file = os.path.join(os.getcwd(), self._words[0])
         sys.argv[:] = self._words
         if any(_finds(hook, file) for hook in sys.path_hooks):  # a folder, or a zip
-            sys.path.insert(0, file)
+            self._put_first(file, always=True)
             self.start = vars(runpy)["_run_module_as_main"]
             self.arguments = ("__main__", False)
             return
@@ -73,15 +76,12 @@ class Program:
         self._flushes = True
         main.update(__file__=file, __cached__=None, __loader__=loader)
 
-    def _put_first(self, folder: str) -> None:
-        """Put a folder at the head of ``sys.path``; drop modules of the same names as its own."""
-        if getattr(sys.flags, "safe_path", sys.flags.isolated):
-            return
-        sys.path.insert(0, folder)
-        for name in list(sys.modules.keys() - self._modules):
-            base = os.path.join(folder, name.partition(".")[0])
-            if os.path.isfile(f"{base}.py") or os.path.isfile(f"{base}/__init__.py"):
-                del sys.modules[name]
+    def _put_first(self, folder: str, *, always: bool = False) -> None:
+        """Put a folder at the head of ``sys.path``; drop modules that the path has others for."""
+        if always or not getattr(sys.flags, "safe_path", sys.flags.isolated):
+            sys.path.insert(0, folder)
+        for name in self._shadowed(sys.modules.keys() - self._modules, sys.path):
+            del sys.modules[name]
 
     def _compiled(self, file: str) -> CodeType:
         try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from pathlib import Path
 from typing import BinaryIO
@@ -59,6 +61,8 @@ def report(folder: Path, out: BinaryIO, *, log: int, ranks: int, follow: bool) -
         news = [send_new("log"), send_new("ranks.jsonl")]
         if not state["alive"]:
             send_whole("agent.log", read_from(folder / "agent.log"))
+            if state["ended"] and exit_json is None and not sent.get("agent.log"):
+                send_whole("agent.log", full_disk(folder))
         send_whole("exit.json", exit_json)
         if any(news) or state != last or time.monotonic() >= due:
             _frame(out, state)
@@ -89,6 +93,16 @@ def node_state(folder: Path) -> tuple[Document, bytes | None]:
     if not alive and begun and exit_json is None:
         exit_json = read_from(folder / "exit.json")  # it ended meanwhile
     return {"begun": begun, "alive": alive, "ended": begun and not alive}, exit_json
+
+
+def full_disk(folder: Path) -> bytes:
+    """Return what an agent could not write where its disk has no room; empty: it has."""
+    found = os.statvfs(folder)
+    blocks, files = found.f_bavail, found.f_favail
+    if os.geteuid() == 0:
+        blocks, files = found.f_bfree, found.f_ffree
+    full = not blocks or (not files and found.f_files)
+    return f"{os.strerror(errno.ENOSPC)}: {folder}\n".encode() if full else b""
 
 
 def read_from(path: Path, offset: int = 0) -> bytes | None:

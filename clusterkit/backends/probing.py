@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -16,7 +17,7 @@ from msgspec import Struct
 
 from clusterkit.cluster import Gpu, HostFacts
 from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailable
-from clusterkit.hosts import host_probe
+from clusterkit.hosts import host_probe, python_text
 from clusterkit.hosts.gpus import GPU_QUERY, Found, read_gpus
 from clusterkit.spec import JobSpec
 from clusterkit.transport import Completed, LocalTransport, Transport
@@ -119,7 +120,7 @@ def executable_path(python: str) -> str:
         raise Unavailable(
             f"python: {python} does not exist, or cannot be executed", hint=NAMES_PYTHON
         )
-    return os.path.abspath(path)
+    return str(Path(path).absolute())  # `..` stays: where it leads is the file system's to say
 
 
 def probe_python(
@@ -150,7 +151,9 @@ def probe_python(
     # The interpreter that runs clusterkit need not be started.
     if isinstance(transport, LocalTransport) and [*start] == [sys.executable] and env is None:
         return msgspec.convert(host_probe.document(probe_request(workdir)), HostReport)
-    program = (resources.files("clusterkit") / "hosts" / "host_probe.py").read_bytes()
+    program = python_text.program(
+        (resources.files("clusterkit") / "hosts" / "host_probe.py").read_bytes()
+    )
     argv = [*start, "-", msgspec.json.encode(probe_request(workdir)).decode()]
     failure = f"{where}: python: {python} is not a working Python interpreter"
     try:

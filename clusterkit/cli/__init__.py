@@ -18,6 +18,7 @@ import clusterkit
 from clusterkit.errors import (
     EXIT_INTERRUPTED,
     EXIT_REFUSED,
+    EXIT_UNREAD,
     BadInput,
     ClusterkitError,
     did_you_mean,
@@ -69,6 +70,10 @@ _RENAMED = {
 """Verbs of the release before, and what to type instead."""
 
 
+class _Unread(Exception):
+    """The reader of the output has closed it, as `head` does."""
+
+
 class _Verbs(click.Group):
     """A group that imports a verb's module only to run it or to show its own help."""
 
@@ -90,6 +95,12 @@ class _Verbs(click.Group):
             suggestion = did_you_mean(args[0], VERBS).capitalize()
             ctx.fail(f"No such command {args[0]!r}. {suggestion}".rstrip())
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:  # click would exit with 1, as programs that failed do
+            raise _Unread from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for group, verbs in GROUPS.items():
@@ -127,6 +138,7 @@ def _print_error(message: str, hint: str | None, as_json: bool) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the ``clusterkit`` command and end the process with its exit code."""
+    _open_standard_files()
     arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     debug, as_json = "--debug" in own, "--json" in own
@@ -148,11 +160,39 @@ def main(argv: list[str] | None = None) -> None:
         code = EXIT_REFUSED
     except (click.Abort, KeyboardInterrupt):
         code = EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of a pipe has closed it, as `head` does: write nothing more, not even at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
+    except _Unread:
+        code = _discard_output()
     except OSError as error:
-        _print_error(f"{error.strerror or error}: {error.filename or 'the output'}", None, as_json)
-        code = EXIT_REFUSED
+        code = _report_os_error(error, as_json)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = _discard_output()
+    except OSError as error:
+        code = _report_os_error(error, False)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _open_standard_files() -> None:
+    """Open what the caller has closed of files 0 to 2: else the run's own files would take their
+    place, and get what is printed."""
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(handle, True)
+    os.close(handle)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+
+
+def _report_os_error(error: OSError, as_json: bool) -> int:
+    if error.filename is None:  # of standard output
+        _discard_output()
+    what = error.filename or "standard output"
+    _print_error(f"{error.strerror or error}: {what}", None, as_json)
+    return EXIT_REFUSED
+
+
+def _discard_output() -> int:
+    """Write nothing more to standard output, not even at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return EXIT_UNREAD

@@ -14,7 +14,7 @@ import msgspec
 
 from clusterkit import api
 from clusterkit.cli.common import json_option, parse_duration, run_argument, verb
-from clusterkit.errors import BadInput
+from clusterkit.errors import BadInput, pluralize
 from clusterkit.output import tracebacks
 from clusterkit.run.folder import Event
 from clusterkit.run.logs import LogLine
@@ -64,7 +64,8 @@ def command(
     prints the run's events (a restart, and the failure before it), on stderr.
 
     On a terminal a program's colours are shown and its other escape sequences removed; a file or
-    pipe gets everything as it was written. torchrun's own traceback, which follows every failure
+    pipe gets them unchanged. A carriage return ends a line, a byte that is not UTF-8 is shown as
+    U+FFFD, and a line above 64 KiB is split. torchrun's own traceback, which follows every failure
     of a rank, is shown as one line; --raw and --json print all of it.
     """
 
@@ -73,6 +74,8 @@ def command(
             click.echo(f"note: {event.text}", err=True)
 
     start = None if since is None else time.time() - since
+    if attempt is not None and not follow and attempt > (last := api.get(run).status().attempt):
+        raise BadInput(f"--attempt: {run} has {pluralize(last, 'attempt')}")
 
     def wanted(line: LogLine) -> bool:
         return (

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 import click
 
 from clusterkit import api
 from clusterkit.cli.common import complete_run, parse_duration, state_option, verb
+from clusterkit.errors import BadInput, pluralize
 from clusterkit.run.status import RunStatus
 from clusterkit.ui.spinner import spinner
 
@@ -44,6 +46,8 @@ def command(
         if not chosen:
             click.echo("no run matches", err=True)
         elif not yes:
+            if not sys.stdin.isatty():
+                raise BadInput(f"{pluralize(len(chosen), 'run')} to remove", hint="add --yes")
             names = " ".join(run.id for run in chosen)
             click.confirm(f"remove {len(chosen)} runs: {names}?", abort=True, err=True)
     for run in chosen:

@@ -19,7 +19,7 @@ from clusterkit.ui.spinner import spinner
               help="Wait at most so long: 90, 5m, 2h.")  # fmt: skip
 @json_option
 def command(runs: tuple[str, ...], timeout: float | None, as_json: bool) -> int:
-    """Wait until runs have ended, and exit with the exit code of the first that failed.
+    """Wait until runs have ended, and exit with the exit code of the first in the list that failed.
 
     RUN is a run's id, the beginning of one, or `last`. Prints each run's id and state when it has
     ended. The exit code is 124 if --timeout is over before; the runs continue.
@@ -31,9 +31,9 @@ def command(runs: tuple[str, ...], timeout: float | None, as_json: bool) -> int:
         try:
             with spinner(f"waiting for {run.id}"):
                 status = run.wait(left)
-        except RunNotOver as error:
+        except RunNotOver:
             status, code = run.status(), code or EXIT_TIMEOUT
-            click.echo(error, err=True)
+            click.echo(f"run {run.id} is {status.state} after {timeout:g} s", err=True)
         else:
             code = code or (status.exit_code or 0 if status.state.final else EXIT_FAILURE)
         ended.append(status)

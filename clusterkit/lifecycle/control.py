@@ -159,9 +159,11 @@ def _unrecorded(folder: RunFolder) -> bool:
 
     Submit holds the lock from when it makes the file: where there is none, nothing is known.
     """
-    if not folder.file(LOCK).exists() or folder.has_supervisor():
+    # `os.path.exists` and not Path's, which raises in another user's folder.
+    if not os.path.exists(folder.file(LOCK)) or folder.has_supervisor():
         return False
-    return not any(folder.file(name).exists() for name in ("run.json", "state.json", "attempts"))
+    names = ("run.json", "state.json", "attempts")
+    return not any(os.path.exists(folder.file(name)) for name in names)
 
 
 def _sync(backend: Backend[Any], handle: RunHandle, transport: Transport) -> None:
@@ -263,7 +265,11 @@ def _missing(handle: RunHandle, restarts: int) -> str:
 
 
 def cancel(folder: RunFolder) -> RunStatus:
-    """End a run, supervised or not, also with a damaged folder. Idempotent."""
+    """End a run, supervised or not, also with a damaged folder. Idempotent.
+
+    Raises:
+        RunFolderError: it is another user's.
+    """
     with Connections() as connections:
         before = reconcile(folder, connections)
         leftovers = folder.file(LEFTOVERS)
@@ -277,8 +283,11 @@ def cancel(folder: RunFolder) -> RunStatus:
             _, remark = folder.stop(partial(backend.cancel, handle, transport))
             _record_end(before, backend, handle, transport)
             return _replace(before, remark=remark)
-        with contextlib.suppress(RunFolderError):  # a folder that is full or gone: end what runs
+        try:
             folder.mark_cancelled()
+        except RunFolderError as error:  # a folder that is full or gone: end what runs
+            if isinstance(error.__cause__, PermissionError):
+                raise
         backend, handle, transport = _access(folder, before.attempt, connections)
         _await_end(folder, handle.plan.stop_grace + RECORD_SECONDS)
         if elsewhere(folder) is not None:

@@ -14,6 +14,7 @@ from clusterkit.batch import DEEPSPEED_KEYS
 from clusterkit.cluster import Facts
 from clusterkit.errors import BadInput, ClusterkitError, KeyPath, RunFolderError
 from clusterkit.files import read_file, write_atomic
+from clusterkit.hosts.python_text import OWN_MODULES_FIRST
 from clusterkit.jobfile import deepspeed_config, sources
 from clusterkit.plan import Note, Plan
 from clusterkit.run import folder as run_folder
@@ -28,7 +29,9 @@ _COMPLETES = re.compile(
 _SECONDS = 60
 
 # Prints one line of JSON: null, or what DeepSpeed says, with the path of keys that it is about.
-_PROGRAM = """
+_PROGRAM = (
+    OWN_MODULES_FIRST
+    + """
 import json, sys
 given = json.loads(sys.stdin.buffer.read())
 out, sys.stdout = sys.stdout, sys.stderr
@@ -50,6 +53,7 @@ except Exception as error:
             found["value"] = repr(first["input"])[:60]
 print(json.dumps(found), file=out)
 """
+)
 
 
 def examine(

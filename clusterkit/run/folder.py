@@ -418,6 +418,8 @@ class RunFolder:
         try:
             try:
                 path.touch(0o644)
+            except PermissionError:  # it is another user's
+                raise
             except OSError:
                 self.file(RESERVE).unlink()  # the disk is full: room for a file, and the run's end
                 path.touch(0o644)

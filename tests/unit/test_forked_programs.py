@@ -202,6 +202,18 @@ PACKAGE = {
     "import __main__; print(sorted(vars(__main__)))\nf()",
     "pack/sub.py": "def f(): raise ValueError('sub')",
 }
+OWN = {
+    f"{name}.py": "mine = True"
+    for name in (
+        "array", "ast", "ctypes", "fcntl", "json", "random", "select", "selectors", "shutil",
+        "signal", "socket", "struct", "subprocess", "sysconfig", "weakref",
+    )
+}  # fmt: skip
+"""Modules of the program that are named as those that the server uses."""
+SHOWS_OWN = f"""
+for name in {[name[:-3] for name in OWN]}:
+    print(name, getattr(__import__(name), "mine", None))
+"""
 PROGRAMS = {
     "state": Case(STATE, argv=("./../folder/program.py", "a b", "", "ü\udce9", "-x")),
     "state, no path of its own": Case(STATE, env={"PYTHONSAFEPATH": "1"}),
@@ -240,6 +252,16 @@ PROGRAMS = {
     "modules named as Python's": Case(
         "import json, socket, select, runpy, hashlib\nprint(json.x, socket.x, select.x, hashlib.x)",
         files={f"{name}.py": "x = 'own'" for name in ["json", "socket", "select", "hashlib"]},
+    ),
+    # A variable of its own: the server starts in the program's folder.
+    "modules named as the server's": Case(SHOWS_OWN, files=OWN, env={"CASE": "beside"}),
+    "modules named as the server's, in PYTHONPATH": Case(
+        SHOWS_OWN, files={f"lib/{name}": text for name, text in OWN.items()},
+        env={"PYTHONPATH": "lib"},
+    ),
+    "modules named as the server's, in a folder that is run": Case(
+        argv=("app",), env={"CASE": "folder"},
+        files={f"app/{n}": text for n, text in {**OWN, "__main__.py": SHOWS_OWN}.items()},
     ),
     "warnings": Case(
         "import warnings\nwarnings.warn('user')\nwarnings.warn('old', DeprecationWarning)\n"

@@ -51,9 +51,9 @@ class Agent:
         (folder / "program.py").write_text(program)
         words = [interpreter, *python]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", RUN, "run", "--nproc", str(nproc), "--workdir", str(folder),
-             "--grace", "5", "--fork", str(len(words)), *options, "--", *words, "program.py",
-             *arguments],
+            [sys.executable, "-I", "-c", RUN, "run", "--nproc", str(nproc),
+             "--workdir", str(folder), "--grace", "5", "--fork", str(len(words)), *options,
+             "--", *words, "program.py", *arguments],
             env={"PATH": os.environ["PATH"], "CLUSTERKIT_RUN_DIR": str(folder / run),
                  "XDG_CACHE_HOME": str(folder / "cache"), "PYTHONUNBUFFERED": "1",
                  **{name: value for name, value in os.environ.items() if name in SHARED},

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from clusterkit.hosts import host_probe
+from clusterkit.hosts import host_probe, python_text
 from clusterkit.hosts.gpus import GPU_QUERY, read_gpus
 
-TEXT = Path(host_probe.__file__).read_bytes()
+TEXT = python_text.program(Path(host_probe.__file__).read_bytes())
 
 
 @pytest.fixture
@@ -55,6 +55,13 @@ def test_it_reads_and_writes_nothing_but_its_document(probe, tmp_path):
     before = sorted(tmp_path.iterdir())
     probe(workdir=str(tmp_path / "not there yet"))
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("variables", [{}, {"PYTHONPATH": "."}])
+def test_probe_imports_python_s_own_modules_alone(variables, probe, tmp_path):
+    for name in ("array", "fcntl", "glob", "json", "random", "shutil", "socket", "struct"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(9)\n")
+    assert probe(env=variables)["python"] == sys.executable
 
 
 def test_a_machine_tells_what_it_is(probe):

@@ -57,6 +57,19 @@ def test_what_a_program_does_before_its_import_of_torch_has_its_effect(name, age
     assert first == second == plain
 
 
+@pytest.mark.parametrize("folder", [".", "lib"])
+def test_torch_gets_the_module_of_a_standard_name_that_it_gets_under_python(
+    folder, agent, packages
+):
+    packages("torch", "import random\nseen = hasattr(random, 'mine')\n")
+    (agent.folder / "lib").mkdir()
+    (agent.folder / folder / "random.py").write_text("mine = True\n")
+    shared = os.environ.get("PYTHONPATH", "")
+    variables = {"PYTHONPATH": f"{agent.folder / 'lib'}:{shared}"}
+    first, second, plain = outputs(agent, "import torch\nprint(torch.seen)", **variables)
+    assert first == second == plain == ["True"]
+
+
 def test_a_package_that_reads_its_rank_at_import_is_imported_by_each_rank(agent, packages):
     """As Lightning and torchmetrics do."""
     packages("torch", "")

@@ -304,6 +304,11 @@ def test_an_interpreter_is_found_by_its_name(environment, monkeypatch):
     assert error.value.exit_code == 125
 
 
+def test_interpreter_may_be_named_by_a_path_with_two_dots(environment, cwd):
+    os.symlink(os.path.dirname(environment("VIRTUAL_ENV")), cwd.parent / "bin")
+    assert api.plan(["../bin/python", "-c", "1"]).python == f"{cwd}/../bin/python"
+
+
 def test_a_command_that_is_not_on_the_path_is_refused_before_anything_starts(cwd, monkeypatch):
     (cwd / "go").write_text("#!/bin/sh\n")
     with pytest.raises(BadInput, match="command: nope-x: not found on PATH") as error:
@@ -322,7 +327,7 @@ def test_a_command_that_is_not_on_the_path_is_refused_before_anything_starts(cwd
 def test_an_interpreter_that_is_too_old_is_refused(tmp_path):
     python = tmp_path / "python3.9"
     python.write_text(
-        f"#!/bin/sh\nsed 's/list(sys.version_info.*)/[3, 9, 2]/' | {sys.executable} \"$@\"\n"
+        f"#!/bin/sh\nsed 's/list(sys.version_info.:3.)/[3, 9, 2]/' | {sys.executable} \"$@\"\n"
     )
     python.chmod(0o755)
     with pytest.raises(Unavailable, match=r"localhost: python: .*/python3\.9 is Python 3\.9\.2"):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,24 @@ def test_a_node_that_has_ended(node_dir, kept):
     assert (kept / "ranks.jsonl").read_text() == '{"rank": 0}\n'
     for name in ("started.json", "exit.json", "agent.log"):
         assert (kept / name).read_bytes() == (node_dir / name).read_bytes() == view.files[name]
+
+
+@pytest.mark.parametrize(("full", "log"), [(True, b"No space left on device: "), (False, b"")])
+def test_report_names_the_full_disk_on_which_an_agent_ended(full, log, node_dir, kept, monkeypatch):
+    begin(node_dir)
+    (node_dir / "agent.log").touch()
+    (node_dir / "started.json").write_text("{}")  # of no process
+    found = os.statvfs(node_dir)
+    blocks = 0 if full else found.f_blocks
+    names = ("f_bavail", "f_bfree", "f_favail", "f_ffree", "f_files")
+    values = (blocks, blocks, found.f_favail, found.f_ffree, found.f_files)
+    space = types.SimpleNamespace(**dict(zip(names, values, strict=True)))
+    monkeypatch.setattr(os, "statvfs", lambda path: space)
+    out = io.BytesIO()
+    report.report(node_dir, out, log=0, ranks=0, follow=False)
+    sent = {header.get("file"): data for header, data in Frames().feed(out.getvalue())}
+    assert sent["agent.log"].startswith(log)
+    assert bool(sent["agent.log"]) == full
 
 
 def test_a_second_look_brings_only_what_is_new(node_dir, kept):

@@ -1,15 +1,20 @@
 """The verbs of version 0.1 that `test_cli.py` does not hold, their exit codes and old names."""
 
+import errno
 import io
 import json
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from clusterkit import api
 from clusterkit.cli import GROUPS, VERBS
-from clusterkit.errors import Unavailable
+from clusterkit.errors import RunFolderError, Unavailable
 from clusterkit.lifecycle import launch
 from clusterkit.run.folder import RunFolder
 from clusterkit.run.status import Failure, NodeStatus, RunStatus, State
@@ -213,7 +218,8 @@ def test_rm_by_age_and_state_removes_what_matches_alone(cli, ended, unstarted_ru
     new, pending = ended("new"), unstarted_run(run_id="pending")
     words = ("rm", "--older-than", "30d", "--state", "FAILED")
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    assert cli(*words).code == 130  # nobody to ask
+    done = cli(*words)  # nobody to ask
+    assert (done.code, done.err) == (125, "error: 1 run to remove\n hint: add --yes\n")
     assert failed.path.exists()
     assert cli(*words, "--yes").out == "bad\n"
     assert cli("rm", "--older-than", "30d", "-y").out == "old\n"
@@ -250,7 +256,8 @@ def test_logs_are_chosen_by_time_pattern_and_attempt(cli, ended):
     assert texts("--grep", "Err.r") == ["old Error one", "new Error two"]
     assert texts("--grep", "Error", "--tail", "1") == ["new Error two"]
     assert texts("--attempt", "1", "--since", "5m", "--grep", "line") == ["new line"]
-    assert texts("--attempt", "2") == []
+    done = cli("logs", run.id, "--attempt", "2")
+    assert (done.code, done.err) == (125, "error: --attempt: a has 1 attempt\n")
 
 
 def test_metrics_draws_several_runs_and_lists_one(cli, ended, monkeypatch):
@@ -274,3 +281,86 @@ def test_plan_names_its_files_and_shows_them_when_asked(cli, write_job):
     assert "#!/bin/sh" in whole
     assert "nproc_per_node=1" in short
     assert short.split("\nsteps\n")[1] == whole.split("\nsteps\n")[1]
+
+
+# ---------------------------------------------------------------- the output
+
+
+def run_with(output, *words, **streams):
+    """The exit code and standard error of ``clusterkit``, with what standard output is."""
+    done = subprocess.run(
+        [sys.executable, "-m", "clusterkit", *words], stdout=output, stderr=subprocess.PIPE,
+        text=True, check=False, **streams,
+    )  # fmt: skip
+    return done.returncode, done.stderr.splitlines()
+
+
+@pytest.mark.parametrize("words", [("ls", "--json"), ("jobs",)])
+def test_full_standard_output_is_one_error(words):
+    with open("/dev/full", "w") as full:
+        code, lines = run_with(full, *words)
+    assert (code, lines) == (125, ["error: No space left on device: standard output"])
+
+
+def test_closed_pipe_ends_with_141(ended):
+    ended("a", log=stamped(60, "x"))
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as closed:
+        assert run_with(closed, "logs", "a") == (141, [])
+    code = subprocess.run(
+        ["bash", "-c", '"$@" | true; exit ${PIPESTATUS[0]}', "bash", sys.executable, "-m",
+         "clusterkit", "schema"], check=False,
+    ).returncode  # fmt: skip
+    assert code in (0, 141)  # by whether it wrote before the reader ended
+
+
+def test_files_0_to_2_that_are_closed_are_opened_before_any_other(ended):
+    ended("a")
+    for closing in (">&-", ">&- 2>&- <&-"):
+        words = f'"$@" {closing}'
+        command = [
+            "bash",
+            "-c",
+            words,
+            "bash",
+            sys.executable,
+            "-m",
+            "clusterkit",
+            "status",
+            "last",
+        ]
+        done = subprocess.run(command, capture_output=True, check=False)
+        assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_cancel_of_another_user_s_run_is_refused(unstarted_run, monkeypatch):
+    def touch(path, mode=0o666):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    run = unstarted_run()
+    monkeypatch.setattr(Path, "touch", touch)
+    with pytest.raises(RunFolderError, match="Permission denied"):
+        run.cancel()
+
+
+def test_ls_shows_runs_whose_folders_cannot_be_read(cli, ended, unstarted_run, monkeypatch):
+    """Path.exists raises there, where os.path.exists does not."""
+    ended("a")
+    other = RunFolder(unstarted_run(run_id="b").path)
+    read, exists = RunFolder.read, Path.exists
+
+    def reads(folder, name):
+        if folder.path == other.path:
+            raise RunFolderError(f"cannot read {name}: Permission denied")
+        return read(folder, name)
+
+    def path_exists(path):
+        if path.parent == other.path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return exists(path)
+
+    monkeypatch.setattr(RunFolder, "read", reads)
+    monkeypatch.setattr(Path, "exists", path_exists)
+    states = {row["run"]: row["state"] for row in cli("ls", "--json").json}
+    assert states == {"a": "SUCCEEDED", "b": "UNKNOWN"}

@@ -16,6 +16,7 @@ from clusterkit.doctor.hosts.base import Answer, Collector
 from clusterkit.doctor.hosts.collect import runner
 from clusterkit.errors import SubmitFailed
 from clusterkit.hosts import host_probe
+from clusterkit.hosts.python_text import OWN_MODULES_FIRST
 
 # Tries one Python after the other: if the interpreter of the ranks does not work, another one can
 # still check the rest of the host.
@@ -25,9 +26,7 @@ exit 127"""
 _OTHERS = ("python3", "/usr/bin/python3")
 _SHARED = (host_probe.__name__, collect.__name__, runner.__name__)
 """Modules that are always sent, before those that import them."""
-_LOAD = """import sys
-sys.path[:] = [p for p in sys.path if p]  # a json.py of the current folder is not Python's
-import types
+_LOAD = """import types
 for name, text in {modules}:
     module = sys.modules[name] = types.ModuleType(name)
     exec(compile(text, name, "exec"), module.__dict__)
@@ -64,7 +63,7 @@ def command(
     # Its own site-packages are what the interpreter of the ranks is asked for; else they cost time.
     flags = "" if any(each.site_packages for each in collectors) else "-I -S"
     argv = ["/bin/sh", "-c", _TRY_EACH % flags, "sh", *dict.fromkeys((python, *_OTHERS))]
-    return argv, (_LOAD.format(modules=ascii(modules)) + call).encode()
+    return argv, (OWN_MODULES_FIRST + _LOAD.format(modules=ascii(modules)) + call).encode()
 
 
 @cache
