@@ -367,7 +367,9 @@ def test_peers_that_fail_of_it_are_not_blamed_and_one_traceback_is_shown(
     assert done.stderr.count("Traceback (most recent call last)") == 1
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "forkserver"])
+@pytest.mark.parametrize(
+    "launcher", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.thorough), "forkserver"]
+)
 def test_a_killed_rank_takes_the_run_down(submit: Submit, launcher: str) -> None:
     run = submit("beat.py", 6000, nodes=2, launcher=launcher)
     all_ready(run, 2)
@@ -537,7 +539,9 @@ def test_a_cancelled_program_that_leaves_with_0_has_not_succeeded(
     assert (status.state, status.exit_code) == (State.CANCELLED, 130)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "forkserver"])
+@pytest.mark.parametrize(
+    "launcher", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.thorough), "forkserver"]
+)
 def test_ranks_have_the_whole_grace_to_save_their_work(
     submit: Submit, tmp_path: Path, launcher: str
 ) -> None:
@@ -895,7 +899,7 @@ def test_an_elastic_run_goes_on_without_a_node(submit: Submit) -> None:
     assert [node.state for node in status.nodes] == [State.SUCCEEDED, State.FAILED]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_a_rank_of_an_elastic_run_that_raises_ends_it(submit: Submit, rank: int) -> None:
     run = submit("raises.py", rank, nodes="1:2", launcher="torchrun")
     status = run.wait(4 * SOON)

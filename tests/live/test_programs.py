@@ -109,6 +109,7 @@ def test_collectives_give_what_they_must_on_three_ranks(run_job) -> None:
 # ---------------------------------------------------------------- data parallel
 
 
+@pytest.mark.thorough
 def test_three_ways_to_start_ddp_train_the_same(run_job, tmp_path: Path, monkeypatch) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
@@ -183,10 +184,8 @@ def test_sentiment_counts_right_and_can_be_used_afterwards(
 
 
 @needs_accelerate
-@pytest.mark.parametrize(
-    ("zero", "name"),
-    [(3, "sentiment-zero3"), pytest.param(2, "sentiment-zero2", marks=pytest.mark.thorough)],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("zero", "name"), [(3, "sentiment-zero3"), (2, "sentiment-zero2")])
 def test_the_trainer_computes_the_same_with_ddp_and_zero(
     run_job, reviews: Path, zero: int, name: str
 ) -> None:
@@ -210,6 +209,7 @@ def test_the_trainer_computes_the_same_with_ddp_and_zero(
             assert int(held) == pytest.approx(int(whole) / (2 if stage == 3 else 1), rel=0.01)
 
 
+@pytest.mark.thorough
 def test_qwen_says_what_each_device_keeps(run_job) -> None:
     run = run_job("qwen", "--steps", 4, "--context", 32, gpus=2)
     lines = sorted(line for line in said(run) if line.startswith("Device"))

@@ -444,7 +444,7 @@ def test_a_value_with_slashes_is_no_comment(write_job):
     assert job.deepspeed == {"tensorboard": {"output_path": "a // b", "job_name": "http://x/y"}}
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.thorough)])
 def test_this_machine_s_deepspeed_is_asked_through_the_plan(stage, cwd, write_job, refused):
     pytest.importorskip("deepspeed")
     write_job(

@@ -120,7 +120,10 @@ print(torch._dynamo.config.suppress_errors, torch.fx.experimental.symbolic_shape
 """
 
 
-@pytest.mark.parametrize("program", [REAL, COMPILER, HUB, PLOT, DYNAMO])
+@pytest.mark.parametrize(
+    "program",
+    [REAL, COMPILER, DYNAMO, *(pytest.param(x, marks=pytest.mark.thorough) for x in (HUB, PLOT))],
+)
 def test_real_packages(program, agent):
     first, second, plain = outputs(agent, program)
     assert first == second == plain

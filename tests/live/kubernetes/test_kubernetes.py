@@ -268,7 +268,8 @@ def test_what_pods_wait_for_is_said_and_a_cancel_ends_it(on, words, submit):
 
 
 @pytest.mark.parametrize(
-    "flavor", ["pytorchjob", "mpijob", pytest.param("job", marks=pytest.mark.thorough)]
+    "flavor",
+    ["mpijob", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("pytorchjob", "job"))],
 )
 def test_an_image_that_cannot_be_had_stays_the_cause_when_its_pods_are_removed(flavor, submit):
     on = {"image": "nowhere.example/no:1", "image_pull_policy": "Never", "flavor": flavor}
@@ -425,7 +426,8 @@ def sidecar(name, script, **more):
 @pytest.mark.parametrize(
     ("flavor", "launcher"),
     [
-        ("pytorchjob", "forkserver"), ("job", "forkserver"), ("mpijob", "mpirun"),
+        ("pytorchjob", "forkserver"), ("mpijob", "mpirun"),
+        pytest.param("job", "forkserver", marks=pytest.mark.thorough),
         pytest.param("trainjob", "forkserver", marks=pytest.mark.thorough),
         pytest.param("jobset", "forkserver", marks=pytest.mark.thorough),
     ],

@@ -39,8 +39,10 @@ def kill_rank_1(kube, run):
     "flavor",
     [
         "pytorchjob",
-        "mpijob",
-        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("job", "trainjob", "jobset")),
+        *(
+            pytest.param(x, marks=pytest.mark.thorough)
+            for x in ("mpijob", "job", "trainjob", "jobset")
+        ),
     ],
 )
 def test_a_killed_rank_starts_all_again_in_the_same_pods(flavor, submit, begun, kube):

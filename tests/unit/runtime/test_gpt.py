@@ -145,6 +145,8 @@ DIVIDED: dict[str, tuple[list[Any], int, list[int]]] = {
     "3d": (["--strategy", "3d", "--mesh", "pp=2,dp=1,tp=2"], 4, [117_952] * 2 + [116_160] * 2),
 }  # fmt: skip
 """Arguments (a section: ZeRO with it), ranks, and what each rank's optimizer then holds."""
+RESUMED = ("ddp", "zero-3", "deepspeed pp", "fsdp", "tp sequence", "3d")
+"""Those whose resumed run each test run compares."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,13 @@ def test_recomputed_activations_change_no_number(launch) -> None:
     assert again.losses() == plain.losses()
 
 
-@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in RESUMED else pytest.param(name, marks=pytest.mark.thorough)
+        for name in DIVIDED
+    ],
+)
 def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
     launch, whole: Callable[[str], Whole], name: str
 ) -> None:
@@ -250,7 +258,14 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("ddp", 1), ("zero-0", 1), ("fsdp", 1), ("tp", 2), ("pp", 4)]
+    ("name", "ranks"),
+    [
+        ("ddp", 1),
+        ("fsdp", 1),
+        ("pp", 4),
+        pytest.param("zero-0", 1, marks=pytest.mark.thorough),
+        pytest.param("tp", 2, marks=pytest.mark.thorough),
+    ],
 )
 def test_a_run_is_resumed_on_another_number_of_ranks(
     launch, whole: Callable[[str], Whole], name: str, ranks: int
@@ -262,7 +277,7 @@ def test_a_run_is_resumed_on_another_number_of_ranks(
     assert other.losses() == pytest.approx(expected, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["zero-2", "zero-3"])
+@pytest.mark.parametrize("name", [pytest.param("zero-2", marks=pytest.mark.thorough), "zero-3"])
 def test_where_the_ranks_each_keep_a_part_another_number_is_refused(
     launch, whole: Callable[[str], Whole], name: str
 ) -> None:

@@ -216,7 +216,7 @@ print("the same")
 """
 
 
-@pytest.mark.parametrize("rank", [0, 7])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.thorough), 7])
 @pytest.mark.parametrize(
     ("strategy", "mesh"),
     [
