@@ -293,7 +293,8 @@ def _notes(script: Script, found: Machine, where: str, args: Sequence[str]) -> I
             "would each do all of the work"
         )
     given = {word.partition("=")[0] for word in args}
-    missing = [name for name in script.needs if name.startswith("-") and name not in given]
+    # Which of the words are positional arguments is the program's to say.
+    missing = [n for n in script.needs if (n not in given if n.startswith("-") else not args)]
     if missing:
         names = ", ".join(missing)
         yield f"{script.path} requires {names}: add it to args in {JOB_FILE}"
