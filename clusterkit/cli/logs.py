@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import sys
 import time
@@ -13,7 +14,13 @@ import click
 import msgspec
 
 from clusterkit import api
-from clusterkit.cli.common import json_option, parse_duration, run_argument, verb
+from clusterkit.cli.common import (
+    json_option,
+    parse_duration,
+    run_argument,
+    terminal_width,
+    verb,
+)
 from clusterkit.errors import BadInput
 from clusterkit.output import tracebacks
 from clusterkit.run.folder import Event
@@ -63,9 +70,9 @@ def command(
     {time node rank text attempt}; together with --follow, one object per line. --follow also
     prints the run's events (a restart, and the failure before it), on stderr.
 
-    On a terminal a program's colours are shown and its other escape sequences removed; a file or
-    pipe gets everything as it was written. torchrun's own traceback, which follows every failure
-    of a rank, is shown as one line; --raw and --json print all of it.
+    On a terminal a program's colours are shown, its other escape sequences removed, and lines are
+    wrapped at spaces; a file or pipe gets everything as it was written. torchrun's own traceback,
+    which follows every failure of a rank, is shown as one line; --raw and --json print all of it.
     """
 
     def note(event: Event) -> None:
@@ -96,6 +103,7 @@ def command(
         _print_list(batches)
         return
     clean = terminal_filter(sys.stdout)
+    width = terminal_width() if sys.stdout.isatty() else math.inf
     # In batches of thousands of lines: one by one, two million lines would take a minute.
     for batch in batches if as_json or raw else tracebacks.collapse_torchrun_reports(batches):
         if as_json:
@@ -103,7 +111,7 @@ def command(
         elif raw:
             text = "".join([f"{clean(line.text)}\n" for line in batch])
         else:
-            text = "".join([f"{clean(log_text(line))}\n" for line in batch])
+            text = "".join([f"{clean(log_text(line, width))}\n" for line in batch])
         sys.stdout.write(text)
         sys.stdout.flush()
 

@@ -188,7 +188,7 @@ class RunsBoard(Board[RunStatus]):
         rows = self.rows()
         visible = self.visible(rows, height - 2)
         wide = max((len(rows[number].run) for number in visible), default=3)
-        head = f" {'RUN':{wide}}  {'STATE':10}  NODES  {'CLUSTER':10}  {'STARTED':8}  WHAT"
+        head = f" {'RUN':{wide}}  {'STATE':10}  NODES  {'CLUSTER':10}  {'AGE':8}  WHAT"
         found = [paint.title("clusterkit top", self.position(rows), width), ((head, BOLD),)]
         if not rows:
             none = "no run matches" if self._all else "no runs yet: clusterkit submit jobs/ddp.yaml"
