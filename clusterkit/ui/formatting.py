@@ -14,8 +14,8 @@ from clusterkit.errors import join_some
 from clusterkit.run.logs import LogLine, readable
 from clusterkit.run.status import Goodput, RunStatus, State
 
-_NARROW = 60
-"""Columns below which a log line shows no time."""
+NARROW = 60
+"""Columns of a terminal below which a log line shows no time."""
 _SEQUENCE = re.compile(
     r"(\x1b\[[0-9;:]*m)"  # colours
     r"|\x1b\[[0-?]*[ -/]*[@-~]"  # cursor, screen, modes
@@ -87,7 +87,7 @@ def log_text(line: LogLine, width: float = math.inf) -> str:
     """
     event = line.event
     text = line.text if event is None else readable(event)
-    if width >= _NARROW:
+    if width >= NARROW:
         text = f"{clock(line.time)} {source(line)} {text}"
     else:
         text = f"{source(line)} {text}"
