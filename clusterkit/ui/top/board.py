@@ -445,7 +445,7 @@ class RunBoard(Board[tuple[int, int]]):
         texts = [self._rank_cells(view) for view in views]
         header = [
             ("NODE", 4), ("RANK", 5), ("STATE", 10), ("STEP", 8), ("S/STEP", 7), ("QUIET", 6),
-            ("CPUS", 5), ("MEM", 5), ("GPU", 4), ("MEM", 6), ("LAST", 4),
+            ("CPUS", 5), ("MEM", 5), ("GPU", 4), ("MEM", 6), (" LAST", 4),
         ]  # fmt: skip
         usage = range(6, 10)
         without = [at for at in usage if not any(cells[at] for cells in texts)]
