@@ -27,6 +27,7 @@ class Page:
     """One tab."""
 
     def __init__(self, address: str) -> None:
+        self._address = address
         self._socket = websocket.create_connection(address, timeout=SECONDS, suppress_origin=True)
         self._number = 0
         self.complaints: list[str] = []
@@ -58,6 +59,11 @@ class Page:
                 self.complaints.append(params["entry"]["text"])
             case "Page.javascriptDialogOpening":
                 self.complaints.append(f"dialog: {params['message']}")
+
+    def window(self) -> Page:
+        """Another window of the same browser: unlike a tab, it is seen beside this one."""
+        target = self.call("Target.createTarget", url="about:blank", newWindow=True)["targetId"]
+        return Page(f"{self._address.rpartition('/')[0]}/{target}")
 
     def open(self, address: str) -> None:
         self.call("Page.navigate", url=address)

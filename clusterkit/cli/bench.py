@@ -166,7 +166,8 @@ def _print_rows(report: bandwidth.Report) -> None:
                                  row.algorithm_gb_per_s, row.bus_gb_per_s)), row.wrong)
         for row in report.rows
     ]  # fmt: skip
-    click.echo(table(rows, header, numbers=True))
+    rest = ("elements", "iterations", "max us", "min us", "wrong", "algbw GB/s", "median us")
+    click.echo(table(rows, header, drop=rest, numbers=True))
     _print_setup(report)
     smallest = {row.collective: row.size for row in reversed(report.rows)}
     latencies = [
@@ -186,7 +187,7 @@ def _print_pairs(report: bandwidth.Report, pairs: bandwidth.Pairs) -> None:
             for host, line in zip(pairs.hosts, matrix, strict=True)
         ]
         click.echo(f"{title}; from the row's host to the column's")
-        click.echo(table(rows, ("", *pairs.hosts), numbers=True) + "\n")
+        click.echo(table(rows, ("", *pairs.hosts), drop=(), numbers=True) + "\n")
     click.echo(pairs.judgement)
     _print_setup(report)
 

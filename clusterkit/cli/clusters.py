@@ -34,5 +34,6 @@ def command(clusters_file: str | None, as_json: bool) -> int:  # fmt: skip
             (each.name, each.backend, each.nodes, each.gpus, each.error or "can be reached")
             for each in found
         ]
-        click.echo(table(rows, ("CLUSTER", "BACKEND", "NODES", "GPUS", "STATE")))
+        click.echo(table(rows, ("CLUSTER", "BACKEND", "NODES", "GPUS", "STATE"),
+                         drop=("GPUS", "NODES", "BACKEND")))  # fmt: skip
     return EXIT_FAILURE if any(each.error for each in found) else 0

@@ -301,30 +301,39 @@ def table(
     rows: Iterable[Iterable[object]],
     header: Sequence[str],
     *,
+    drop: Sequence[str] | None = None,
     indent: int = 0,
     numbers: bool = False,
 ) -> str:
-    """Format a table, wrapped to the width of the terminal less ``indent``.
+    """Format a table that fits the width of the terminal less ``indent``.
+
+    Sentences are wrapped first, then columns left out; an id or a number is never broken, so a
+    table of which no more columns may go can be wider.
 
     Args:
         rows: the cells; None is shown as ``-``.
+        drop: columns that may be left out, in this order. Default: all but the first, from the
+            right.
         numbers: align all columns but the first to the right.
     """
     from clusterkit.ui.formatting import terminal_filter
 
     clean = terminal_filter(sys.stdout, colours=False)
     everything = [tuple(header), *(tuple(clean(_cell(each)) for each in row) for row in rows)]
-    gap, widths = _layout(everything, _terminal_width() - indent)
+    names = header[:0:-1] if drop is None else drop
+    order = [header.index(name) for name in names]
+    gap, widths = _layout(everything, terminal_width() - indent, order)
     lines = []
     for row in everything:
         cells = [
-            [cell] if len(cell) <= width else textwrap.wrap(cell, width)
-            for cell, width in zip(row, widths, strict=True)
-        ]
+            [row[at]] if len(row[at]) <= width
+            else textwrap.wrap(row[at], width, break_on_hyphens=False)
+            for at, width in widths.items()
+        ]  # fmt: skip
         for parts in zip_longest(*cells, fillvalue=""):
             padded = [
                 part.rjust(width) if numbers and column else part.ljust(width)
-                for column, (part, width) in enumerate(zip(parts, widths, strict=True))
+                for part, (column, width) in zip(parts, widths.items(), strict=True)
             ]
             lines.append((" " * gap).join(padded).rstrip())
     return "\n".join(lines)
@@ -342,39 +351,54 @@ def catalogue_table(jobs: Sequence[CatalogueEntry]) -> str:
         (job.name, job.nodes, job.ranks, job.device, ", ".join(job.packages), job.description)
         for job in jobs
     ]
-    return table(rows, ("JOB", "NODES", "RANKS", "DEVICE", "PACKAGES", "WHAT IT DOES"))
+    header = ("JOB", "NODES", "RANKS", "DEVICE", "PACKAGES", "WHAT IT DOES")
+    return table(rows, header, drop=("PACKAGES", "DEVICE", "NODES", "RANKS"))
 
 
-def _terminal_width() -> float:
-    """Return how wide a table may be; infinity for a file or pipe, unless COLUMNS is set."""
+def terminal_width() -> float:
+    """Return how wide the output may be; infinity for a file or pipe, unless COLUMNS is set."""
     if sys.stdout.isatty() or "COLUMNS" in os.environ:
         return shutil.get_terminal_size().columns
     return math.inf
 
 
-def _layout(rows: Sequence[Sequence[str]], room: float) -> tuple[int, list[int]]:
-    """Return the space between columns, and their widths, so that a table fits into ``room``.
+_SHORT = 8
+"""Length of a cell that is not broken at its spaces: ``12 min``."""
+_LONGEST_WORD = 24
+"""Longest word of a sentence that is not broken in a narrow column; longer ones are paths."""
 
-    The widest columns shrink first, down to their longest words. Only if that does not suffice
-    are words broken, down to 4 characters: a table that needs less does not fit.
+
+def _layout(
+    rows: Sequence[Sequence[str]], room: float, drop: Sequence[int]
+) -> tuple[int, dict[int, int]]:
+    """Return the space between columns, and the width of each that is shown, by its number.
+
+    The widest column of sentences shrinks first, down to its longest word.
     """
     columns = list(zip(*rows, strict=True))
     natural = [max(map(len, column)) for column in columns]
-    words = [
-        max((len(word) for cell in column for word in cell.replace("-", "- ").split()), default=0)
-        for column in columns
-    ]
-    widths = list(natural)
-    for gap, size, least in (
-        (2, widths, words),
-        (1, widths, words),
-        (1, natural, [4] * len(words)),
-    ):
-        while sum(widths) + gap * (len(widths) - 1) > room:
-            shrinkable = [number for number, width in enumerate(widths) if width > least[number]]
-            if not shrinkable:
-                break
-            widths[max(shrinkable, key=size.__getitem__)] -= 1
-        else:
-            break
-    return gap, widths
+    least = [max(map(_unbroken, column)) for column in columns]
+    shown, left = list(range(len(columns))), list(drop)
+    while True:
+        for gap in (2, 1):
+            widths = {column: natural[column] for column in shown}
+            excess = sum(widths.values()) + gap * (len(shown) - 1) - room
+            while excess > 0:
+                widest = max(shown, key=lambda column: (widths[column] > least[column],
+                                                        widths[column]))  # fmt: skip
+                if widths[widest] <= least[widest]:
+                    break
+                widths[widest] -= 1
+                excess -= 1
+            else:
+                return gap, widths
+        if not left:
+            return gap, widths
+        shown.remove(left.pop(0))
+
+
+def _unbroken(cell: str) -> int:
+    """Return how narrow a cell may be: a cell of one word is an id or a number."""
+    words = cell.split(" ")
+    whole = len(words) == 1 or len(cell) <= _SHORT
+    return len(cell) if whole else min(max(map(len, words)), _LONGEST_WORD)

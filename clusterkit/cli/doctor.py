@@ -107,7 +107,7 @@ def _list(as_json: bool) -> None:
         )
     else:
         rows = [(c.name, of, "quick" if c.quick else "", c.purpose) for of, c in found]
-        click.echo(table(rows, ("CHECK", "OF", "", "WHAT IT LOOKS AT")))
+        click.echo(table(rows, ("CHECK", "OF", "", "WHAT IT LOOKS AT"), drop=("", "OF")))
 
 
 def _phase_text(phase: int, waiting: Sequence[str], visited: Sequence[str]) -> str:

@@ -33,6 +33,8 @@ _HEADER = (
     "STRATEGY", "MESH", "PARAMS", "GRADS", "OPTIM", "ACTIV", "LOSS", "COMM", "TOTAL", "FITS",
     "MICRO", "HOST",
 )  # fmt: skip
+_LESS = ("LOSS", "COMM", "GRADS", "MESH", "HOST", "PARAMS", "ACTIV", "OPTIM", "MICRO")
+"""Columns that a narrow terminal leaves out, in this order."""
 
 
 class _EstimateVerb(JobVerb):
@@ -146,7 +148,7 @@ def _text(found: Estimate) -> Iterator[str]:
     own = "; * the job as it is written" if first.own else ""
     yield f"GiB per GPU; TOTAL is the peak of a step, not the sum{own}"
     yield ""
-    yield table([_cells(row) for row in found.rows], _HEADER)
+    yield table([_cells(row) for row in found.rows], _HEADER, drop=_LESS)
     if found.advice is not None:
         yield ""
         choose = "choose  " if found.advice.strategy else ""

@@ -52,13 +52,14 @@ def command(
         none = "no run is in that state" if any_run else "no runs yet: clusterkit submit job.yaml"
         click.echo(none, err=True)
         return
-    header = ["RUN", "STATE", "NODES", "CLUSTER", "STARTED"]
-    rows = [[run.run, run.state, _nodes(run), run.cluster, _ago(run.started_at)] for run in found]
+    header = ["RUN", "STATE", "NODES", "CLUSTER", "AGE"]
+    rows = [[run.run, run.state, _nodes(run), run.cluster, _age(run.started_at)] for run in found]
     if cluster is not None:
         header.append("OF")
         for row, run in zip(rows, found, strict=True):
             row.append("this machine" if run.here else run.user or "somebody")
-    for line in table(rows, header).splitlines():
+    drop = ("CLUSTER", "NODES", "AGE")
+    for line in table(rows, header, drop=drop).splitlines():
         state = next((state for state in STATE_COLOURS if f" {state} " in f"{line} "), None)
         if state is None:
             click.echo(line)
@@ -70,11 +71,11 @@ def _nodes(run: Any) -> int | None:
     return len(run.nodes) or getattr(run, "nodes_asked", None)
 
 
-def _ago(moment: float | None) -> str:
+def _age(moment: float | None) -> str:
     if moment is None:
         return "-"
     seconds = max(0, int(time.time() - moment))
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= size:
-            return f"{seconds // size} {unit} ago"
-    return f"{seconds} s ago"
+            return f"{seconds // size} {unit}"
+    return f"{seconds} s"

@@ -15,10 +15,17 @@ from clusterkit.cli.common import (
     print_one_or_all,
     runs_argument,
     table,
+    terminal_width,
     verb,
 )
 from clusterkit.run.status import RunStatus
-from clusterkit.ui.formatting import failure_text, goodput_text, remark_lines, terminal_filter
+from clusterkit.ui.formatting import (
+    failure_text,
+    fold,
+    goodput_text,
+    remark_lines,
+    terminal_filter,
+)
 
 SHORT = 10.0
 """Seconds below which a run is all start, and its share of training says nothing."""
@@ -49,7 +56,7 @@ def _show(run: api.Run, status: RunStatus) -> None:
     seconds = 0.0
     if status.started_at is not None:
         seconds = (status.finished_at or time.time()) - status.started_at
-        click.echo(
+        _print(
             f"  job {status.job} on {status.cluster} ({status.backend}), "
             f"attempt {status.attempt}, {seconds:.1f} s"
         )
@@ -60,7 +67,8 @@ def _show(run: api.Run, status: RunStatus) -> None:
             for node in status.nodes
         ]  # fmt: skip
         header = ("NODE", "HOST", "STATE", "EXIT", "WHY")
-        click.echo(textwrap.indent(table(rows, header, indent=2), "  "))
+        nodes = table(rows, header, drop=("HOST", "EXIT"), indent=2)
+        click.echo(textwrap.indent(nodes, "  "))
     if status.attempts:
         header = ("ATTEMPT", "ENDED", "LAST STEP", "STEPS LOST", "WHY")
         attempts = [
@@ -73,17 +81,23 @@ def _show(run: api.Run, status: RunStatus) -> None:
             )
             for earlier in status.attempts
         ]
-        click.echo(textwrap.indent(clean(table(attempts, header, indent=2)), "  "))
+        text = table(attempts, header, drop=("ENDED", "STEPS LOST", "LAST STEP"), indent=2)
+        click.echo(textwrap.indent(clean(text), "  "))
     if status.goodput is not None and seconds >= SHORT:
-        click.echo(f"  {goodput_text(status.goodput)}")
+        _print(f"  {goodput_text(status.goodput)}")
     for line in remark_lines(status):
-        click.echo(f"  {clean(line)}")
+        _print(f"  {clean(line)}")
     for event in run.events():
-        click.echo(f"  {time.strftime('%H:%M:%S', time.localtime(event.at))} {clean(event.text)}")
+        _print(f"  {time.strftime('%H:%M:%S', time.localtime(event.at))} {clean(event.text)}")
     if status.remark:
-        click.echo(f"  {clean(status.remark)}")
+        _print(f"  {clean(status.remark)}")
     if status.failure is not None:
-        click.echo(clean(failure_text(status)))
+        _print(clean(failure_text(status)))
+
+
+def _print(text: str) -> None:
+    for line in text.split("\n"):
+        click.echo("\n".join(fold(line, terminal_width())))
 
 
 def _until(moment: float | None) -> str:

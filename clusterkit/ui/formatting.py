@@ -45,6 +45,38 @@ def terminal_filter(stream: TextIO, *, colours: bool = True) -> Callable[[str], 
     return partial(printable, colours=colours) if stream.isatty() else str
 
 
+def fold(text: str, width: float) -> list[str]:
+    """Break text at spaces into lines of at most ``width`` columns.
+
+    Further lines are indented more than the first. A longer word stays whole: an id, a number and
+    a path can be copied.
+    """
+    if cells(text) <= width:
+        return [text]
+    indent = len(text) - len(text.lstrip(" "))
+    margin = " " * min(indent + 2, int(width) // 2)
+    lines, line, used = [], "", 0
+    for word in re.findall(r" +|[^ ]+", text):
+        size = cells(word)
+        if used + size > width and line.strip():
+            lines.append(line.rstrip(" "))
+            line, used = margin, len(margin)
+        if line != margin or not word.isspace():
+            line, used = line + word, used + size
+    return [*lines, line]
+
+
+def cells(text: str) -> int:
+    """Return how many columns of a terminal a text takes."""
+    if "\x1b" in text:
+        text = _SEQUENCE.sub("", text)
+    if text.isascii():
+        return len(text) if "\t" not in text else len(text.expandtabs())
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
 def log_text(line: LogLine) -> str:
     """Format a log line with its time, node and rank; a marked line as words, not JSON."""
     event = line.event

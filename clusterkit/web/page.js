@@ -7,12 +7,13 @@ const report = $("data") && JSON.parse($("data").textContent);
 const token = takeToken();
 const TABS = ["curves", "ranks", "events", "log", "config", "plan"];
 const DEFAULT_METRICS = "loss and tokens/s";
-const POINTS = 2000, MOST_LINES = 5000, PAUSE = 1000;
+const POINTS = 2000, MOST_LINES = 5000;
+const PAUSE = 1000, BEHIND_PAUSE = 100, PATIENCE = 20000, OUTDATED = 5;
 // Okabe and Ito's palette, which people with any kind of colour vision can distinguish.
 const COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
 const state = {
-  runs: [], run: null, about: null, tab: "curves", ticked: new Set(), abouts: {},
-  curves: {}, zoom: null, charts: [], log: null, news: null, waiting: new Set(), timer: null,
+  runs: [], run: null, about: null, tab: "curves", picked: null, ticked: new Set(), abouts: {},
+  curves: {}, zoom: null, charts: [], log: null, news: null, turn: 0, timer: null, heard: Date.now(), lost: false,
 };
 
 // ---- requests
@@ -39,7 +40,9 @@ async function get(path, query = []) {
 async function ask(method, url) {
   let response;
   try {
-    response = await fetch(url, { method, headers: { Authorization: `Bearer ${token}` } });
+    // To cancel a run may take longer, and is not to be given up.
+    const signal = method === "GET" ? AbortSignal.timeout(PATIENCE) : undefined;
+    response = await fetch(url, { method, signal, headers: { Authorization: `Bearer ${token}` } });
   } catch {
     throw new Error("clusterkit web has ended, or cannot be reached");
   }
@@ -67,8 +70,16 @@ function el(name, about = {}, ...inside) {
   return made;
 }
 const fill = (place, ...inside) => place.replaceChildren(...inside);
-const clock = (at) => (at ? new Date(at * 1000).toLocaleTimeString([], { hour12: false }) : "");
-const when = (at) => (at ? new Date(at * 1000).toLocaleString([], { hour12: false }) : "");
+const two = (number) => String(number).padStart(2, "0");
+const clockOf = (date) => [date.getHours(), date.getMinutes(), date.getSeconds()].map(two).join(":");
+const clock = (at) => (at ? clockOf(new Date(at * 1000)) : "");
+// ISO dates in local time, without the year where it is this one.
+function when(at) {
+  if (!at) return "";
+  const date = new Date(at * 1000), year = date.getFullYear();
+  const day = `${two(date.getMonth() + 1)}-${two(date.getDate())}`;
+  return `${year === new Date().getFullYear() ? "" : `${year}-`}${day} ${clockOf(date)}`;
+}
 function number(value) {
   if (typeof value !== "number") return value === null || value === undefined ? "-" : String(value);
   if (Number.isInteger(value)) return value.toLocaleString("en");
@@ -119,13 +130,13 @@ async function loadRuns() {
 async function tick(run) {
   if (!state.ticked.delete(run)) state.ticked.add(run);
   showRuns();
-  listen();
   await loadCurves(true);
 }
 
 // Not by the hashchange event, which comes too late for the next key: it is for the run chosen here.
-function choose(run, tab = state.tab) {
-  history.pushState(null, "", `#${run}/${tab}`);
+// Without a tab, the run opens on its own: `openingTab`.
+function choose(run, tab = state.picked) {
+  history.pushState(null, "", `#${run}${tab ? `/${tab}` : ""}`);
   fromHash();
 }
 
@@ -139,19 +150,33 @@ const fromHash = guarded(async () => {
   const [run, tab, others] = decodeURIComponent(location.hash.slice(1)).split("/");
   if (others) state.ticked = new Set(others.split(","));
   const wanted = run || state.run || (state.runs[0] && state.runs[0].run);
-  state.tab = TABS.includes(tab) ? tab : state.tab;
+  state.picked = TABS.includes(tab) ? tab : null;
+  state.tab = state.picked || state.tab;
   showTab();
   if (!wanted) { fill($("summary"), el("p", { className: "quiet" }, "There are no runs yet.")); return; }
   if (wanted !== state.run) {
     state.run = wanted;
     Object.assign(state, { about: null, zoom: null, log: null });
     fill($("lines"));
+    for (const id of ["attempt", "node", "rank"]) $(id).selectedIndex = 0;
     await loadRuns();
-    listen();
+    poll();
   }
   await loadRun();
-  if (state.about) await showPanel();  // unless another run has been chosen meanwhile
+  if (!state.about) return;  // another run has been chosen meanwhile
+  if (!state.picked) openingTab();
+  await showPanel();
 });
+
+// A failed run opens on what the rank that failed first has printed, any other on its curves.
+function openingTab() {
+  const { state: is, failure, ranks } = state.about;
+  state.tab = is === "FAILED" ? "log" : "curves";
+  showTab();
+  if (is !== "FAILED" || !failure || failure.node === null) return;
+  const first = ranks.find((each) => each.node === failure.node && each.rank === failure.rank);
+  showLogOf(failure.node, first && first.heard_at ? failure.rank : null);
+}
 
 // ---- one run
 
@@ -192,7 +217,10 @@ function showSummary() {
   if (run.step) parts.push(fact("step", run.steps ? `${number(run.step)} of ${number(run.steps)}` : number(run.step)));
   if ("loss" in last) parts.push(fact("loss", number(last.loss)));
   if ("tokens_per_second" in last) parts.push(fact("tokens/s", number(last.tokens_per_second)));
-  if (run.standstill) parts.push(el("div", { className: "note bad", role: "alert" }, el("b", {}, "Who waits for whom: "), run.standstill.text));
+  if (run.standstill && !run.final) {
+    const title = run.standstill.waiting.length ? "Who waits for whom: " : "Hang: ";
+    parts.push(el("div", { className: "note bad", role: "alert" }, el("b", {}, title), run.standstill.text));
+  }
   for (const text of run.notes) parts.push(el("div", { className: "note" }, text));
   if (run.failure) {
     const hint = run.failure.hint ? `\nhint: ${run.failure.hint}` : "";
@@ -206,35 +234,57 @@ function showSummary() {
   $("cancel").hidden = Boolean(report) || run.final;
 }
 
-function showRanks() {
-  const run = state.about;
-  const missing = new Set(run.standstill ? run.standstill.missing : []);
-  const waiting = new Set(run.standstill ? run.standstill.waiting : []);
-  const kind = (rank) => (missing.has(rank) ? "missing" : waiting.has(rank) ? "waiting" : "");
-  const nodes = new Map();
-  for (const rank of run.ranks) {
-    if (!nodes.has(rank.node)) nodes.set(rank.node, []);
-    nodes.get(rank.node).push(rank);
-  }
-  for (const node of run.nodes) if (!nodes.has(node.node)) nodes.set(node.node, []);
-  const words = (rank) => [rank.rank === null ? "launcher" : `rank ${rank.rank}`,
-    { missing: "did not come", waiting: "waits", "": "" }[kind(rank.rank)],
-    rank.step === null ? "" : `step ${number(rank.step)}`,
-    rank.step_seconds === null ? "" : `${number(rank.step_seconds)} s`, rank.last || ""].filter(Boolean).join("  ");
-  fill($("ranks"), el("div", { className: "grid" }, ...[...nodes].sort((a, b) => a[0] - b[0]).map(([node, ranks]) => {
-    const status = run.nodes.find((each) => each.node === node);
-    const head = el("h3", {}, `node ${node} `);
-    if (status) head.append(`${status.host} `, el("span", { className: `state ${status.state}` }, status.state));
-    if (status && status.reason) head.append(` ${status.reason}`);
-    return el("div", { className: "node" }, head, ...ranks.map((rank) => el("button",
-      { type: "button", className: `${rank.state} ${kind(rank.rank)}`, title: words(rank), onclick: () => openLog(node, rank.rank) }, words(rank))));
-  })));
+const size = (bytes) => (bytes >= 2 ** 30 ? `${(bytes / 2 ** 30).toFixed(1)} GiB` : `${Math.round(bytes / 2 ** 20)} MiB`);
+
+// The columns of `clusterkit top`; those of CPU, memory and GPU where some rank has them.
+function rankColumns(run) {
+  const now = run.finished_at || run.now;
+  const used = (key) => run.ranks.some((rank) => rank.usage && rank.usage[key] !== null);
+  const of = (key, text) => (rank) => (rank.usage && rank.usage[key] !== null ? text(rank.usage[key]) : "");
+  return [
+    ["Step", (rank) => (rank.step === null ? "" : number(rank.step))],
+    ["s/step", (rank) => (rank.step_seconds === null ? "" : String(+rank.step_seconds.toPrecision(3)))],
+    ["Quiet", (rank) => (rank.heard_at ? duration(now - rank.heard_at) : "")],
+    ...(used("memory") ? [["CPUs", of("cpus", (cpus) => cpus.toFixed(1))], ["Memory", of("memory", size)]] : []),
+    ...(used("gpu") ? [["GPU", of("gpu", (percent) => `${percent} %`)], ["GPU memory", of("gpu_memory", size)]] : []),
+  ];
 }
 
-function openLog(node, rank) {
+function showRanks() {
+  const run = state.about, hang = run.final ? null : run.standstill;
+  const kind = (rank) => (hang && hang.missing.includes(rank) ? "missing" : hang && hang.waiting.includes(rank) ? "waiting" : "");
+  const columns = rankColumns(run);
+  const nodes = new Map(run.nodes.map((node) => [node.node, []]));
+  for (const rank of run.ranks) nodes.set(rank.node, [...(nodes.get(rank.node) || []), rank]);
+  const nodeRow = (node) => {
+    const status = run.nodes.find((each) => each.node === node);
+    const head = el("th", { scope: "colgroup", colSpan: columns.length + 3 }, `node ${node}`);
+    if (status) head.append(` ${status.host} `, el("span", { className: `state ${status.state}` }, status.state));
+    if (status && status.reason) head.append(` ${status.reason}`);
+    return el("tr", { className: "node" }, head);
+  };
+  const rankRow = (rank) => {
+    const waits = kind(rank.rank);
+    const word = { missing: "MISSING", waiting: "WAITS", "": rank.state }[waits];
+    return el("tr", { className: waits },
+      el("td", {}, el("button", { type: "button", title: "Show its log", onclick: () => openLog(rank.node, rank.rank) },
+        rank.rank === null ? "launcher" : String(rank.rank))),
+      el("td", { className: `state ${word}` }, word),
+      ...columns.map(([, text]) => el("td", { className: "figure" }, text(rank))),
+      el("td", { className: "last", title: rank.last || "" }, rank.last || ""));
+  };
+  fill($("ranks"), table(["Rank", "State", ...columns.map(([name]) => name), "Last line"],
+    [...nodes].sort((a, b) => a[0] - b[0]).flatMap(([node, ranks]) => [nodeRow(node), ...ranks.map(rankRow)])));
+}
+
+function showLogOf(node, rank) {
   $("node").value = String(node);
   showRankChoices();
   $("rank").value = rank === null ? "" : String(rank);
+}
+
+function openLog(node, rank) {
+  showLogOf(node, rank);
   state.log = null;
   choose(state.run, "log");
 }
@@ -302,33 +352,46 @@ async function showPanel() {
   if (state.tab === "plan") await showPlan();
 }
 
-// Events come up to twice a second for each run; what has changed is requested once a second.
-function listen() {
+// Ask what is new, not by a stream: a browser opens six connections to a host, and each tab would
+// hold one of them. A tab that nobody sees does not ask.
+async function poll() {
   if (report) return;
-  if (state.news) state.news.close();
-  const query = new URLSearchParams([["token", token], ...compared().map((run) => ["run", run])]);
-  state.news = new EventSource(`/api/news?${query}`);
-  // Request what changed before it was open, or while it was disconnected.
-  state.news.onopen = () => { showMessage(""); news({ run: null, new: ["runs"] }, ...compared().map((run) => ({ run, new: ["metrics"] }))); };
-  state.news.onerror = () => showMessage("clusterkit web has ended, or cannot be reached");
-  state.news.onmessage = (message) => news(JSON.parse(message.data));
+  clearTimeout(state.timer);
+  const turn = ++state.turn;
+  let pause = PAUSE;
+  if (!document.hidden) {
+    try {
+      const answer = await get("/api/news", compared().map((run) => ["run", run]));
+      state.heard = Date.now();
+      if (turn !== state.turn) return;  // asked again meanwhile, for other runs
+      const before = state.news || { of: {} };
+      state.news = answer;
+      if (answer.behind) pause = BEHIND_PAUSE;
+      if (state.lost) showMessage("");
+      state.lost = false;
+      await update(before, answer);
+    } catch (error) {
+      state.lost = true;
+      showMessage(error.message);
+    }
+  }
+  if (turn === state.turn) state.timer = setTimeout(poll, pause);
 }
 
-function news(...all) {
-  for (const each of all) for (const what of each.new) state.waiting.add(`${each.run || ""} ${what}`);
-  state.timer = state.timer || setTimeout(guarded(update), PAUSE);
-}
-
-async function update() {
-  state.timer = null;
-  const news = [...state.waiting].map((each) => each.split(" "));
-  state.waiting.clear();
-  if (news.some(([run]) => !run)) await loadRuns();
-  if (news.some(([run]) => run === state.run)) {
+async function update(before, now) {
+  // A run that was not asked about before may have changed since it was loaded.
+  const changed = (run, ...parts) => !before.of[run] || !now.of[run] || parts.some((part) => before.of[run][part] !== now.of[run][part]);
+  if (before.runs !== now.runs) await loadRuns();
+  if (now.of[state.run] && changed(state.run, ...Object.keys(now.of[state.run]))) {
     await loadRun();
     if (state.tab === "log" && $("follow").checked) await loadLog("newer");
   }
-  if (state.tab === "curves" && news.some(([, what]) => what === "metrics") && !state.zoom) await loadCurves(false);
+  if (state.tab === "curves" && !state.zoom && compared().some((run) => now.of[run] && changed(run, "metrics"))) await loadCurves(false);
+}
+
+function showAge() {
+  const seconds = Math.round((Date.now() - state.heard) / 1000);
+  $("age").textContent = seconds > OUTDATED && !document.hidden ? `not updated for ${duration(seconds)}` : "";
 }
 
 // ---- actions and keys
@@ -412,6 +475,7 @@ $("report").addEventListener("click", () => {
   el("a", { href: `/report.html?${query}`, download: "" }).click();
 });
 window.addEventListener("hashchange", fromHash);
+document.addEventListener("visibilitychange", poll);
 new ResizeObserver(debounced(() => {
   for (const chart of state.charts) chart.setSize({ width: chart.root.parentElement.clientWidth, height: 280 });
 }, 50)).observe($("charts"));
@@ -421,5 +485,5 @@ if (report) {
   $("report").hidden = true;
   $("follow").parentElement.hidden = true;
   showMessage(`as of ${when(report.at)}`);
-}
+} else setInterval(showAge, 1000);
 guarded(async () => { await loadRuns(); if (report) state.ticked = new Set(state.runs.slice(1).map((run) => run.run)); await fromHash(); })();

@@ -1,8 +1,9 @@
 """The HTTP server of `clusterkit web`: authorization and routes.
 
 It is the standard library's server with a thread per connection, as it serves a few browsers of
-one person over the loopback interface, each with one connection open for events. A web framework
-would add only what is not needed here: workers, templates, dependencies.
+one person over the loopback interface. A web framework would add only what is not needed here:
+workers, templates, dependencies. The page asks for news once a second: a stream of events would
+hold, for each tab, one of the six connections that a browser opens to a host.
 
 A request is refused unless
 
@@ -42,12 +43,8 @@ import msgspec
 
 from clusterkit.errors import ClusterkitError, RunNotFound, Unavailable
 from clusterkit.web import page, prometheus
-from clusterkit.web.site import MOST_POINTS, Changes, Site
+from clusterkit.web.site import MOST_POINTS, Site
 
-EVENT_SECONDS = 0.5
-"""Time between two polls for changes."""
-_KEEP_ALIVE_SECONDS = 15.0
-"""Time between two comments on a connection without events."""
 _BODY_BYTES = 1 << 16
 """Longest body that is skipped."""
 _CONNECTIONS = 64
@@ -83,7 +80,6 @@ class Server(ThreadingHTTPServer):
     def __init__(self, host: str = "127.0.0.1", port: int = 0, runs: Sequence[str] = ()) -> None:
         self.site, self.host, self._runs = Site(), host, runs
         self.token = secrets.token_urlsafe(32)
-        self.stopping = threading.Event()
         self._free = threading.BoundedSemaphore(_CONNECTIONS)
         self._unknown: dict[socket.socket, float] = {}
         """When each connection that has not shown the token was opened, the oldest first."""
@@ -115,10 +111,6 @@ class Server(ThreadingHTTPServer):
         others = f"/curves/{','.join(self._runs[1:])}" if self._runs[1:] else ""
         place = f"#{self._runs[0]}{others}" if self._runs else ""
         return f"http://{host}:{self.server_address[1]}/?token={self.token}{place}"
-
-    def shutdown(self) -> None:
-        self.stopping.set()
-        super().shutdown()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):
@@ -287,23 +279,8 @@ class _Handler(BaseHTTPRequestHandler):
         attempt, node = self._number("attempt", int), self._number("node", int) or 0
         self._json(self.server.site.line(run, attempt, node, self._number("at", int) or 0))
 
-    def _events(self) -> None:
-        """Send an event for each run that changes, until the browser closes the connection."""
-        # Before the headers: a browser that has them and then requests data misses no change.
-        changes = Changes(self.server.site, self._query.get("run", []))
-        self.close_connection = True
-        self._head(200, "text/event-stream")
-        quiet = 0.0
-        while True:
-            events = changes.poll()
-            quiet = 0.0 if events else quiet + EVENT_SECONDS
-            for event in events:
-                self.wfile.write(b"data: " + _json(event) + b"\n\n")
-            if quiet >= _KEEP_ALIVE_SECONDS:
-                quiet = 0.0
-                self.wfile.write(b":\n\n")
-            if self.server.stopping.wait(0.01 if changes.behind else EVENT_SECONDS):
-                return
+    def _news(self) -> None:
+        self._json(self.server.site.news(self._query.get("run", [])))
 
     def _number(self, name: str, kind: Callable[[str], Any]) -> Any:
         text = self._query.get(name, [""])[-1]
@@ -368,7 +345,7 @@ _ROUTES: list[tuple[str, re.Pattern[str], Callable[..., None]]] = [
         ("GET", "/", _Handler._page),
         ("GET", "/report.html", _Handler._report),
         ("GET", "/metrics", _Handler._prometheus),
-        ("GET", "/api/news", _Handler._events),
+        ("GET", "/api/news", _Handler._news),
         ("GET", "/api/runs", _as_json(Site.runs)),
         ("GET", _RUN, _as_json(Site.run)),
         ("GET", f"{_RUN}/plan", _as_json(Site.plan)),

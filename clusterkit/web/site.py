@@ -76,6 +76,9 @@ class Site:
     def __init__(self) -> None:
         self._watched: dict[str, Watched] = {}
         self._listing = LiveRuns()
+        self._listed: list[dict[str, Any]] = []
+        self._list_changes = 0
+        self._due = 0.0
         self._lock = threading.Lock()
 
     def watched(self, run: str) -> Watched:
@@ -98,14 +101,40 @@ class Site:
     def runs(self) -> list[dict[str, Any]]:
         """Return the runs for the list, newest first."""
         with self._lock:
-            found = self._listing.poll()
-        return [
-            {
-                "run": status.run, "job": status.job, "cluster": status.cluster,
-                "state": status.state, "started_at": status.started_at,
-            }
-            for status in found
-        ]  # fmt: skip
+            self._due = 0.0
+            return self._list()
+
+    def _list(self) -> list[dict[str, Any]]:
+        """Read the list if it is due; the caller holds the lock."""
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + LISTING_SECONDS
+            found = [
+                {
+                    "run": status.run, "job": status.job, "cluster": status.cluster,
+                    "state": status.state, "started_at": status.started_at,
+                }
+                for status in self._listing.poll()
+            ]  # fmt: skip
+            self._list_changes += found != self._listed
+            self._listed = found
+        return self._listed
+
+    def news(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return how often the list of runs, and each part of some runs, has changed so far.
+
+        A run that does not exist any more has null.
+        """
+        with self._lock:
+            self._list()
+            found: dict[str, Any] = {"runs": self._list_changes, "behind": False, "of": {}}
+        for name in names:
+            try:
+                with (watched := self.watched(name)).fresh() as live:
+                    found["of"][name] = dict(watched.changes)
+                    found["behind"] |= live.behind
+            except RunNotFound:
+                found["of"][name] = None
+        return found
 
     def run(self, run: str) -> dict[str, Any]:
         """Return a run's state, ranks, events, newest metrics, job and cluster."""
@@ -254,42 +283,6 @@ class Site:
         return lines[-most:]
 
 
-class Changes:
-    """What has changed in the list of runs, and in some runs, since the last `poll`.
-
-    Raises:
-        RunNotFound: one of the runs does not exist.
-    """
-
-    def __init__(self, site: Site, names: Sequence[str]) -> None:
-        self._site, self._names = site, names
-        self._listed: object = None
-        self._due = 0.0
-        self._seen: dict[str, Counter[str]] = {}
-        self.behind = False
-        """There is more of a log to read: poll again at once."""
-        self.poll()
-
-    def poll(self) -> list[dict[str, Any]]:
-        """Return an event for the list, and for each run, that has changed."""
-        events: list[dict[str, Any]] = []
-        if time.monotonic() >= self._due:
-            self._due = time.monotonic() + LISTING_SECONDS
-            before, self._listed = self._listed, self._site.runs()
-            if before not in (None, self._listed):
-                events.append({"run": None, "new": ["runs"]})
-        self.behind = False
-        for name in self._names:
-            watched = self._site.watched(name)
-            with watched.fresh() as live:
-                now = Counter(watched.changes)
-                self.behind |= live.behind
-            if new := sorted(now - self._seen.get(name, now)):
-                events.append({"run": name, "new": new})
-            self._seen[name] = now
-        return events
-
-
 def write_report(names: Sequence[str], output: Path) -> Path:
     """Write a report on runs as one HTML file, and return its path."""
     check_output(output)
@@ -301,7 +294,7 @@ def _rank(live: LiveRun, view: RankView) -> dict[str, Any]:
     last = view.last
     return {
         "node": view.node, "rank": view.rank, "step": view.step, "step_seconds": view.step_seconds,
-        "heard_at": view.printed_at,
+        "heard_at": view.printed_at, "usage": view.usage and view.usage._asdict(),
         "state": "" if view.rank is None else live.state(view.node, view.rank),
         "last": last and printable(last.text, colours=False).strip()[:_LAST_SHOWN],
     }  # fmt: skip

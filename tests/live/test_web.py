@@ -3,12 +3,13 @@
 import http.server
 import json
 import threading
+import time
 
 import pytest
 
 from clusterkit import api
 from clusterkit.run.folder import Event, RunFolder
-from clusterkit.run.status import NodeStatus, RunStatus, State
+from clusterkit.run.status import Failure, NodeStatus, RunStatus, State
 from tests import browser
 
 pytestmark = [
@@ -41,7 +42,7 @@ def own_home(clusterkit_home):
 def make(unstarted_run, by_hand):
     """Runs of two nodes and four ranks, made by hand."""
 
-    def run(name, micro, state=State.RUNNING, hang=None):
+    def run(name, micro, state=State.RUNNING, hang=None, started_at=1.7e9, **fields):
         batch = f"batch: {{micro: {micro}, global: 64}}\n"
         made = unstarted_run(
             f"launcher: forkserver\ngpus_per_node: 2\n{batch}", nodes=2, run_id=name
@@ -57,7 +58,7 @@ def make(unstarted_run, by_hand):
         )
         folder.write_json("state.json", RunStatus(
             run=made.id, job=name, cluster="local", backend="local", state=state, nodes=nodes,
-            started_at=1.7e9,
+            started_at=started_at, **fields,
         ))  # fmt: skip
         folder.append("events.jsonl", Event(at=1.7e9, attempt=1, text="port 29500 is taken"))
         return made
@@ -100,7 +101,7 @@ def walk(page, tmp_path, name):
     page.until(DRAWN)
     for key, panel_name, holds in [
         ("1", "curves", DRAWN),
-        ("2", "ranks", "document.querySelectorAll('.node .missing').length === 1"),
+        ("2", "ranks", "document.querySelectorAll('#ranks tr.missing').length === 1"),
         ("3", "events", "document.getElementById('events').textContent.includes('is taken')"),
         ("4", "log", "document.getElementById('lines').textContent.includes('the last line')"),
         ("5", "config", "document.querySelectorAll('#keys tr').length > 3"),
@@ -132,7 +133,7 @@ def test_what_programs_print_is_text(server, page):
         "[...document.querySelectorAll('.line .text')].map((one) => one.textContent)"
     )
     assert HOSTILE[0] in texts
-    assert "red  \u202egnp.exe" in texts
+    assert r"red  \u202egnp.exe" in texts
     assert any(text.startswith("<b>xxx") and len(text) < 5000 for text in texts)
     page.value("document.querySelector('.line button').click()")
     page.until(f"{TEXTS}.some((text) => text.length === {len(HOSTILE[2])})")
@@ -155,6 +156,137 @@ def test_what_is_new_comes_by_itself(server, page, runs):
     page.until("document.getElementById('lines').textContent.includes('more news')")
     assert page.value(TEXTS).count("news of rank 0") == 1
     assert page.complaints == []
+
+
+def write_metrics(run, step):
+    with (run.path / "attempts" / "1" / "node-0" / "log").open("a") as log:
+        log.write(metrics(step, 0.5))
+
+
+def shows(text, place="summary"):
+    return f"document.getElementById('{place}').textContent.includes({json.dumps(text)})"
+
+
+def test_seven_windows_of_one_browser_are_all_updated(server, page, runs):
+    windows = [page, *(page.window() for _ in range(6))]
+    for each in windows:
+        each.open(server.url)
+    for each in windows:
+        each.until(DRAWN)
+    write_metrics(runs[0], 4321)
+    for each in windows:
+        each.until(shows("4,321"))
+        assert each.value("document.hidden") is False
+        assert each.complaints == []
+
+
+def test_a_page_that_hears_nothing_says_for_how_long(server, page, monkeypatch):
+    page.open(server.url)
+    page.until(DRAWN)
+    assert page.value("document.getElementById('age').textContent") == ""
+    asked, answers, news = threading.Event(), threading.Event(), server.site.news
+
+    def late(names):
+        asked.set()
+        answers.wait(60)
+        return news(names)
+
+    monkeypatch.setattr(server.site, "news", late)
+    assert asked.wait(60)
+    page.value("(() => { const now = Date.now; Date.now = () => now() + 90000; })()")
+    page.until("/^not updated for 1 min 3\\d s$/.test(document.getElementById('age').textContent)")
+    answers.set()
+    page.until("document.getElementById('age').textContent === ''")
+
+
+LAST_LINE = "document.querySelector('.line:last-child').getBoundingClientRect()"
+CAUSE = "ValueError: " + "a long sentence about what is wrong " * 30
+
+
+@pytest.mark.parametrize("size", [(1280, 800), (800, 600), (400, 800)], ids=str)
+def test_the_newest_line_is_in_view_below_notes(server, page, make, size):
+    page.size(*size)
+    made = make("noted", 4, hang=HANG, remark="a remark " * 40)
+    page.open(f"{server.url.partition('#')[0]}#{made.id}/log")
+    page.until(f"{shows('a remark')} && {LAST_LINE}.bottom <= innerHeight && {LAST_LINE}.height")
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_a_failed_run_opens_on_the_log_of_the_rank_that_failed_first(server, page, make, rank):
+    failure = Failure(node=1, rank=rank, exit_code=1, cause=CAUSE, traceback="T\n" * 80)
+    made = make("broken", 4, State.FAILED, failure=failure, finished_at=1.7e9 + 100)
+    page.open(f"{server.url.partition('#')[0]}#{made.id}")
+    page.until(f"{shows('Failed first')} && {TEXTS}.join() === 'of node one'")
+    # Rank 3 has printed nothing: then it is the log of its node.
+    assert page.value("document.getElementById('rank').value") == ("2" if rank == 2 else "")
+    assert page.value(f"{LAST_LINE}.bottom <= innerHeight")
+    page.press("j")
+    page.until(DRAWN)
+    page.press("2")
+    page.press("k")
+    page.until(f"{shows('Failed first')} && !document.getElementById('ranks').hidden")
+
+
+def test_ranks_are_a_table_with_the_columns_of_top(server, page, runs):
+    usage = {"0": [1.26, 3 << 30, 97, 512 << 20]}
+    folder = runs[0].path / "attempts" / "1" / "node-0"
+    folder.joinpath("usage.json").write_text(json.dumps(usage))
+    page.open(f"{server.url.partition('#')[0]}#{runs[0].id}/ranks")
+    cells = "[...document.querySelectorAll('#ranks {}')].map((cell) => cell.textContent)"
+    page.until("document.querySelectorAll('#ranks tr').length === 7")
+    head = ["Rank", "State", "Step", "s/step", "Quiet", "CPUs", "Memory", "GPU", "GPU memory"]
+    assert page.value(cells.format("thead th")) == [*head, "Last line"]
+    rank0 = page.value(cells.format("tr:nth-child(2) td"))
+    assert rank0[:4] == ["0", "WAITS", "2,000", ""]
+    assert rank0[5:] == ["1.3", "3.0 GiB", "97 %", "512 MiB", "the last line"]
+    page.value("document.querySelector('#ranks tr:nth-child(3) button').click()")
+    page.until(f"{TEXTS}.length === 2 && document.getElementById('rank').value === '1'")
+
+
+@pytest.mark.parametrize(
+    ("hang", "state", "title"),
+    [
+        (HANG, State.RUNNING, "Who waits for whom: "),
+        ("no rank has printed for 600 s", State.RUNNING, "Hang: "),
+        (HANG, State.CANCELLED, None),
+    ],
+)
+def test_who_waits_for_whom_is_said_where_somebody_waits(server, page, make, hang, state, title):
+    made = make("hangs", 4, state, hang=hang)
+    page.open(f"{server.url.partition('#')[0]}#{made.id}/ranks")
+    page.until("document.querySelectorAll('#ranks tr').length > 4")
+    titles = page.value(
+        "[...document.querySelectorAll('[role=alert] b')].map((b) => b.textContent)"
+    )
+    assert titles == ([title] if title else [])
+    waiting = page.value("document.querySelectorAll('#ranks tr.waiting').length")
+    assert waiting == (3 if title == "Who waits for whom: " else 0)
+
+
+def test_dates_are_iso_dates_without_this_year(server, page, make):
+    now = time.time()
+    make("today", 4, started_at=now)
+    page.open(server.url)
+    page.until(shows("today", "runs"))
+    text = page.value("document.getElementById('runs').textContent")
+    assert time.strftime("local %m-%d %H:%M:%S", time.localtime(now)) in text
+    assert time.strftime("local %Y-%m-%d %H:%M:%S", time.localtime(1.7e9)) in text
+
+
+def test_tabs_and_runs_can_be_used_at_400_pixels(server, page):
+    page.size(400, 800)
+    page.open(server.url)
+    page.until(DRAWN)
+    boxes = page.value(
+        "[...document.querySelectorAll('[role=tab], #runs button')].map((each) => {"
+        " const { top, right, height } = each.getBoundingClientRect(); "
+        " return [top, right, height]; })"
+    )
+    tabs, listed = boxes[2:], boxes[:2]
+    assert len({top for top, _, _ in tabs}) == 1
+    assert all(right <= 400 and height >= 32 for _, right, height in boxes)
+    assert all(top < 250 for top, _, _ in listed)
+    assert page.value("document.getElementById('charts').getBoundingClientRect().top < 600")
 
 
 def test_keys_lead_everywhere(server, page, runs):

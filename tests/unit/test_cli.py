@@ -1,7 +1,6 @@
 """The command line: every verb, its output for machines and for people, its exit codes."""
 
 import json
-import math
 import os
 import pty
 import re
@@ -580,7 +579,7 @@ def test_ls_without_runs_says_how_to_begin(cli):
 
 def test_ls_lists_runs_as_a_table_and_as_the_statuses_in_json(cli, ended):
     lines = cli("ls").out.splitlines()
-    assert lines[0].split() == ["RUN", "STATE", "NODES", "CLUSTER", "STARTED"]
+    assert lines[0].split() == ["RUN", "STATE", "NODES", "CLUSTER", "AGE"]
     assert lines[1].split()[:4] == [ended.id, "SUCCEEDED", "1", "local"]
     status = cli("status", ended.id, "--json").json
     assert status["goodput"]["training"] >= 0  # read from the run's log, which `ls` leaves alone
@@ -885,33 +884,70 @@ def test_columns_are_aligned():
     )
 
 
-def test_tables_are_wrapped_to_the_columns_there_are(cli, ended, monkeypatch):
+@pytest.mark.parametrize("columns", [40, 80])
+def test_narrow_tables_leave_out_columns_and_break_no_id(cli, ended, monkeypatch, columns):
     reason = "its agent ended: " + "no space left on device, " * 4
     status = final(ended.id)
-    node = msgspec.structs.replace(status.nodes[0], reason=reason)
+    node = msgspec.structs.replace(status.nodes[0], reason=reason, host="gpu-17.cluster.example")
     folder = RunFolder(ended.path)
     folder.write_json("state.json", msgspec.structs.replace(status, nodes=(node,)))
-    wide = cli("ls").out
-    assert ended.id in wide
-    monkeypatch.setenv("COLUMNS", "40")
-    narrow = cli("ls").out.splitlines()
-    assert max(map(len, narrow)) <= 40
-    width = narrow[0].index("STATE")
-    assert "".join(line[:width].strip() for line in narrow[1:]) == ended.id
-    assert "SUCCEEDED" in narrow[1]
-    table = cli("status", ended.id).out.splitlines()[2:-1]  # then where its time went
-    assert max(map(len, table)) <= 40
+    monkeypatch.setenv("COLUMNS", str(columns))
+    head, line = cli("ls").out.splitlines()
+    assert line.split()[:2] == [ended.id, "SUCCEEDED"]
+    assert ("CLUSTER" in head) == (columns == 80)
+    lines = cli("status", ended.id).out.splitlines()
+    assert max(map(len, lines)) <= columns
+    table = lines[next(at for at, line in enumerate(lines) if "WHY" in line) :]
     width = table[0].index("WHY")
-    assert " ".join(line[width:].strip() for line in table[1:]) == reason.strip()
+    why = " ".join(line[width:].strip() for line in table[1:])
+    assert why.startswith(reason.strip())
+    assert ("gpu-17.cluster.example" in table[1]) == (columns == 80)
 
 
-def test_a_table_as_narrow_as_can_be_is_still_a_table():
-    rows = [("abcdef-ghijkl", "xy")]
-    assert common._layout(rows, math.inf) == (2, [13, 2])
-    assert common._layout(rows, 11) == (2, [7, 2])
-    assert common._layout(rows, 10) == (1, [7, 2])
-    assert common._layout(rows, 8) == (1, [5, 2])
-    assert common._layout(rows, 1) == (1, [4, 2])
+@pytest.mark.parametrize("room", range(1, 90, 8))
+@pytest.mark.parametrize("drop", [None, ("A", "C"), ()])
+def test_a_table_of_any_width_breaks_neither_ids_nor_numbers(monkeypatch, room, drop):
+    monkeypatch.setattr(common, "terminal_width", lambda: room)
+    sentence = "a sentence of words that may stand below each other"
+    header = ("RUN", "A", "B", "C", "WHY")
+    text = table(
+        [("gpt-1126200013-5u5s", "30 ranks", 1234567, 0.000123456, sentence)], header, drop=drop
+    )
+    lines = text.splitlines()
+    shown = lines[0].split()
+    for name, cell in zip(
+        header, ("gpt-1126200013-5u5s", "30 ranks", "1234567", "0.000123456"), strict=False
+    ):
+        assert (cell in lines[1]) == (name in shown)
+    if drop is None and room >= 19:
+        assert max(map(len, lines)) <= room
+    assert shown[0] == "RUN"
+    assert drop is None or {"B", "WHY"} <= {*shown}
+
+
+def test_a_metrics_table_of_40_columns_shows_whole_numbers(cli, ended, monkeypatch):
+    wide = [line.split() for line in cli("metrics", ended.id).out.splitlines()]
+    monkeypatch.setenv("COLUMNS", "20")
+    narrow = [line.split() for line in cli("metrics", ended.id).out.splitlines()]
+    assert 1 < len(narrow[0]) < len(wide[0])
+    assert narrow == [line[: len(narrow[0])] for line in wide]
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_status_breaks_lines_between_words_and_logs_none(cli, ended, monkeypatch, columns):
+    words = " ".join(f"{1234567 + number}" for number in range(40))
+    log = f"2026-11-21T20:11:58.123456Z 0 {words}\n"
+    RunFolder(ended.path).node_dir(1, 0).joinpath("log").write_text(log)
+    failure = Failure(node=0, rank=0, exit_code=1, cause=f"ValueError: {words}")
+    status = final(ended.id, State.FAILED, 1, failure=failure)
+    RunFolder(ended.path).write_json("state.json", status)
+    terminal(monkeypatch)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    lines = cli("status", ended.id).out.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert {*words.split()} <= {word for line in lines for word in line.split()}
+    assert cli("logs", ended.id).out.endswith(f" {words}\n")
 
 
 HOSTILE = "\x1b]0;title\x07\x1b[2Jover\x1b[31mred\x1b[0m"

@@ -172,6 +172,94 @@ def test_lines_are_shown_once_though_too_much_came_to_read_all_of_it(run, monkey
     assert shown(board).partition("log of rank 1")[2].count("an only line") == 1
 
 
+@pytest.mark.parametrize("size", [(40, 24), (80, 24), (100, 40)])
+def test_long_lines_of_a_log_are_wrapped(run, size):
+    words = [f"word{number}" for number in range(40)]
+    path = "/".join(["folder"] * 30)
+    run.says(1, " ".join(words), path, "the last")
+    board = board_of(run)
+    board.press("down")
+    board.press("enter")
+    board.poll()
+    text = shown(board, *size).partition("log of rank 1")[2]
+    assert {*words} <= {*text.split()}
+    assert path in "".join(text.split())
+    assert "the last" in text
+
+
+def test_of_a_line_longer_than_the_screen_the_beginning_is_shown(run):
+    run.says(1, "begin " + "x" * 10_000)
+    board = board_of(run)
+    board.press("down")
+    board.poll()
+    assert " begin " in shown(board, 80, 24)
+
+
+def test_wrapped_events_are_read_to_their_end(run):
+    text = " ".join(f"word{number}" for number in range(30))
+    run.folder.append("events.jsonl", {"at": 1.0, "attempt": 1, "text": text})
+    board = board_of(run)
+    board.press("e")
+    board.press("enter")
+    assert {*text.split()} <= {*shown(board, 40, 24).split()}
+
+
+@pytest.mark.parametrize("board", [board_of, lambda run: RunsBoard()], ids=["run", "runs"])
+def test_the_footer_fits_and_a_question_mark_lists_the_keys(run, board):
+    board = board(run)
+    board.poll()
+    keys = board.keys()
+    names = [key.name for key in keys]
+    for width in range(20, 130):
+        found = shown(board, width, 12).splitlines()[-1]
+        assert found.startswith(" ? keys")
+        whole = [f" {key.name} {key.effect}" for key in keys]
+        shown_keys = "".join(f"{text} " for text in whole if f"{text} " in f"{found} ")
+        assert f"{found} " == f" ? keys {shown_keys}"
+    assert board.press("question_mark", "?") is None
+    listed = shown(board, 40, 12).splitlines()
+    assert [line.split()[0] for line in listed[1 : len(names) + 1]] == names
+    assert all(len(line) < 41 for line in listed)
+    assert board.press("x", "x") is None
+    assert "─ keys" not in shown(board, 40, 12)
+    board.press("question_mark", "?")
+    assert board.press("q", "q") == Action("quit")
+
+
+def test_there_is_one_figure_for_tokens_per_second(run):
+    text = shown(board_of(run), 120, 40)
+    assert "1,020 tokens/s" in text
+    (chart,) = (line for line in text.splitlines() if "─ tokens/s" in line)
+    assert chart.partition("─ tokens/s")[2].split()[0].strip("─") == ""
+
+
+def test_of_a_small_terminal_the_ranks_come_first(run):
+    run.state(hang=HANG)
+    run.step(1234567, rank=1)
+    text = shown(board_of(run), 40, 12)
+    assert "─ loss" not in text
+    assert "─ loss" in shown(board_of(run), 80, 24)
+    rows = [line.split() for line in text.splitlines() if "WAITS" in line]
+    assert len(rows) == 3
+    assert rows[1][:4] == ["0", "1", "WAITS", "1234567"]
+    head = next(line for line in text.splitlines() if "STATE" in line)
+    assert head.split() == ["NODE", "RANK", "STATE", "STEP", "QUIET"]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_the_list_breaks_no_id_and_no_number(run, tmp_path, width):
+    other = Recorded(tmp_path, run="other-1126201731-tv8k")
+    other.state(State.FAILED, failure=Failure(cause="boom"), started_at=1.0)
+    board = RunsBoard()
+    board.poll()
+    text = shown(board, width, 12)
+    assert "other-1126201731-tv8k FAILED" in text
+    head = text.splitlines()[1].split()
+    assert ("CLUSTER" in head) == (width >= 80)
+    assert "boom" in text
+    other.close()
+
+
 def test_events_stand_in_place_of_the_log(run):
     run.folder.append("events.jsonl", {"at": 1.0, "attempt": 1, "text": "node 1 is lost"})
     board = board_of(run)
@@ -183,7 +271,8 @@ def test_events_stand_in_place_of_the_log(run):
 def test_a_cancel_is_asked_about_first(run):
     board = board_of(run)
     assert board.press("c", "c") is None
-    assert "Cancel demo-1 and end everything it started? y/n" in shown(board)
+    assert " y/n  Cancel demo-1 and end everything it started?" in shown(board)
+    assert shown(board, 40, 12).splitlines()[-1].startswith(" y/n  Cancel demo-1 ")
     assert board.press("n", "n") is None
     board.press("c", "c")
     assert board.press("y", "y") == Action("cancel", "demo-1")

@@ -67,6 +67,22 @@ def test_a_log_line_shows_time_source_and_text(monkeypatch):
     assert formatting.log_text(marked) == "00:00:00.000 n0 r0 step 1  loss 0.5"
 
 
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("short", ["short"]),
+        ("one two three", ["one two", "  three"]),
+        ("  one two three", ["  one two", "    three"]),
+        ("a/path/of/many/folders is here", ["a/path/of/many/folders", "  is here"]),
+        ("\x1b[31mone two\x1b[0m", ["\x1b[31mone two\x1b[0m"]),
+        ("\u6f22\u5b57 \u6f22\u5b57 \u6f22", ["\u6f22\u5b57 \u6f22\u5b57", "  \u6f22"]),
+        ("", [""]),
+    ],
+)
+def test_text_is_folded_at_spaces(text, lines):
+    assert formatting.fold(text, 9) == lines
+
+
 def test_a_failure_names_who_why_and_the_remedy():
     failure = Failure(
         node=1, rank=3, exit_code=7, cause="ValueError: bad", hint="mend it", traceback="T\n  F"

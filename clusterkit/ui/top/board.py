@@ -21,6 +21,8 @@ from clusterkit.ui.top.paint import BOLD, CURSOR, DIM, STYLES, Line, Piece
 
 _LISTING_SECONDS = 1.0
 """Time between two readings of all runs, of which there may be thousands."""
+_RANKS, _LOG = 4, 4
+"""Lines that ranks and log need before there are curves."""
 Row = TypeVar("Row")
 
 
@@ -30,6 +32,18 @@ class Action(NamedTuple):
     verb: str
     argument: str = ""
     """The run, or the text to search for."""
+
+
+class Key(NamedTuple):
+    """A key, and what it does: in a word for the bottom line, and as the list of keys says it."""
+
+    name: str
+    effect: str
+    help: str
+
+
+_QUIT = Key("q", "quit", "quit; runs go on")
+_MOVE = "move: also j, k, PgUp, PgDn"
 
 
 class Board(Generic[Row]):
@@ -44,12 +58,14 @@ class Board(Generic[Row]):
         """What must be answered with y or n, and the action on y."""
         self.message = ""
         """Shown in the bottom line until the next key."""
+        self.helps = False
+        """Whether the keys are listed, until the next key."""
         self._typed = ""
         self._first = 0  # the row at the top
         self._page = 10  # rows that fit on the screen
 
-    def keys(self) -> str:
-        """Return the keys and what they do, for the bottom line: ``q quit  c cancel``."""
+    def keys(self) -> list[Key]:
+        """Return the keys that do something now, the most important first."""
         raise NotImplementedError
 
     def poll(self) -> bool:
@@ -71,13 +87,20 @@ class Board(Generic[Row]):
 
     def lines(self, width: int, height: int) -> list[Line]:
         """Return the screen: ``height`` lines of ``width`` columns."""
-        body = self.body(width, height - 1)[: height - 1]
+        body = self._help(width) if self.helps else self.body(width, height - 1)
+        body = body[: height - 1]
         body += [()] * (height - 1 - len(body))
-        return [paint.fitted(line, width) for line in (*body, self._bottom_line())]
+        return [paint.fitted(line, width) for line in (*body, self._bottom_line(width))]
 
     def press(self, key: str, character: str | None = None) -> Action | None:
         """Handle a key, by Textual's name for it, and the character that it types."""
         self.message = ""
+        if self.helps:
+            self.helps = False
+            return Action("quit") if key in ("q", "ctrl+c") else None
+        if character == "?" and self.question is None and not self.prompt:
+            self.helps = True
+            return None
         if key == "ctrl+j":  # Enter in a terminal that Textual has not configured yet
             key = "enter"
         if self.question is not None:
@@ -134,17 +157,26 @@ class Board(Generic[Row]):
             return Action("search", self._typed)
         return None
 
-    def _bottom_line(self) -> Line:
+    def _help(self, width: int) -> list[Line]:
+        keys = [*self.keys(), Key("?", "keys", "these keys; any other goes back")]
+        wide = max(len(each.name) for each in keys)
+        return [paint.title("keys", "", width)] + [
+            ((f" {each.name:{wide}}  ", BOLD), (each.help, "")) for each in keys
+        ]
+
+    def _bottom_line(self, width: int) -> Line:
         if self.question is not None:
-            return ((f" {self.question[0]} y/n ", CURSOR),)
+            return ((f" y/n  {self.question[0]} ", CURSOR),)
         if self.prompt:
             return ((f" {self.prompt}: ", BOLD), (f"{self._typed}▏", ""))
         if self.message:
             return ((f" {paint.clean(self.message)}", BOLD),)
-        pieces: list[Piece] = []
-        for each in self.keys().split("  "):
-            key, _, effect = each.partition(" ")
-            pieces += [(f" {key}", BOLD), (f" {effect} ", DIM)]
+        pieces: list[Piece] = [(" ?", BOLD), (" keys ", DIM)]
+        room = width - 8
+        for key in self.keys():
+            if (room := room - len(f" {key.name} {key.effect} ")) < 0:
+                break
+            pieces += [(f" {key.name}", BOLD), (f" {key.effect} ", DIM)]
         return tuple(pieces)
 
 
@@ -157,8 +189,12 @@ class RunsBoard(Board[RunStatus]):
         self._all: list[RunStatus] = []
         self._due = 0.0
 
-    def keys(self) -> str:
-        return "q quit  ↑↓ run  enter open  f filter  c cancel"
+    def keys(self) -> list[Key]:
+        return [
+            _QUIT, Key("↑↓", "run", _MOVE), Key("enter", "open", "open the run"),
+            Key("c", "cancel", "cancel the run, after a question"),
+            Key("f", "filter", "show only runs with a text"),
+        ]  # fmt: skip
 
     def poll(self) -> bool:
         if time.monotonic() >= self._due:
@@ -187,22 +223,35 @@ class RunsBoard(Board[RunStatus]):
     def body(self, width: int, height: int) -> list[Line]:
         rows = self.rows()
         visible = self.visible(rows, height - 2)
-        wide = max((len(rows[number].run) for number in visible), default=3)
-        head = f" {'RUN':{wide}}  {'STATE':10}  NODES  {'CLUSTER':10}  {'STARTED':8}  WHAT"
-        found = [paint.title("clusterkit top", self.position(rows), width), ((head, BOLD),)]
+        texts = []
+        for number in visible:
+            run = rows[number]
+            reason = run.failure.summary if run.failure else pending_reason(run)
+            age = duration(time.time() - run.started_at) if run.started_at else ""
+            texts.append([
+                run.run, run.state, str(len(run.nodes) or "-"), run.cluster, age,
+                paint.clean(reason or run.remark or ""),
+            ])  # fmt: skip
+        header = [("RUN", 3), ("STATE", 10), ("NODES", 5), ("CLUSTER", 7), ("AGE", 4), ("WHAT", 4)]
+        columns, (head, *cells) = paint.columns(
+            header, texts, width, drop=[3, 2, 4], left=[0, 1, 3]
+        )
+        found = [paint.title("clusterkit top", self.position(rows), width), _row(head, "", BOLD)]
         if not rows:
             none = "no run matches" if self._all else "no runs yet: clusterkit submit jobs/ddp.yaml"
             found.append(((f" {none}", DIM),))
-        for number in visible:
-            run, style = rows[number], CURSOR if number == self.cursor else ""
-            reason = run.failure.summary if run.failure else pending_reason(run)
-            ago = duration(time.time() - run.started_at) if run.started_at else ""
-            found.append((
-                (f" {run.run:{wide}}  ", style), (f"{run.state:10}", style or STYLES[run.state]),
-                (f"  {len(run.nodes) or '-':>5}  {run.cluster:10.10}  {ago:>8}  ", style),
-                (paint.clean(run.remark or reason or ""), style),
-            ))  # fmt: skip
+        for number, row in zip(visible, cells, strict=True):
+            style = CURSOR if number == self.cursor else ""
+            found.append(_row(row, STYLES[rows[number].state], style, columns.index(1)))
         return found
+
+
+def _row(cells: Sequence[str], state: str, style: str, at: int | None = None) -> Line:
+    """Return a row of a table; ``at`` is the column of the state, which has a style of its own."""
+    return tuple(
+        (f" {cell}", (style or state) if number == at else style)
+        for number, cell in enumerate(cells)
+    )
 
 
 class RunBoard(Board[tuple[int, int]]):
@@ -219,13 +268,23 @@ class RunBoard(Board[tuple[int, int]]):
         self._ranks: list[tuple[int, int]] = []
         self._standstill = standstill(self.live.status)
 
-    def keys(self) -> str:
-        escape = "esc back" if self._zoomed or self.log.matches is not None else "esc runs"
+    def keys(self) -> list[Key]:
+        inner = self._zoomed or self.log.matches is not None
+        keys = [_QUIT, Key("esc", "back" if inner else "runs", "go back, up to the list of runs")]
         if self._zoomed:
-            return f"q quit  {escape}  ↑↓ scroll  n node/rank  e events  / search"
-        attach = "  a attach" if self.live.stale else ""
-        return (f"q quit  {escape}  ↑↓ rank  enter log  n node/rank  e events  f filter  / search"
-                f"  c cancel{attach}")  # fmt: skip
+            keys += [Key("↑↓", "scroll", _MOVE)]
+        else:
+            keys += [Key("↑↓", "rank", _MOVE), Key("enter", "log", "show the log alone")]
+            if not self.live.status.state.final:
+                keys += [Key("c", "cancel", "cancel the run, after a question")]
+            if self.live.stale:
+                keys += [Key("a", "attach", "start another supervisor")]
+        keys += [
+            Key("n", "node/rank", "log of the node, or of the rank"),
+            Key("e", "events", "restarts and events, or the log"),
+            Key("/", "search", "search the log"),
+        ]
+        return keys if self._zoomed else [*keys, Key("f", "filter", "only ranks with a text")]
 
     # -- reading -----------------------------------------------------------
 
@@ -296,30 +355,38 @@ class RunBoard(Board[tuple[int, int]]):
     # -- lines -------------------------------------------------------------
 
     def body(self, width: int, height: int) -> list[Line]:
-        found = [self._state_line(), self._numbers_line(), *self._notes(width)]
+        found = [
+            self._state_line(width),
+            self._numbers_line(width),
+            *self._notes(width, 3 if height >= 16 else 2),
+        ]
         if not self._zoomed:
-            found += self._curves(width, min(12, max(4, (height + 1) // 5)))
+            curves = self._curves(width, min(12, max(4, (height + 1) // 5)))
+            # Ranks and log come first.
+            if height - len(found) - len(curves) >= min(len(self._ranks), _RANKS) + 2 + _LOG:
+                found += curves
             left = height - len(found)
             rows = max(1, min(len(self._ranks), left // 2 if left < 40 else 2 * left // 3))
             found += self._rank_table(width, rows)
         found = found[: max(0, height - 2)]
         return found + self.log.body(width, height - len(found))
 
-    def _state_line(self) -> Line:
+    def _state_line(self, width: int) -> Line:
         status, ranks = self.live.status, len(self.live.ranks)
         spent = (status.finished_at or time.time()) - (status.started_at or time.time())
         size = pluralize(len(status.nodes), "node") if status.nodes else "- nodes"
         if ranks:
             size += f", {pluralize(ranks, 'rank')}"
-        parts = [f"{status.cluster}: {size}", duration(max(0.0, spent))]
+        parts = [duration(max(0.0, spent)), f"{status.cluster}: {size}"]
         if status.attempt > 1:
             parts.append(f"attempt {status.attempt}")
         if status.restarts_left:
             parts.append(f"{pluralize(status.restarts_left, 'restart')} left")
         state = (status.state, STYLES[status.state])
-        return ((f" {status.run} ", BOLD), state, (f"  {'  '.join(parts)}", ""))
+        room = width - len(f" {status.run} {status.state}")
+        return ((f" {status.run} ", BOLD), state, (paint.fitting(parts, room), ""))
 
-    def _numbers_line(self) -> Line:
+    def _numbers_line(self, width: int) -> Line:
         reported = self.live.reported
         parts = ["no step yet"]
         if reported.step or reported.steps:
@@ -337,14 +404,14 @@ class RunBoard(Board[tuple[int, int]]):
             parts.append(f"peak {paint.size_text(memory)}")
         if (mfu := reported.value("mfu")) is not None:
             parts.append(f"mfu {mfu:.0%}")
-        return ((f" {'  '.join(parts)}", ""),)
+        return ((paint.fitting(parts, width + 1)[1:], ""),)
 
-    def _notes(self, width: int) -> list[Line]:
+    def _notes(self, width: int, most: int) -> list[Line]:
         """Which ranks hang or are slow, why the run failed, why it has not started."""
         status, found = self.live.status, []
         if self._standstill is not None:
             text = f"hang: {self._standstill.text}"
-            found += paint.wrapped(text, width, 3, "bold yellow")
+            found += paint.wrapped(text, width, most, "bold yellow")
         for node in status.nodes:
             if node.slow:
                 found += paint.wrapped(f"slow: {node.slow}", width, 2, "yellow")
@@ -375,43 +442,50 @@ class RunBoard(Board[tuple[int, int]]):
         rows = self.rows()
         visible = self.visible(rows, height)
         views = [self.live.ranks[rows[number]] for number in visible]
-        usages = [view.usage for view in views]
-        columns = "  CPUS   MEM" if any(usages) else ""
-        if any(usage.gpu is not None for usage in usages if usage is not None):
-            columns += "  GPU    MEM"
-        head = f" {'NODE':>4} {'RANK':>5} {'STATE':10} {'STEP':>8} {'S/STEP':>7} {'QUIET':>6}"
-        filtered = f" with {self.filter!r}" if self.filter else ""
-        title = paint.title("ranks", self.position(rows) + filtered, width)
-        return [title, ((f"{head}{columns}  LAST", BOLD),), *(
-            self._rank_line(
-                view,
-                CURSOR if number == self.cursor else "",
-                f"{_usage_text(usage):{len(columns)}}",
-            )
-            for number, view, usage in zip(visible, views, usages, strict=True)
-        )]  # fmt: skip
-
-    def _rank_line(self, view: RankView, style: str, usage: str) -> Line:
-        rank = view.rank or 0
-        state, last, heard = self._state(view.node, rank), view.last, view.printed_at
-        step = "" if view.step is None else str(view.step)
-        pace = "" if view.step_seconds is None else f"{view.step_seconds:.3g}"
-        now = self.live.status.finished_at or time.time()
-        quiet = "" if heard is None else _short_duration(now - heard)
-        return (
-            (f" {view.node:>4} {rank:>5} ", style), (f"{state:10}", style or STYLES.get(state, "")),
-            (f" {step:>8} {pace:>7} {quiet:>6}{usage}  ", style),
-            ("" if last is None else paint.clean(last.text), style),
+        texts = [self._rank_cells(view) for view in views]
+        header = [
+            ("NODE", 4), ("RANK", 5), ("STATE", 10), ("STEP", 8), ("S/STEP", 7), ("QUIET", 6),
+            ("CPUS", 5), ("MEM", 5), ("GPU", 4), ("MEM", 6), (" LAST", 4),
+        ]  # fmt: skip
+        usage = range(6, 10)
+        without = [at for at in usage if not any(cells[at] for cells in texts)]
+        kept = [at for at in range(len(header)) if at not in without]
+        drop = [kept.index(at) for at in (9, 8, 7, 6, 4, 0, 3, 5) if at in kept]
+        columns, (head, *rest) = paint.columns(
+            [header[at] for at in kept], [[cells[at] for at in kept] for cells in texts],
+            width, drop, left=[kept.index(2)],
         )  # fmt: skip
+        state = columns.index(kept.index(2))
+        filtered = f" with {self.filter!r}" if self.filter else ""
+        found = [paint.title("ranks", self.position(rows) + filtered, width), _row(head, "", BOLD)]
+        for number, cells, shown in zip(visible, texts, rest, strict=True):
+            style = CURSOR if number == self.cursor else ""
+            found.append(_row(shown, STYLES.get(cells[2], ""), style, state))
+        return found
+
+    def _rank_cells(self, view: RankView) -> list[str]:
+        rank, usage = view.rank or 0, view.usage
+        last, heard, pace = view.last, view.printed_at, view.step_seconds
+        now = self.live.status.finished_at or time.time()
+        return [
+            str(view.node), str(rank), self._state(view.node, rank),
+            "" if view.step is None else str(view.step),
+            "" if pace is None else f"{pace:.3g}",
+            "" if heard is None else _short_duration(now - heard),
+            *_usage_cells(usage),
+            "" if last is None else f" {paint.clean(last.text)}",
+        ]  # fmt: skip
 
 
-def _usage_text(usage: Usage | None) -> str:
-    """Format CPUs, memory, and those of the GPU, in columns."""
+def _usage_cells(usage: Usage | None) -> list[str]:
+    """Format CPUs, memory, and those of the GPU."""
     if usage is None:
-        return ""
+        return ["", "", "", ""]
     cpus = "" if usage.cpus is None else f"{usage.cpus:.1f}"
-    gpu = "" if usage.gpu is None else f"{usage.gpu:>4}%{paint.size_text(usage.gpu_memory or 0):>7}"
-    return f"{cpus:>6}{paint.size_text(usage.memory):>6}{gpu}"
+    gpu = ["", ""]
+    if usage.gpu is not None:
+        gpu = [f"{usage.gpu}%", paint.size_text(usage.gpu_memory or 0)]
+    return [cpus, paint.size_text(usage.memory), *gpu]
 
 
 def _short_duration(seconds: float) -> str:

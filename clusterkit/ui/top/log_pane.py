@@ -10,9 +10,8 @@ from typing import NamedTuple
 from clusterkit.lifecycle.live import LiveRun
 from clusterkit.run.folder import Event
 from clusterkit.run.logs import LogLine, page
-from clusterkit.ui.formatting import clock
 from clusterkit.ui.top import paint
-from clusterkit.ui.top.paint import DIM, Line
+from clusterkit.ui.top.paint import Line
 
 LOG_LINES = 1000
 """How many lines of a rank's log are kept for scrolling back."""
@@ -90,7 +89,7 @@ class LogPane:
         self.back = max(0, min(self.back + lines, len(self._entries()) - 1))
 
     def body(self, width: int, height: int) -> list[Line]:
-        """Return a title and as many of the last lines as fit below it."""
+        """Return a title and as many of the last lines as fit below it, long ones wrapped."""
         if height < 1:
             return []
         name = (
@@ -101,16 +100,22 @@ class LogPane:
         entries = list(self._entries())
         end = len(entries) - self.back
         count = f"{end} of {len(entries)}" if self.back else str(end)
-        shown = entries[max(0, end - height + 1) : end]
-        return [paint.title(name, count, width), *map(self._line, shown)]
+        shown: list[Line] = []
+        room = height - 1
+        for entry in reversed(entries[max(0, end - room) : end]):
+            lines = self._lines(entry, width, room)
+            # Of one that does not fit, the end; but of the newest, its beginning.
+            shown = lines[-max(0, room - len(shown)) :] + shown if shown else lines
+            if len(shown) >= room:
+                break
+        return [paint.title(name, count, width), *shown[:room]]
 
     def _entries(self) -> Sequence[LogLine | Event]:
         if self.shows_events:
             return self._live.events
         return self._log if self.matches is None else self.matches
 
-    def _line(self, entry: LogLine | Event) -> Line:
+    def _lines(self, entry: LogLine | Event, width: int, most: int) -> list[Line]:
         if isinstance(entry, LogLine):
-            return paint.log_line(entry, with_rank=self.whole_node)
-        when = f" {clock(entry.at)} attempt {entry.attempt}  "
-        return ((when, DIM), (paint.clean(entry.text), ""))
+            return paint.log_lines(entry, width, most, with_rank=self.whole_node)
+        return paint.entry_lines(entry.at, f"attempt {entry.attempt} ", entry.text, "", width, most)

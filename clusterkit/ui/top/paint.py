@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from textwrap import wrap
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len, chop_cells, set_cell_size
 from rich.color import ColorSystem
 from rich.style import Style
 
 from clusterkit.output.series import Series
 from clusterkit.run.logs import LogLine, readable
-from clusterkit.ui.formatting import clock, printable
+from clusterkit.ui.formatting import NARROW, clock, fold, printable
 
 Piece = tuple[str, str]
 """Text, and the name of a Rich style."""
@@ -69,10 +68,64 @@ def ansi(lines: Iterable[Line]) -> str:
     return "\x1b[H" + "\r\n".join(texts)
 
 
+def folded(text: str, width: int) -> list[str]:
+    """Break text at spaces, and words that are longer than a line within, into lines that fit."""
+    return [part for line in fold(text, width) for part in chop_cells(line, width) or [""]]
+
+
 def wrapped(text: str, width: int, most: int, style: str = "") -> list[Line]:
-    """Break text into at most ``most`` lines."""
-    lines = wrap(clean(text), max(width - 1, 8), initial_indent=" ", subsequent_indent="   ")
+    """Break text into at most ``most`` lines; an ellipsis says that there is more."""
+    lines = folded(f" {clean(' '.join(text.split()))}", max(width, 8))
+    if len(lines) > most:
+        lines[most - 1] = f"{set_cell_size(lines[most - 1], max(width, 8) - 2).rstrip()} …"
     return [((line, style),) for line in lines[:most]]
+
+
+def fitting(parts: Iterable[str], room: int) -> str:
+    """Join those parts that fit, whole."""
+    shown = ""
+    for part in parts:
+        if cell_len(shown) + 2 + cell_len(part) <= room:
+            shown += f"  {part}"
+    return shown
+
+
+def columns(
+    header: Sequence[tuple[str, int]],
+    rows: Sequence[Sequence[str]],
+    width: int,
+    drop: Sequence[int],
+    left: Sequence[int] = (),
+) -> tuple[list[int], list[list[str]]]:
+    """Pad cells to columns, so that whole ones fit into the width.
+
+    Args:
+        header: each column's name and least width. What the last holds is text, which may be cut.
+        rows: the cells.
+        drop: the columns that are left out where they do not fit, in this order.
+        left: columns aligned to the left, as the last one is.
+
+    Returns:
+        The columns that are shown, and the header and rows with only those.
+    """
+    names = [name for name, _ in header]
+    sizes = [
+        max(least, *(cell_len(row[at]) for row in (names, *rows)))
+        for at, (_, least) in enumerate(header)
+    ]
+    last = len(header) - 1
+    shown, others = list(range(last)), list(drop)
+    while others and sum(sizes[at] + 1 for at in shown) > width:
+        shown.remove(others.pop(0))
+    if sum(sizes[at] + 1 for at in shown) + header[last][1] < width:
+        shown.append(last)
+        sizes[last] = 0  # not padded
+
+    def padded(at: int, cell: str) -> str:
+        gap = " " * (sizes[at] - cell_len(cell))
+        return cell + gap if at in left else gap + cell
+
+    return shown, [[padded(at, row[at]) for at in shown] for row in (names, *rows)]
 
 
 def title(text: str, more: str, width: int) -> Line:
@@ -82,12 +135,27 @@ def title(text: str, more: str, width: int) -> Line:
     return fitted(((f"─ {text} ", BOLD), (ruled, DIM), (right, DIM), ("─", DIM)), width)
 
 
-def log_line(line: LogLine, *, with_rank: bool) -> Line:
-    """Format a line of a log: time, rank (``-`` is the launcher), text."""
-    rank = f" {'-' if line.rank is None else f'r{line.rank}'}" if with_rank else ""
+def log_lines(line: LogLine, width: int, most: int, *, with_rank: bool) -> list[Line]:
+    """Format a line of a log: time, rank (``-`` is the launcher), text; wrapped if it is long."""
     event = line.event
     text = line.text if event is None else readable(event)
-    return ((f" {clock(line.time)}{rank} ", DIM), (clean(text), DIM if event else ""))
+    rank = ("-" if line.rank is None else f"r{line.rank}") if with_rank else ""
+    return entry_lines(line.time, rank, text, DIM if event else "", width, most)
+
+
+def entry_lines(at: float, source: str, text: str, style: str, width: int, most: int) -> list[Line]:
+    """Format what was said at a time by a source, on at most ``most`` lines.
+
+    Where there are few columns, the time is left out.
+    """
+    parts = [clock(at)] if width >= NARROW else []
+    head = "".join(f" {part}" for part in (*parts, source) if part) + " "
+    room = max(1, width - len(head))
+    lines = folded(clean(text)[: room * most], room)[:most]
+    return [
+        ((head if number == 0 else " " * len(head), DIM), (part, style))
+        for number, part in enumerate(lines)
+    ]
 
 
 def short(value: float) -> str:
@@ -136,7 +204,7 @@ def curve(name: str, series: Series | None, width: int, height: int) -> list[Lin
     labels[-1] = short(low)
     labels[0] = short(high)
     steps = f"step {series.steps[0]} to {series.steps[-1]}"
-    head = title(f"{name} {short(series.values[-1])}", steps, width)
+    head = title(name, steps, width)
     return [head] + [
         fitted(((f"{label:>{_LABEL}} ", DIM), (_braille(row), "cyan")), width)
         for label, row in zip(labels, dots, strict=True)

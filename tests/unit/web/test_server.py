@@ -49,8 +49,7 @@ def run(unstarted_run, by_hand):
 
 
 @pytest.fixture
-def server(monkeypatch):
-    monkeypatch.setattr(servers, "EVENT_SECONDS", 0.01)
+def server():
     with Server() as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -340,21 +339,26 @@ def test_a_log_is_told_as_text(server, run):
     assert [line["rank"] for line in ask(server, path).json["lines"]] == [1]
 
 
-def test_news_come_when_something_is_new_and_say_what(server, run, by_hand):
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=20)
-    try:
-        connection.request("GET", f"/api/news?token={server.token}&run={run.id}")
-        response = connection.getresponse()
-        assert response.headers["Content-Type"] == "text/event-stream"
-        with (run.path / "attempts" / "1" / "node-0" / "log").open("a") as log:
-            log.write(f'{STAMP}5Z 0 @clusterkit {{"event": "metrics", "step": 3, "loss": 1}}\n')
-        line = response.readline()
-        assert line.startswith(b"data: ")
-        news = json.loads(line[6:])
-        assert news["run"] == run.id
-        assert "metrics" in news["new"]
-    finally:
-        connection.close()
+def test_news_count_the_changes_of_the_list_and_of_runs(server, run, by_hand):
+    path = f"/api/news?run={run.id}&run=gone-1"
+    first = ask(server, path).json
+    assert first["of"]["gone-1"] is None
+    assert ask(server, path).json == first
+    with (run.path / "attempts" / "1" / "node-0" / "log").open("a") as log:
+        log.write(f'{STAMP}5Z 0 @clusterkit {{"event": "metrics", "step": 3, "loss": 1}}\n')
+    then = ask(server, path).json
+    assert then["of"][run.id]["metrics"] == first["of"][run.id]["metrics"] + 1
+    assert then["of"][run.id].get("status") == first["of"][run.id].get("status")
+    assert then["runs"] == first["runs"]
+    RunFolder(run.path).write_json("state.json", status(run, State.SUCCEEDED))
+    ask(server, "/api/runs")
+    assert ask(server, path).json["runs"] == first["runs"] + 1
+
+
+def test_an_answer_holds_no_connection(server, run):
+    # A browser opens six to a host: as many pages may be open and each must still be answered.
+    answer = ask(server, f"/api/news?run={run.id}")
+    assert int(answer.headers["Content-Length"]) == len(answer.body)
 
 
 def test_a_report_holds_all_that_the_page_asks_for(server, run):
