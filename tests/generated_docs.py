@@ -14,7 +14,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -37,6 +37,7 @@ from clusterkit.cluster import (
 from clusterkit.doctor import every_check
 from clusterkit.jobfile import catalogue, schema
 from clusterkit.spec import BatchSpec, CheckpointSpec, JobSpec
+from tests import troubleshooting
 
 ROOT = Path(__file__).parents[1]
 WIDTH = 96
@@ -200,6 +201,33 @@ def doctor_checks(of: str) -> str:
     )
 
 
+def failures() -> str:
+    """What `diagnose` says of failed ranks."""
+    return _messages(
+        troubleshooting.Entry(failure.cause, meaning, failure.hint or "")
+        for failure, meaning in troubleshooting.RANKS
+    )
+
+
+def _messages(entries: Iterable[troubleshooting.Entry]) -> str:
+    return table(
+        ["Message", "What it means", "What to do"],
+        [[_code(message), meaning, remedy] for message, meaning, remedy in entries],
+    )
+
+
+def _refusals() -> str:
+    return table(
+        ["Message", "What to do"],
+        [[_code(message), _code(remedy)] for message, _, remedy in troubleshooting.refusals()],
+    )
+
+
+def _code(text: str) -> str:
+    """A text as it is on the screen; with backquotes of its own between double ones."""
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
+
+
 # ---------------------------------------------------------------- help texts
 
 
@@ -278,6 +306,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "doctor-checks-kubernetes": lambda: doctor_checks("kubernetes"),
     "doctor-checks-slurm": lambda: doctor_checks("slurm"),
     "gpt-flags": gpt_flags,
+    "failures": failures,
+    "platform-messages": lambda: _messages(troubleshooting.PLATFORMS),
+    "refusals": _refusals,
 }
 """Name in the marker to what belongs there."""
 

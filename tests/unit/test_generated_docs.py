@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from clusterkit import api, backends, errors
+from clusterkit.backends import node_status
 from clusterkit.cli import VERBS
 from clusterkit.jobfile.values import fields_of
+from clusterkit.output import diagnose
 from clusterkit.spec import JobSpec
-from tests import generated_docs
+from tests import generated_docs, troubleshooting
 
 ROOT = generated_docs.ROOT
 PAGES = generated_docs.documents()
@@ -166,6 +168,22 @@ def test_every_cited_test_exists() -> None:
         if not (ROOT / file).exists() or (name and f"def {name}(" not in page(file))
     ]
     assert missing == []
+
+
+# ---------------------------------------------------------------- troubleshooting
+
+
+def test_every_hint_for_a_failure_is_in_the_page() -> None:
+    hints = {hint for _, hint in diagnose._HINTS} | set(node_status._HINTS.values())
+    hints |= {hint for _, hint in diagnose._SIGNALS.values() if hint} | {diagnose._MORE_MEMORY}
+    assert hints - {failure.hint for failure, _ in troubleshooting.RANKS} == set()
+
+
+def test_every_message_of_a_platform_is_in_the_code() -> None:
+    texts = troubleshooting.literals()
+    messages = (entry.message for entry in troubleshooting.PLATFORMS)
+    words = {part.strip() for message in messages for part in message.split(troubleshooting.GAP)}
+    assert {part for part in words if part not in texts} == set()
 
 
 # ---------------------------------------------------------------- links
