@@ -14,6 +14,7 @@ import importlib
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -190,6 +191,21 @@ def backend_table() -> str:
     return table(["Backend", "Where nodes run", "Job keys it refuses"], rows)
 
 
+def packages() -> str:
+    """What pyproject.toml asks for, beside the version in constraints.txt that tests run with."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
+    extras = {"": project["dependencies"], **project["optional-dependencies"]}
+    rows = []
+    for extra in ("", "ssh", "kubernetes", "top", "plot", "track", "ansible", "train"):
+        for wanted in extras[extra]:
+            name = re.split(r"[^\w.-]", wanted)[0]
+            if name != "clusterkit":
+                pin = next(pins[key] for key in pins if key.lower() == name.lower())
+                rows.append([name, f"`[{extra}]`" if extra else "always", f"`{wanted}`", pin])
+    return table(["Package", "Extra", "Asked for", "Tried"], rows)
+
+
 def doctor_checks(of: str) -> str:
     """What `clusterkit doctor` looks at."""
     return table(
@@ -306,6 +322,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "doctor-checks-kubernetes": lambda: doctor_checks("kubernetes"),
     "doctor-checks-slurm": lambda: doctor_checks("slurm"),
     "gpt-flags": gpt_flags,
+    "packages": packages,
     "failures": failures,
     "platform-messages": lambda: _messages(troubleshooting.PLATFORMS),
     "refusals": _refusals,
