@@ -213,6 +213,13 @@ def test_every_link_resolves(path: Path) -> None:
     assert broken_links(path) == []
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.svg")), ids=lambda path: path.name)
+def test_pictures_are_small_and_fetch_nothing(path: Path) -> None:
+    text = path.read_text()
+    assert len(text) < 150_000
+    assert re.findall(r"@font-face|@import|<script|<image|url\(\s*['\"]?http|href=", text) == []
+
+
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     path.write_text(
