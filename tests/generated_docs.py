@@ -137,7 +137,8 @@ def words(kind: types.Type) -> Iterator[str]:
         case types.DictType():
             yield "a mapping"
         case types.StructType():
-            yield f"a mapping, [below]({_SECTIONS[kind.cls]})"
+            section = _SECTIONS[kind.cls]
+            yield f"a mapping, [{'below' if section[0] == '#' else 'there'}]({section})"
         case _:
             raise TypeError(f"no words for {kind}")
 
