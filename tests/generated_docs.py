@@ -14,7 +14,8 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+import tomllib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -37,6 +38,7 @@ from clusterkit.cluster import (
 from clusterkit.doctor import every_check
 from clusterkit.jobfile import catalogue, schema
 from clusterkit.spec import BatchSpec, CheckpointSpec, JobSpec
+from tests import troubleshooting
 
 ROOT = Path(__file__).parents[1]
 WIDTH = 96
@@ -135,7 +137,8 @@ def words(kind: types.Type) -> Iterator[str]:
         case types.DictType():
             yield "a mapping"
         case types.StructType():
-            yield f"a mapping, [below]({_SECTIONS[kind.cls]})"
+            section = _SECTIONS[kind.cls]
+            yield f"a mapping, [{'below' if section[0] == '#' else 'there'}]({section})"
         case _:
             raise TypeError(f"no words for {kind}")
 
@@ -189,6 +192,21 @@ def backend_table() -> str:
     return table(["Backend", "Where nodes run", "Job keys it refuses"], rows)
 
 
+def packages() -> str:
+    """What pyproject.toml asks for, beside the version in constraints.txt that tests run with."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
+    extras = {"": project["dependencies"], **project["optional-dependencies"]}
+    rows = []
+    for extra in ("", "ssh", "kubernetes", "top", "plot", "track", "ansible", "train"):
+        for wanted in extras[extra]:
+            name = re.split(r"[^\w.-]", wanted)[0]
+            if name != "clusterkit":
+                pin = next(pins[key] for key in pins if key.lower() == name.lower())
+                rows.append([name, f"`[{extra}]`" if extra else "always", f"`{wanted}`", pin])
+    return table(["Package", "Extra", "Asked for", "Tried"], rows)
+
+
 def doctor_checks(of: str) -> str:
     """What `clusterkit doctor` looks at."""
     return table(
@@ -198,6 +216,33 @@ def doctor_checks(of: str) -> str:
             for check in every_check()[of]
         ],
     )
+
+
+def failures() -> str:
+    """What `diagnose` says of failed ranks."""
+    return _messages(
+        troubleshooting.Entry(failure.cause, meaning, failure.hint or "")
+        for failure, meaning in troubleshooting.RANKS
+    )
+
+
+def _messages(entries: Iterable[troubleshooting.Entry]) -> str:
+    return table(
+        ["Message", "What it means", "What to do"],
+        [[_code(message), meaning, remedy] for message, meaning, remedy in entries],
+    )
+
+
+def _refusals() -> str:
+    return table(
+        ["Message", "What to do"],
+        [[_code(message), _code(remedy)] for message, _, remedy in troubleshooting.refusals()],
+    )
+
+
+def _code(text: str) -> str:
+    """A text as it is on the screen; with backquotes of its own between double ones."""
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
 # ---------------------------------------------------------------- help texts
@@ -278,6 +323,10 @@ PARTS: dict[str, Callable[[], str]] = {
     "doctor-checks-kubernetes": lambda: doctor_checks("kubernetes"),
     "doctor-checks-slurm": lambda: doctor_checks("slurm"),
     "gpt-flags": gpt_flags,
+    "packages": packages,
+    "failures": failures,
+    "platform-messages": lambda: _messages(troubleshooting.PLATFORMS),
+    "refusals": _refusals,
 }
 """Name in the marker to what belongs there."""
 

@@ -3,13 +3,16 @@
 docs/top.svg is `clusterkit top` on a run of two nodes: a rank stops, the agents find who waits for
 whom and start all again, a node is killed and comes back, and the run ends well. The picture is
 taken while it hangs, and so is docs/web.png, `clusterkit web` in a browser: left as it is where
-there is no browser. docs/failure.svg is what `clusterkit submit` says where a rank raises.
+there is no browser. docs/failure.svg is what `clusterkit submit` says where a rank raises, and
+docs/hang.svg an animated terminal in which a rank hangs; `python -m tests.pictures hang` makes this
+one alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import html
 import io
 import os
 import re
@@ -17,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -73,9 +77,35 @@ dist.barrier()
 """
 
 
-def main() -> None:
+HANGS = """
+import time
+import torch
+import torch.distributed as dist
+
+def next_batch(step):
+    if rank == 3 and step == 60:
+        time.sleep(1000)
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+for step in range(1, 101):
+    next_batch(step)
+    dist.all_reduce(torch.ones(8))
+    if rank == 0 and step % 20 == 0:
+        print(f"step {step}  loss {2 + 6 / (1 + step / 12):.3f}", flush=True)
+"""
+COLUMNS, ROW, COLUMN = 92, 21, 8.4
+"""Of the animated terminal: characters of a line, pixels of a line and of a character."""
+LONGEST_PAUSE, LAST_PAUSE = 2.5, 7.0
+"""Seconds that nothing is printed, as the animation has them, and before it begins again."""
+
+
+def main(*only: str) -> None:
     with tempfile.TemporaryDirectory() as base:
         os.environ["CLUSTERKIT_HOME"] = base
+        (DOCS / "hang.svg").write_text(_animated(*_recorded(Path(base))))
+        if only == ("hang",):
+            return
         (DOCS / "failure.svg").write_text(_failure(Path(base)))
         program = Path(base) / "demo" / "train.py"
         program.parent.mkdir()
@@ -162,6 +192,62 @@ def _failure(folder: Path) -> str:
     return _own_fonts(console.export_svg(title="a rank raises"))
 
 
+def _recorded(folder: Path) -> tuple[str, list[tuple[float, str]]]:
+    """A submit in which a rank hangs: the command, and its lines with the seconds they came at."""
+    (folder / "train.py").write_text(HANGS)
+    (folder / "job.yaml").write_text(
+        "name: gpt\nprogram: train.py\ngpus_per_node: 2\nhang_timeout: 10s\n"
+    )
+    command = "clusterkit submit job.yaml --nodes 2"
+    argv = [str(Path(sys.executable).parent / "clusterkit"), *command.split()[1:]]
+    began = time.monotonic()
+    with subprocess.Popen(
+        argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        return command, [(time.monotonic() - began, line.rstrip()) for line in process.stdout]
+
+
+def _animated(command: str, lines: list[tuple[float, str]]) -> str:
+    """A terminal as an SVG that a browser animates: its own styles, no script, no font."""
+    shown = [(0.0, "p", "$ "), (1.0, "c", f"  {command}")]
+    now, before = 1.6, 0.0
+    for at, line in lines:
+        now, before = now + min(at - before, LONGEST_PAUSE), at
+        kind = "f" if re.match(r"(rank|node) .* failed first|hint: |n0 - hang: ", line) else "o"
+        shown += [(now, kind, row) for row in textwrap.wrap(line, COLUMNS, subsequent_indent="  ")]
+    whole = now + LAST_PAUSE
+    rows, styles = [], []
+    for number, (at, kind, text) in enumerate(shown):
+        y = 44 + ROW * max(0, number - 1)  # the command stands in the prompt's line
+        rows.append(
+            f'<text class="{kind} l{number}" x="16" y="{y}" xml:space="preserve" '
+            f'textLength="{len(text) * COLUMN:g}">{html.escape(text)}</text>'
+        )
+        share = 100 * at / whole
+        styles.append(
+            f"@keyframes k{number}{{0%,{share:.2f}%{{opacity:0}}"
+            f"{share + 0.01:.2f}%,100%{{opacity:1}}}}"
+            f".l{number}{{animation:k{number} {whole:.1f}s infinite}}"
+        )
+    width, height = 32 + COLUMNS * COLUMN, 60 + ROW * (len(shown) - 1)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height}" role="img" '
+        'font-family="ui-monospace, Menlo, Consolas, monospace" font-size="14">\n'
+        "<title>clusterkit submit on two nodes: a rank hangs, and is named with its line</title>\n"
+        "<style>text{fill:#d1d7e0}.p{fill:#3fb950}.f{fill:#ff7b72}"
+        + "".join(styles[1:])
+        + "@media(prefers-reduced-motion:reduce){text{animation:none!important}}</style>\n"
+        f'<rect width="{width:g}" height="{height}" rx="8" fill="#0d1117"/>\n'
+        + "".join(
+            f'<circle cx="{x}" cy="16" r="5" fill="{color}"/>\n'
+            for x, color in ((20, "#ff7b72"), (36, "#d29922"), (52, "#3fb950"))
+        )
+        + "\n".join(rows)
+        + "\n</svg>\n"
+    )
+
+
 def _steps(run: api.Run) -> int:
     live = LiveRun(run._folder)
     live.poll()
@@ -175,4 +261,4 @@ def _ended(status: RunStatus, run: api.Run) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(*sys.argv[1:])

@@ -179,9 +179,18 @@ def interpreter(job: JobSpec | None, *entries: tuple[str | None, str]) -> tuple[
 
     Args:
         entries: interpreters and where each comes from; None: no interpreter. The last is not None.
+
+    Raises:
+        BadInput: it begins with ``~``, which no shell of the node would expand.
     """
     wanted = (None if job is None else job.python, "job: python")
-    return next((python, origin) for python, origin in (wanted, *entries) if python)
+    python, origin = next((python, origin) for python, origin in (wanted, *entries) if python)
+    if python.startswith("~"):
+        raise BadInput(
+            f"python: {python}: ~ is not expanded ({origin})",
+            hint=f"write the whole path, such as /home/NAME{python[1:]}",
+        )
+    return python, origin
 
 
 def local_interpreter(job: JobSpec | None, entry: str | None) -> tuple[str, str]:

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from clusterkit import api, backends, errors
+from clusterkit.backends import node_status
 from clusterkit.cli import VERBS
 from clusterkit.jobfile.values import fields_of
+from clusterkit.output import diagnose
 from clusterkit.spec import JobSpec
-from tests import generated_docs
+from tests import generated_docs, troubleshooting
 
 ROOT = generated_docs.ROOT
 PAGES = generated_docs.documents()
@@ -168,6 +170,22 @@ def test_every_cited_test_exists() -> None:
     assert missing == []
 
 
+# ---------------------------------------------------------------- troubleshooting
+
+
+def test_every_hint_for_a_failure_is_in_the_page() -> None:
+    hints = {hint for _, hint in diagnose._HINTS} | set(node_status._HINTS.values())
+    hints |= {hint for _, hint in diagnose._SIGNALS.values() if hint} | {diagnose._MORE_MEMORY}
+    assert hints - {failure.hint for failure, _ in troubleshooting.RANKS} == set()
+
+
+def test_every_message_of_a_platform_is_in_the_code() -> None:
+    texts = troubleshooting.literals()
+    messages = (entry.message for entry in troubleshooting.PLATFORMS)
+    words = {part.strip() for message in messages for part in message.split(troubleshooting.GAP)}
+    assert {part for part in words if part not in texts} == set()
+
+
 # ---------------------------------------------------------------- links
 
 
@@ -193,6 +211,13 @@ def headings(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_every_link_resolves(path: Path) -> None:
     assert broken_links(path) == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.svg")), ids=lambda path: path.name)
+def test_pictures_are_small_and_fetch_nothing(path: Path) -> None:
+    text = path.read_text()
+    assert len(text) < 150_000
+    assert re.findall(r"@font-face|@import|<script|<image|url\(\s*['\"]?http|href=", text) == []
 
 
 def test_a_broken_link_is_found(tmp_path: Path) -> None:

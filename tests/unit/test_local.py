@@ -262,6 +262,12 @@ def test_the_project_s_python_is_chosen_where_clusterkit_s_own_has_no_torch(tmp_
     assert probing.local_interpreter(here, None) == own
 
 
+def test_python_that_begins_with_a_tilde_is_refused():
+    with pytest.raises(BadInput, match="python: ~/venv/bin/python: ~ is not expanded") as error:
+        probing.interpreter(None, ("~/venv/bin/python", "cluster: python"))
+    assert error.value.hint == "write the whole path, such as /home/NAME/venv/bin/python"
+
+
 @pytest.mark.parametrize(
     ("source", "refused"),
     [
