@@ -285,8 +285,8 @@ def cancel(folder: RunFolder) -> RunStatus:
             return _replace(before, remark=remark)
         try:
             folder.mark_cancelled()
-        except RunFolderError as error:  # a folder that is full or gone: end what runs
-            if isinstance(error.__cause__, PermissionError):
+        except RunFolderError as full:  # a folder that is full or gone: end what runs
+            if isinstance(full.__cause__, PermissionError):
                 raise
         backend, handle, transport = _access(folder, before.attempt, connections)
         _await_end(folder, handle.plan.stop_grace + RECORD_SECONDS)

@@ -12,7 +12,7 @@ from rich.style import Style
 
 from clusterkit.output.series import Series
 from clusterkit.run.logs import LogLine, readable
-from clusterkit.ui.formatting import NARROW, clock, fold, printable
+from clusterkit.ui.formatting import clock, fold, printable
 
 Piece = tuple[str, str]
 """Text, and the name of a Rich style."""
@@ -27,6 +27,8 @@ _DOTS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))
 """The bits of a Braille character, by column and, from the bottom, by row."""
 _BRAILLE = 0x2800
 _COLOURS = ColorSystem.STANDARD
+NARROW = 60
+"""Columns below which the time of an entry is left out."""
 _LABEL = 9
 _UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
