@@ -160,7 +160,7 @@ def verdict(
         return Verdict.SUCCEEDED
     if cancelled or seen.removed is not None:
         return Verdict.CANCELLED
-    decided, losses = seen.final or seen.late, lost(seen)
+    decided, losses = seen.final or seen.over_time_limit, lost(seen)
     if port_taken:
         return Verdict.MOVE
     if losses and terms.replaces_lost and not decided and losses_allowed:

@@ -48,7 +48,7 @@ def without_spares(plan: Plan, seen: Observation) -> Observation:
 
 def diagnosis(handle: RunHandle, seen: Observation, *, late: bool = False) -> Failure:
     """Return why an attempt that has ended did not succeed; ``late``: it was ended at its limit."""
-    if late or seen.late:
+    if late or seen.over_time_limit:
         from clusterkit.agent import OVER_TIME_LIMIT, TIME_LIMIT_EXIT
 
         limit = handle.folder.read_json("job.json", JobSpec).time_limit

@@ -280,7 +280,7 @@ class Reconciler:
 
     def joining(self, seen: Observation, now: float) -> list[int]:
         """Return the nodes to start again now, so that they join the others."""
-        running = seen.nodes[0].state is State.RUNNING and not (seen.final or seen.late)
+        running = seen.nodes[0].state is State.RUNNING and not (seen.final or seen.over_time_limit)
         states = {
             State.FAILED,
             State.CANCELLED,

@@ -56,7 +56,7 @@ def test_jobs_are_read_and_lines_of_another_form_passed_over(plan):
     assert [(each.id, each.state) for each in found] == [(9, "PENDING"), (12, "RUNNING")]
     assert "--name=demo-1" in transport.asked[0]
     assert found[0].waiting == (
-        "job 9: nodes that it needs are down, drained or reserved (ReqNodeNotAvail)"
+        "ReqNodeNotAvail: nodes it needs are down, drained or reserved (job 9)"
     )
 
 
@@ -70,22 +70,22 @@ def test_jobs_are_read_and_lines_of_another_form_passed_over(plan):
     ],
 )  # fmt: skip
 def test_states_of_slurm_are_ours(state, means):
-    assert queue.Job(id=1, state=state).means is State[means]
+    assert queue.Job(id=1, slurm_state=state).state is State[means]
 
 
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
-        ("Priority", "job 1: other jobs go first (Priority)"),
-        ("QOSMaxJobsPerUserLimit", "job 1: a limit of its QOS (QOSMaxJobsPerUserLimit)"),
-        ("AssocGrpGRES", "job 1: a limit of its account (AssocGrpGRES)"),
-        ("SomethingNew", "job 1: SomethingNew"),
+        ("Priority", "Priority: jobs with a higher priority go first (job 1)"),
+        ("QOSMaxJobsPerUserLimit", "QOSMaxJobsPerUserLimit: it exceeds a limit of its QOS (job 1)"),
+        ("AssocGrpGRES", "AssocGrpGRES: it exceeds a limit of its account (job 1)"),
+        ("SomethingNew", "SomethingNew (job 1)"),
     ],
 )
 def test_a_reason_is_told_in_words(reason, words):
-    assert queue.Job(id=1, state="PENDING", reason=reason, start="N/A").waiting == words
+    assert queue.Job(id=1, slurm_state="PENDING", reason=reason, start="N/A").waiting == words
     expected = f"{words}; expected to start 2026-11-24T01:00:00"
-    due = queue.Job(id=1, state="PENDING", reason=reason, start="2026-11-24T01:00:00")
+    due = queue.Job(id=1, slurm_state="PENDING", reason=reason, start="2026-11-24T01:00:00")
     assert due.waiting == expected
 
 
@@ -161,7 +161,7 @@ def test_what_versions_of_slurm_print_is_read():
         assert " ".join(str(len(node.gpus)) for node in seen.nodes) == gpus, version
         assert [node.name for node in seen.nodes if node.usable] == usable.split(), version
         jobs = queue.parse(found["squeue"], RUN_DIR)
-        assert [job.means.value for job in jobs] == states.split(), version
+        assert [job.state.value for job in jobs] == states.split(), version
 
 
 def test_a_probe_starts_one_process():
@@ -383,10 +383,10 @@ RUNS = {"started": {"pid": 1, "host": "gpu-3"}}
 @pytest.mark.parametrize(
     ("sacct", "state", "reason"),
     [
-        ("TIMEOUT\n", "FAILED", "job 7 ended: it came to the end of Slurm's time limit (TIMEOUT)"),
+        ("TIMEOUT\n", "FAILED", "TIMEOUT: job 7 reached its Slurm time limit"),
         ("NODE_FAIL\nOUT_OF_MEMORY\n", "FAILED",
-         "job 7 ended: it was over its memory limit (OUT_OF_MEMORY)"),
-        ("CANCELLED by 1000\n", "CANCELLED", "job 7 ended: it was cancelled (scancel)"),
+         "OUT_OF_MEMORY: job 7 used more than its memory limit"),
+        ("CANCELLED by 1000\n", "CANCELLED", "CANCELLED: job 7 was cancelled (scancel)"),
         ("error: Slurm accounting storage is disabled", "FAILED", "its agent ended without"),
         ("RUNNING\n", "FAILED", "its agent ended without"),
     ],
@@ -427,7 +427,7 @@ def test_nodes_run_once_their_agents_say_so(seen):
 
 
 def test_a_job_that_waits_says_why(seen):
-    reason = "job 7: other jobs go first (Priority)"
+    reason = "Priority: jobs with a higher priority go first (job 7)"
     found = seen(job("PENDING", reason="Priority"), None, None)
     assert states(found) == ("PENDING", ["PENDING"] * 2, reason)
     assert found.next_attempt is None
@@ -444,13 +444,13 @@ def test_a_job_that_waits_again_goes_on_as_the_next_attempt(seen):
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        ("TIMEOUT", "it came to the end of Slurm's time limit (TIMEOUT)"),
-        ("PREEMPTED", "Slurm preempted it for another job (PREEMPTED)"),
-        ("OUT_OF_MEMORY", "it was over its memory limit (OUT_OF_MEMORY)"),
+        ("TIMEOUT", "job 7 reached its Slurm time limit"),
+        ("PREEMPTED", "Slurm preempted job 7 for another one"),
+        ("OUT_OF_MEMORY", "job 7 used more than its memory limit"),
     ],
 )
 def test_what_slurm_ended_has_slurm_s_reason(seen, state, words):
-    reason = f"job 7 ended: {words}"
+    reason = f"{state}: {words}"
     assert states(seen(job(state), RUNS, ENDED)) == ("FAILED", ["FAILED"] * 2, reason)
     assert seen(job(state), RUNS, ENDED).causes[0].words == reason
 

@@ -38,7 +38,7 @@ Verdict = tuple[Level, str, str | None]
 class SlurmSubject(Struct, frozen=True, kw_only=True):
     """A cluster entry and the job to check it for."""
 
-    way: ClassVar[str] = "slurm"
+    kind: ClassVar[str] = "slurm"
     cluster: str
     entry: SlurmCluster
     job: JobSpec
@@ -124,7 +124,7 @@ def _compute(subject: SlurmSubject, transport: Transport) -> Verdict:
 CHECKS = tuple(map(Check, (_partition, _admission, _folder, _compute)))
 
 
-def look(
+def run_checks(
     subject: SlurmSubject, transport: Transport, checks: Sequence[Check], progress: Progress
 ) -> Report:
     """Run the checks. Nothing in the cluster is changed."""

@@ -71,7 +71,7 @@ class Needs(Struct, frozen=True, kw_only=True):
 class HostSubject(Struct, frozen=True, kw_only=True):
     """Hosts to examine, and the requirements of the job."""
 
-    way: ClassVar[str] = "hosts"
+    kind: ClassVar[str] = "hosts"
     cluster: str
     hosts: tuple[Machine, ...]
     """In order; the first is the head, with rank 0 and the rendezvous."""

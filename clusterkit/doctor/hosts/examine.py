@@ -27,7 +27,7 @@ SLOW_AFTER = 3.0
 """Seconds that the slowest host may take to answer before the timeouts of all are extended."""
 
 
-def look(
+def run_checks(
     subject: HostSubject, transport: Transport, checks: Sequence[HostCheck], progress: Progress
 ) -> Report:
     """Run the checks on every host, without changing anything there."""

@@ -12,7 +12,7 @@ import pytest
 from clusterkit import backends
 from clusterkit.backends.kubernetes import api_server
 from clusterkit.backends.kubernetes.api_server import KubeTransport, Refusal
-from clusterkit.backends.kubernetes.doctor import CHECKS, look
+from clusterkit.backends.kubernetes.doctor import CHECKS, run_checks
 from clusterkit.backends.kubernetes.doctor.base import (
     CLUSTER,
     ClusterAnswers,
@@ -546,7 +546,7 @@ class Api(KubeTransport):
 def test_every_question_changes_nothing():
     server = Api(lambda path: '{"items": []}')
     subject = subject_of(image_pull_secrets=("regcred",), volumes=DATA)
-    look(subject, server, CHECKS, lambda *_: None)
+    run_checks(subject, server, CHECKS, lambda *_: None)
     for method, path, body in server.asked:
         if method == "GET":
             assert body is None
@@ -562,7 +562,7 @@ def test_a_server_that_is_away_is_asked_once():
         raise Unavailable("the API server https://x does not answer: timed out")
 
     server = Api(answer)
-    report = look(subject_of(), server, list(CHECKS), lambda *_: None)
+    report = run_checks(subject_of(), server, list(CHECKS), lambda *_: None)
     assert len(server.asked) == 1
     assert [f.check for f in report.findings if f.level == "fail"] == ["api-server"]
     assert report.findings[0].cause == "the API server https://x does not answer: timed out"
@@ -573,13 +573,13 @@ def test_bad_input_is_no_finding():
         raise BadInput("context: kubeconfig has no context 'x'")
 
     with pytest.raises(BadInput):
-        look(subject_of(), Api(answer), list(CHECKS), lambda *_: None)
+        run_checks(subject_of(), Api(answer), list(CHECKS), lambda *_: None)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "<html>", '"x"'])
 def test_what_is_not_readable_is_no_traceback(text):
     server = Api(lambda path: text)
-    report = look(subject_of(), server, list(CHECKS), lambda *_: None)
+    report = run_checks(subject_of(), server, list(CHECKS), lambda *_: None)
     assert report.findings[0].level == "fail"
 
 
@@ -591,14 +591,14 @@ def test_what_is_not_readable_is_no_traceback(text):
 def test_answers_of_any_shape_are_no_traceback(document):
     server = Api(lambda path: json.dumps(document))
     subject = subject_of(volumes=DATA, image_pull_secrets=("x",))
-    report = look(subject, server, list(CHECKS), lambda *_: None)
+    report = run_checks(subject, server, list(CHECKS), lambda *_: None)
     assert {finding.check for finding in report.findings} == set(report.checks)
 
 
 def test_only_what_the_checks_need_is_asked():
     server = Api(lambda path: '{"items": []}')
     checks = [check for check in CHECKS if check.name == "kind"]
-    look(subject_of(), server, checks, lambda *_: None)
+    run_checks(subject_of(), server, checks, lambda *_: None)
     paths = [path for _, path, _ in server.asked]
     assert "/apis" in paths
     assert not any("persistentvolumeclaims" in path or "dryRun" in path for path in paths)
@@ -612,7 +612,7 @@ def test_the_report_says_what_everything_is():
                     return json.dumps(reply["document"])
         return '{"items": [], "gitVersion": "v1.34.4"}'
 
-    report = look(subject_of(), Api(answer), list(CHECKS), lambda *_: None)
+    report = run_checks(subject_of(), Api(answer), list(CHECKS), lambda *_: None)
     assert report.hosts == (CLUSTER, "node-1", "node-2")
     assert report.summary().startswith("k8s: cluster and 2 nodes, 10 checks: ")
 

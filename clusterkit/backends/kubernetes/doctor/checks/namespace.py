@@ -77,7 +77,7 @@ _LIMIT_RANGE = re.compile(
     # The last: above the limit that a limit range gives to containers without one.
     r"(?:maximum|minimum) \S+ usage per|limit to request ratio per|less than or equal to \S+ limit"
 )
-_UNDECIDED = re.compile(r"Internal|Unavailable|Unread|Unasked|Timeout|TooMany|Conflict")
+_UNDECIDED = re.compile(r"Internal|Unavailable|Unread|NotAsked|Timeout|TooMany|Conflict")
 _AMOUNTS = "`cpus`, `memory` and `resources` of the cluster entry"
 
 
