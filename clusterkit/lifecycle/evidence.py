@@ -141,7 +141,7 @@ class Verdict(Enum):
     RESTART = 4
     """The next attempt, with a restart less."""
     REPLACE = 5
-    """The next attempt, which costs no restart: nodes were lost."""
+    """The next attempt, which uses no restart: nodes were lost."""
     MOVE = 6
     """The same: the port was taken."""
 

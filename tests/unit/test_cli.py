@@ -400,7 +400,7 @@ BAD = {
     "unknown key": ("nodez: 2\n", (), "job.yaml:3: nodez: unknown key (did you mean nodes?)"),
     "wrong type": ("restarts: many\n", (), "job.yaml:3: restarts: 'many' is text"),
     "nodes 0": ("nodes: 0\n", (), "job.yaml:3: nodes: 0: a run needs at least 1 node"),
-    "nodes 4:2": ('nodes: "4:2"\n', (), "job.yaml:3: nodes: 4:2: the smaller number"),
+    "nodes 4:2": ('nodes: "4:2"\n', (), "job.yaml:3: nodes: 4:2: the minimum"),
     "--nodes 0": ("", ("--nodes", "0"), "nodes: 0: a run needs at least 1 node"),
     "--nodes x": ("", ("--nodes", "x"), "nodes: 'x' is neither a number nor MIN:MAX"),
     "--gpus 0": ("", ("--gpus", "0"), "0: a node needs at least 1 rank"),
@@ -826,7 +826,7 @@ def test_an_unknown_run_is_told_the_newest(cli, ended, verb):
     done = cli(verb, "nope")
     assert (done.code, done.out) == (125, "")
     assert done.err.startswith("error: run 'nope' is unknown under ")
-    assert f" hint: the newest are {ended.id}" in done.err
+    assert f" hint: the newest runs: {ended.id}" in done.err
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "metrics", "cancel", "rm", "wait"])

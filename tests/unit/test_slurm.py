@@ -247,11 +247,11 @@ def options(plan):
 @pytest.mark.parametrize(
     ("fields", "slurm", "message"),
     [
-        ({"nodes": 17}, {}, "17 are wanted, partition main gives 16 nodes"),
-        ({"nodes": 5}, {"most_nodes": 4}, "5 are wanted, partition main gives 4 nodes"),
-        ({"nodes": 2, "spares": 3}, {"nodes": 4}, "2 and 3 spares are wanted, partition main"),
+        ({"nodes": 17}, {}, "17 needed, partition main allows 16 nodes"),
+        ({"nodes": 5}, {"most_nodes": 4}, "5 needed, partition main allows 4 nodes"),
+        ({"nodes": 2, "spares": 3}, {"nodes": 4}, "2 and 3 spares needed, partition main"),
         ({"cluster": {"time": "3-0"}}, {}, "3-0 is more than partition main allows"),
-        ({"cluster": {"time": "soon"}}, {}, "soon is not a time of Slurm's"),
+        ({"cluster": {"time": "soon"}}, {}, "soon is not a Slurm time limit"),
     ],
 )
 def test_what_slurm_would_let_wait_for_ever_is_refused(plan, fields, slurm, message):
@@ -341,7 +341,7 @@ def test_agents_run_in_the_image_of_the_entry(plan):
     assert f"{words}/bin/sh {made.run_dir}/files/node.sh" in starting
     assert words in ending
 
-    with pytest.raises(BadInput, match="a run that outlives one of them asks Slurm"):
+    with pytest.raises(BadInput, match="a run that survives the loss of a node calls Slurm"):
         plan({"container": "/img/t.sif"}, nodes="1:2", launcher="torchrun")
 
 
@@ -464,7 +464,7 @@ def test_nodes_that_slurm_ended_are_not_judged_before_it_is_through(seen, who):
     nodes = ({**RUNS, "exit": exit_by_slurm}, CRASHED)
     for state in ("COMPLETING", "RUNNING"):
         found = seen(job(state), *nodes)
-        assert states(found) == ("RUNNING", ["RUNNING"] * 2, "Slurm is ending its job")
+        assert states(found) == ("RUNNING", ["RUNNING"] * 2, "Slurm is stopping its job")
     assert seen(job("PENDING", reason="BeginTime"), *nodes).next_attempt == 2
     assert states(seen(job("NODE_FAIL"), *nodes))[0] == "FAILED"
     assert states(seen("", *nodes))[0] == "FAILED"
@@ -480,7 +480,7 @@ def test_of_a_job_that_slurm_starts_again_the_node_is_blamed_that_left_no_word(s
     nodes = [{**RUNS, "exit": told}] * 2
     nodes[lost] = RUNS
     first = seen(job("PENDING", reason="BeginTime"), *nodes).causes[0]
-    assert (first.node, first.words) == (lost, "Slurm ended its job, and starts it again")
+    assert (first.node, first.words) == (lost, "Slurm requeued its job")
 
 
 def test_a_rank_that_failed_by_itself_keeps_its_own_reason(seen):
@@ -572,11 +572,11 @@ def test_the_doctor_of_a_cluster_that_is_fit(no_gpus):
     [
         (
             {"sinfo": SINFO.replace("n1|idle", "n1|drained")}, {}, "partition",
-            ("warn", "1 of 2 nodes of partition main can be used, the job wants 2: it would wait"),
+            ("warn", "1 of 2 nodes of partition main can be used, the job needs 2: it would wait"),
         ),
         (
             {}, {"nodes": 3}, "admission",
-            ("fail", "nodes: 3 are wanted, partition main gives 2 nodes"),
+            ("fail", "nodes: 3 needed, partition main allows 2 nodes"),
         ),
         (
             {"sbatch": "sbatch: error: Invalid account\nallocation failure: Invalid account"}, {},

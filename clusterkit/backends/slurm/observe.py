@@ -41,7 +41,7 @@ CHANGED_SECONDS, WAITING_SECONDS, RUNNING_SECONDS = 1.0, 5.0, 30.0
 changed, while the job waits, and while it runs."""
 _SIGNALLED = (143, -15, 137, -9)
 """Exit codes of processes ended by SIGTERM or SIGKILL."""
-REQUEUED = "Slurm ended its job, and starts it again"
+REQUEUED = "Slurm requeued its job"
 """Reason for the failure of a node whose agent was killed because the job is requeued."""
 LATE_SECONDS = 15.0
 """How late a file server may show the files that a node wrote before its job ended."""
@@ -223,7 +223,7 @@ class AttemptView:
             return NativeState(state=ended, ended_by=job.ending)
         ending = not (self.over or self.removed_by_clusterkit) and self.files.ended_by_slurm
         if ending and node.state is not State.SUCCEEDED:
-            return NativeState(state=State.RUNNING, reason="Slurm is ending its job")
+            return NativeState(state=State.RUNNING, reason="Slurm is stopping its job")
         return NativeState(state=node.state, ended_by=by)
 
 

@@ -102,7 +102,7 @@ UNEXPECTED = (KeyError, TypeError, ValueError, AttributeError, IndexError)
 
 
 def unexpected(error: Exception) -> str:
-    return f"the API server answered with something unexpected: {type(error).__name__} {error}"
+    return f"the API server sent an unexpected answer: {type(error).__name__} {error}"
 
 
 class ClusterAnswers(ClusterServer):
