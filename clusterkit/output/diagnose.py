@@ -260,7 +260,8 @@ def _cause(suspect: _Suspect, exit_code: int | None, oom_kills: int) -> tuple[st
         who = "the launcher" if suspect.rank is None else "the rank"
         cause, hint = _signal_cause(number, oom_kills, who)
         if code > 0 and not oom_kills:  # of a signal the record has -N
-            cause = f"exit code {code}: {_signal_name(number)} as a shell reports it, or the program's own code"
+            name = _signal_name(number)
+            cause = f"exit code {code}: {name} as a shell reports it, or the program's own code"
     if output.fatal and number:
         return cause, None  # its traceback shows where
     if printed:

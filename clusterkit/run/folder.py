@@ -204,7 +204,7 @@ class RunFolder:
                 sticky = folder != path.parent and folder.stat().st_mode & stat.S_ISVTX
                 if not sticky and (who := writable_by_others(folder)):
                     raise RunFolderError(
-                        f"{folder} can be written by {who}, who could change what your runs execute",
+                        f"{folder} can be written by {who}, who could change what runs execute",
                         hint=f"chmod go-w {folder}, or set CLUSTERKIT_HOME to a folder of your own",
                     )
             path.mkdir(mode=0o700)

@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,13 +26,15 @@ ERRORS = {
     if issubclass(each, errors.ClusterkitError)
 }
 PRIVATE = re.compile(
-    r"\bstands? still\b|\bha(s|ve) not come to\b|\bmends?\b|\bis none of (?!\{)|\bnobody\b|\bno more of it\b"
-    r"|\bknows? no\b|\b(is|are) wanted\b|\bwants\b|\bto be had\b|\bof its own accord\b|\bfor want of\b"
-    r"|\bsomebody\b|\bthinks\b|(?<!there )\bis no (?!longer)|\btaken up\b|\bfor ever\b|\bmay not look\b"
-)  # fmt: skip
+    r"\b(stands? still|ha(s|ve) not come to|mends?|is none of|nobody|somebody|knows? no|thinks"
+    r"|(is|are) wanted|wants|to be had|for want of|taken up|for ever|may not look"
+    r"|(?<!there )is no(?! longer))\b"
+)
 """Words that are no term of Kubernetes, PyTorch, Slurm, OpenSSH or the kernel."""
+NAMES = r"CLUSTERKIT_|HTTP \{\}: |Slurm|Unauthorized: "
+"""With which an error may begin, besides a key, a path, an option or a plain word."""
 TERM = re.compile(
-    r"exit code \d+|SIG\w+: |OOMKilled: |no exit code: |signal \d+: |([A-Za-z_.]*\.)?[A-Z]\w*(Error|Exception): "
+    r"exit code \d+|no exit code: |SIG\w+: |signal \d+: |OOMKilled: |\w+(\.\w+)*(Error|Exception): "
 )
 """What a cause begins with: an exit code, a signal, an exception, Kubernetes' name of a kill."""
 
@@ -77,7 +79,6 @@ RAISED = sorted(set(raised()))
 
 def test_the_errors_are_found() -> None:
     assert len(RAISED) > 300
-    assert any("is in use" in text for _, text in RAISED) or len(RAISED) > 400
 
 
 @pytest.mark.parametrize(
@@ -85,11 +86,11 @@ def test_the_errors_are_found() -> None:
     [
         ("ends with a full stop", lambda text: text.rstrip().endswith((".", "!"))),
         ("is two sentences", lambda text: re.search(r"[a-z]{2}\. [A-Z]", text)),
-        ("begins with an article or a pronoun", lambda text: re.match(r"(It|This|You|We|A|An) ", text)),
+        ("begins with a capital", lambda text: re.match(rf"(?!{NAMES})[A-Z]", text)),
         ("has words that are no term of the field", PRIVATE.search),
     ],
 )  # fmt: skip
-def test_no_error(problem: str, found) -> None:  # type: ignore[no-untyped-def]
+def test_no_error(problem: str, found: Callable[[str], object]) -> None:
     assert [f"{place}: {text}" for place, text in RAISED if found(text)] == [], problem
 
 

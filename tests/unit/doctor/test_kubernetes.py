@@ -228,7 +228,8 @@ def test_every_right_that_is_missing_is_named():
     found = only(judged("rights", replies=replies))
     assert found.level == "fail"
     assert found.cause == (
-        "Forbidden: in namespace default admin may not create pytorchjobs; patch secrets; get pods/log"
+        "Forbidden: in namespace default admin may not create pytorchjobs; patch secrets; get "
+        "pods/log"
     )
     assert found.remedy.splitlines()[1].endswith("--role clusterkit-submitter --user admin")
     replies["who"][ALONE].document["status"]["userInfo"]["username"] = "system:serviceaccount:a:b"

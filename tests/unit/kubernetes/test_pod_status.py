@@ -261,7 +261,8 @@ SLOW = "failed to sync secret cache: timed out waiting for the condition"
         (
             document("Pending", waiting("CreateContainerConfigError", 'secret "r" not found'),
                      conditions=[SCHEDULED]),
-            'CreateContainerConfigError: its container cannot be created: secret "r" not found', State.FAILED,
+            'CreateContainerConfigError: its container cannot be created: secret "r" not found',
+            State.FAILED,
         ),
         (
             document("Pending", waiting("CreateContainerConfigError", SLOW),
