@@ -85,11 +85,7 @@ class Membership:
     def rejection(self, node: int) -> Directive:
         """Return the directive for an agent whose state `receive` refused."""
         replaced = self.members.includes(node)
-        reason = (
-            "another agent has replaced this one"
-            if replaced
-            else "the run continues without this node"
-        )
+        reason = "another agent has replaced it" if replaced else "the run continues without it"
         return self._directive("stop", reason)
 
     def _directive(self, action: str, text: str, **fields: Any) -> Directive:

@@ -755,7 +755,7 @@ def test_cancel_of_a_run_that_has_ended_leaves_it_as_it_is(cli, ended):
 
 def test_cancel_of_a_run_whose_job_somebody_removed_has_nothing_left_to_do(cli, ended):
     """It exited with 3, as for a host that does not answer."""
-    removed = "PyTorchJob demo-1 is gone: somebody deleted it"
+    removed = "NotFound: PyTorchJob demo-1 was deleted by a user"
     folder = RunFolder(ended.path)
     saved = msgspec.structs.replace(ended.status(), state=State.CANCELLED, remark=removed)
     folder.record_end(saved)

@@ -265,7 +265,7 @@ def test_ranks_of_a_node_that_succeeded_are_known_to_have_left():
     nodes = [node(0), node(1, 0, State.SUCCEEDED)]
     seen = observed(nodes, {0: ended(1, (0, 1, 1.5)), 1: ended(0, (1, 0, 0.9))})
     found = diagnose(nodes, said(0, 0, 1.0, PEER_GONE), rank_exits=seen.rank_exits)
-    assert (found.rank, (found.hint or "")[:30]) == (0, "rank 1 exited with code 0 befor")
+    assert (found.rank, (found.hint or "")[:30]) == (0, "rank 1 exited with code 0 befo")
 
 
 def test_ranks_that_ended_well_are_no_suspects():

@@ -447,7 +447,7 @@ def test_an_agent_in_whose_place_another_has_come_changes_nothing():
     assert table.ended(0, 1) == start(0, 1)
     assert not table.membership.receive(1, state_of(old), table.now)
     old.receive(table.membership.rejection(1), table.now)
-    assert old.orders[-1] == Finish(stop=True, reason="another agent has replaced this one")
+    assert old.orders[-1] == Finish(stop=True, reason="another agent has replaced it")
     assert table.turn(1) == []
 
 
@@ -651,7 +651,7 @@ def test_the_others_go_on_without_a_node_that_does_not_come_back():
     table = Table(4, least=2).all_arrive()
     assert without(table, 1) == start(0, 2, 3)
     assert table.said[-1] == (
-        "node 1 was lost and did not come back within 60 s; 3 of 4 go on; starting again"
+        "node 1 was lost and did not come back within 60 s; 3 of 4 continue; starting again"
     )
     assert table.membership.members.ranks == {0: 0, 2: 1, 3: 2}
     for node in (0, 2):
@@ -672,7 +672,7 @@ def test_an_agent_that_comes_back_too_late_has_to_end():
     peer = table.peers[2]
     without(table, 2)
     table.peers[2] = peer
-    assert table.returns(2) == [(2, "stop", "the run continues without this node")]
+    assert table.returns(2) == [(2, "stop", "the run continues without it")]
     assert not table.membership.receive(2, state_of(peer), table.now)
     assert table.turn(1) == []
 
@@ -746,7 +746,7 @@ def test_where_no_spare_is_left_the_run_goes_on_smaller_or_ends():
     assert table.membership.members.ranks == {0: 0, 4: 1, 3: 2}
     assert table.said[-1] == (
         "nodes 1, 2 were lost and did not come back within 60 s; "
-        "node 4 replaces node 1, 3 of 4 go on; starting again"
+        "node 4 replaces node 1, 3 of 4 continue; starting again"
     )
     table = Table(3, spares=1).all_arrive()
     ended = without(table, 1, 2)

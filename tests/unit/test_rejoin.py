@@ -151,7 +151,7 @@ def test_the_others_go_on_as_fewer_ranks_in_the_same_order(nodes):
         # The agent's own lines may overtake the ranks'.
         assert set(nodes.log_of(node)) == {
             f"{node} of 3", f"{lost}; waiting for it",
-            f"{lost} and did not come back within 1 s; 2 of 3 go on; starting again",
+            f"{lost} and did not come back within 1 s; 2 of 3 continue; starting again",
             f"{rank} of 2",
         }  # fmt: skip
         assert nodes.exit_of(node)["exit_code"] == 0

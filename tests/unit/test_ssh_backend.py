@@ -296,7 +296,7 @@ def test_more_ranks_than_slots_or_gpus_are_refused(hosts, said, hint):
 def test_a_host_without_gpus_that_the_job_does_not_use_does_no_harm():
     found = facts(host_facts(0, gpus=gpus(0)), host_facts(1))
     assert plan(found, nodes=1).topology["nproc_per_node"] == 1
-    with pytest.raises(BadInput, match="h1 has no GPU, h0 has") as error:
+    with pytest.raises(BadInput, match="h1 has no GPU, but h0 does") as error:
         plan(found, nodes=2)
     assert "--exclude" in (error.value.hint or "")
     with pytest.raises(BadInput, match="device: cuda, but h1 has no GPU"):

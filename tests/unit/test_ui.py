@@ -229,7 +229,7 @@ def test_the_summary_tells_what_nodes_remark():
 
 
 def test_the_summary_tells_who_ended_a_run_that_nobody_cancelled_here():
-    removed = "PyTorchJob r1 is gone: somebody deleted it"
+    removed = "NotFound: PyTorchJob r1 was deleted by a user"
     assert f"  note      {removed}" in View().summary(status(State.CANCELLED, remark=removed))
 
 

@@ -252,7 +252,7 @@ def test_the_commands(submit, begun, kube, elsewhere, monkeypatch):
     elsewhere()
     theirs = clusterkit("ls", "--cluster", "k8s")
     assert theirs.returncode == 0, theirs.stderr
-    assert theirs.stdout.split()[-1] == (user or "somebody")
+    assert theirs.stdout.split()[-1] == (user or "unknown")
     (listed,) = json.loads(clusterkit("ls", "--cluster", "k8s", "--json").stdout)
     assert (listed["run"], listed["state"], listed["user"]) == (run.id, "RUNNING", user)
     assert (listed["here"], listed["nodes_asked"]) == (False, 2)
