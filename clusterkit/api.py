@@ -170,7 +170,7 @@ def runs_of(
         ListedRun(
             run=run.run, job=run.job, cluster=cluster, backend=backend.name, state=run.state,
             attempt=run.attempt, started_at=run.started_at, finished_at=run.finished_at,
-            remark=f"a {run.kind} of {run.user or 'somebody'}'s; "
+            remark=f"{run.kind} of {run.user or 'another user'}; "
             f"{run.attach or f'`clusterkit attach {run.run} --cluster {cluster}`'} takes it over",
             user=run.user, here=False, nodes_asked=run.pods,
         )

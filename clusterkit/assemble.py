@@ -226,7 +226,7 @@ def assemble(placement: Placement) -> Assembly:
     job, topology, places = placement.job, placement.topology, placement.places
     if job.retry_on and job.restarts and not placement.restarts:
         raise BadInput(
-            "retry_on: these nodes do not start failed ranks again by themselves",
+            "retry_on: these nodes do not restart failed ranks themselves",
             hint="it needs a fixed number of nodes",
             job="retry_on",
         )
@@ -470,8 +470,8 @@ def require_packages(
     """
     if job.python not in (None, host.python, posixpath.basename(host.python)):
         raise BadInput(
-            f"python: {job.python}, but the facts are of {host.python}",
-            hint="leave --facts out: the hosts are probed with the job's interpreter then",
+            f"python: {job.python}, but --facts is of {host.python}",
+            hint="without --facts the hosts are probed with the job's interpreter",
             job="python",
         )
     packages = {"torchrun": "torch", "deepspeed": "deepspeed"}

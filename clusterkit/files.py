@@ -143,9 +143,7 @@ def write_new(contents: Mapping[Path, bytes]) -> list[Path]:
         if not os.path.lexists(path):
             missing.append(path)
         elif not path.is_file() or path.read_bytes() != content:
-            raise BadInput(
-                f"{path} already exists", hint="move it away, or change to another folder"
-            )
+            raise BadInput(f"{path} already exists", hint="remove it, or change to another folder")
     for path in missing:
         write_atomic(path, contents[path])
     return missing

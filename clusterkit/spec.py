@@ -264,7 +264,7 @@ def parse_nodes(nodes: int | str) -> tuple[int, int]:
         raise BadInput(f"nodes: {nodes}: a run has {MAX_NODES} nodes at most", job="nodes")
     if high < low:
         raise BadInput(
-            f"nodes: {nodes}: the smaller number comes first",
+            f"nodes: {nodes}: the minimum comes first",
             hint=f'did you mean "{high}:{low}"?',
             job="nodes",
         )
@@ -349,7 +349,7 @@ def _check_node_loss(job: JobSpec) -> None:
     if job.preload is not None and (job.started_by != "forkserver" or job.command is not None):
         other = f"launcher {job.started_by}" if job.command is None else "a command"
         raise BadInput(
-            f"preload: {other} has nothing imported ahead",
+            f"preload: {other} cannot preload modules",
             hint="program or module, with launcher: forkserver; or no preload",
             job="preload",
         )

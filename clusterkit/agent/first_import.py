@@ -142,8 +142,8 @@ class FirstImports(importlib.abc.MetaPathFinder):
         for name in sorted(before.keys() | now.keys()):
             if before.get(name) != now.get(name) and self._readers[main].match(name):
                 self._tell(
-                    f"{name} was changed before {main} was imported, which had been imported ahead "
-                    "and does not know it; put `preload: []` into the job file"
+                    f"{name} was changed before {main} was imported, but {main} was preloaded "
+                    "without the change; set `preload: []` in the job file"
                 )
 
 

@@ -136,7 +136,10 @@ class ForkLauncher(Launcher):
         self._receive_all(ended)
         code, level = self._close_server(ended), ended.level + 1
         if code < 0 and not ended.ready and level <= 1:
-            os.write(output := self._new_output(), b"nothing is imported ahead: it ended Python\n")
+            os.write(
+                output := self._new_output(),
+                b"preload: the import ended Python; starting again without preloading\n",
+            )
             os.close(output)
             try:
                 self._start_server(level)

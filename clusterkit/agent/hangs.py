@@ -34,12 +34,12 @@ def steps_of(lines: Sequence[tuple[float, object]], now: float) -> Steps:
 
 
 def stall(ranks: Mapping[int, Document], steps: Steps, nodes: Sequence[int], nproc: int) -> Finding:
-    """Return the finding that no step is made, where no rank waits for another."""
+    """Return the finding that no step completes, where no rank waits for another."""
     named = partial(names_of, nproc=nproc, nodes=nodes)
     return Finding(
         about=("steps", steps.last), seconds=steps.quiet, pace=steps.every, node=0,
         busy=any(record.get("busy") for record in ranks.values()), timeout=0.0,
-        text=f"no step is made{places(ranks, ranks, named)}",
+        text=f"no step completes{places(ranks, ranks, named)}",
     )  # fmt: skip
 
 

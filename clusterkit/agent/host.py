@@ -18,8 +18,8 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _GPU = ("index", "clocks.sm", "clocks.max.sm")
 _GPU_REASONS_NAMES = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 """The second is the name before driver 535. A query with an unknown name has no rows at all."""
-_GPU_REASONS = {0x4: "its power cap", 0x8: "the hardware", 0x20: "heat", 0x40: "heat",
-                0x80: "the power supply"}  # fmt: skip
+_GPU_REASONS = {0x4: "SW power cap", 0x8: "HW slowdown", 0x20: "SW thermal slowdown",
+                0x40: "HW thermal slowdown", 0x80: "HW power brake slowdown"}  # fmt: skip
 """Bits of clocks_event_reasons.active (nvml.h) for which a GPU is slower than it could be."""
 
 _NCCL_NETWORK = ("NCCL_IB_DISABLE", "NCCL_NET", "NCCL_IB_HCA", "NCCL_NET_PLUGIN")
@@ -46,7 +46,7 @@ def describe(before: Sample, after: Sample) -> str:
     seconds = max(after.at - before.at, 1e-3)
     found = []
     if (share := (after.throttled - before.throttled) / seconds) >= 0.05:
-        found.append(f"its CPU quota held its processes back {share:.0%} of the time")
+        found.append(f"CPU quota: its processes were throttled {share:.0%} of the time")
     for rank, waited in sorted(after.waited.items()):
         if (share := (waited - before.waited.get(rank, waited)) / seconds) >= 0.1:
             found.append(f"rank {rank} waited for a CPU {min(share, 1.0):.0%} of the time")
@@ -55,13 +55,13 @@ def describe(before: Sample, after: Sample) -> str:
         for process, used in after.others.items()
     )
     found += [
-        f"process {pid} ({name}), which is not the run's, takes {cpus:.1f} CPUs"
+        f"process {pid} ({name}), not part of the run, uses {cpus:.1f} CPUs"
         for cpus, (pid, name) in busiest[-2:][::-1] if cpus >= 0.2
     ]  # fmt: skip
     if (pages := (after.swapped - before.swapped) / seconds) >= 10:
-        found.append(f"it swaps ({pages:.0f} pages read a second)")
+        found.append(f"swapping: {pages:.0f} pages/s read from swap")
     if after.overheated > before.overheated:
-        found.append("its CPUs are throttled because they are hot")
+        found.append("thermal throttling: its CPUs are too hot")
     return "; ".join([*found, *after.now])
 
 
@@ -129,11 +129,11 @@ def _throttled_seconds() -> float:
 
 def _pressure() -> list[str]:
     found = []
-    for resource, name in (("memory", "memory"), ("io", "the disk")):
+    for resource, name in (("memory", "memory"), ("io", "I/O")):
         average = re.search(r"^some avg10=([\d.]+)", read_text(f"/proc/pressure/{resource}"))
         percent = float(average[1]) if average else 0.0
         if percent >= 10:
-            found.append(f"its processes waited for {name} {percent:.0f}% of the last 10 s")
+            found.append(f"{name} pressure: its processes waited {percent:.0f}% of the last 10 s")
     return found
 
 
@@ -142,7 +142,7 @@ def _cpu_clocks() -> list[str]:
     now = max(_cpu_numbers("cpufreq/scaling_cur_freq"), default=0)
     most = max(_cpu_numbers("cpufreq/cpuinfo_max_freq"), default=0)
     if 0 < now < 0.6 * most:
-        return [f"its CPUs run at {now / 1e6:.1f} of {most / 1e6:.1f} GHz"]
+        return [f"CPU frequency: {now / 1e6:.1f} of {most / 1e6:.1f} GHz"]
     return []
 
 
@@ -159,7 +159,7 @@ def unused_infiniband(root: str = "/") -> str:
         return ""
     asked = [f"{name}={os.environ[name]}" for name in _NCCL_NETWORK if name in os.environ]
     if not any(Path(root, "dev/infiniband").glob("uverbs*")):
-        remedy = "there is no /dev/infiniband/uverbs*: a container has to be given it"
+        remedy = "no /dev/infiniband/uverbs* here: pass the device to the container"
     elif asked:
         remedy = f"{' '.join(asked)} is set"
     else:
@@ -197,8 +197,8 @@ def gpu_clocks(table: str) -> list[str]:
         with contextlib.suppress(ValueError):
             index, clock, most, reasons = (cell.strip() for cell in line.split(","))
             bits = int(reasons, 16)
-            why = dict.fromkeys(name for bit, name in _GPU_REASONS.items() if bits & bit)
+            why = [name for bit, name in _GPU_REASONS.items() if bits & bit]
             if why:
                 clocks = f"{int(clock)} of {int(most)} MHz"
-                found.append(f"GPU {index} is held at {clocks} by {' and '.join(why)}")
+                found.append(f"GPU {index} throttled to {clocks}: {', '.join(why)}")
     return found

@@ -263,13 +263,13 @@ class Launcher:
             left = descendants_except(self.kept)
             if self.exit_code == 0 and any(rank["pid"] in left for rank in self._log.ranks):
                 self.ends.append({"pid": 0, "exit_code": 1, "at": time.time()})
-                self.failure = "the launcher ended with 0 but left ranks running"
+                self.failure = "the launcher exited with 0 while ranks were still running"
             seconds = min(limits.LEFTOVER_GRACE, self._options.grace)
             if self._kill_at is not None:
                 # Ranks whose launcher left them when it was asked to stop keep the whole grace.
                 seconds = max(seconds, self._kill_at - time.monotonic())
             elif self.exit_code == 0 and (names := started_by_programs(left)):
-                self._log.line(f"the ranks have left processes running, which end now: {names}")
+                self._log.line(f"the ranks left processes running, which are ended now: {names}")
             self._ending = Ending(partial(descendants_except, self.kept), seconds, self._told)
         if not self._ending.step():
             return False

@@ -89,7 +89,7 @@ class Member:
         if since is not None and now - since > limits.PEER_GONE_SECONDS:
             return ""
         silent = now - self.received_at > lost_after
-        return f"does not answer node 0 for {lost_after:g} s" if silent else None
+        return f"has not answered node 0 for {lost_after:g} s" if silent else None
 
 
 class Members:
@@ -168,10 +168,10 @@ class Members:
             return None
         before, replaced = len(self.ranks), self._assign(left, spares)
         changes = [
-            f"node {node} joins" if lost is None else f"node {node} takes the place of node {lost}"
+            f"node {node} joins" if lost is None else f"node {node} replaces node {lost}"
             for node, lost in replaced.items()
         ]
-        changes += [f"{len(self.ranks)} of {before} go on"] if len(self.ranks) < before else []
+        changes += [f"{len(self.ranks)} of {before} continue"] if len(self.ranks) < before else []
         return ", ".join(changes)
 
     def joinable(self) -> list[int]:
@@ -187,8 +187,8 @@ class Members:
         """Give them these places; return a line on which nodes the run has."""
         joined, nodes = self._assign(self._places, self.joinable()), len(self.ranks)
         if joined:
-            return f"{node_names([*joined])} can join; {nodes} nodes go on"
-        return f"all {nodes} nodes are here"
+            return f"{node_names([*joined])} can join; {nodes} nodes continue"
+        return f"all {nodes} nodes have joined"
 
     def _assign(self, places: Sequence[int | None], nodes: Sequence[int]) -> dict[int, int | None]:
         """Give these spares the vacant places, each its own if it can.

@@ -69,14 +69,14 @@ class Membership:
         if self.verdict is not None:
             return self.verdict
         if node in self.members.spares:
-            return self._directive("wait", "a spare: waits for a place")
+            return self._directive("wait", "spare: waits until a node is lost")
         if (ending := self._ending) is not None:
             seconds = 0.0 if ending.until is None else max(0.0, ending.until - now)
             return self._directive("wait", ending.reason, seconds=seconds)
         text, member = self._text, self.members.by_node.get(node)
         if not text and self._replaced_at is not None:
             if node == 0:
-                text = f"this node takes the place of one that was lost; {STARTING_AGAIN}"
+                text = f"this node replaces a lost node; {STARTING_AGAIN}"
             elif member is not None and member.rejoined:
                 text = f"node 0 is back; {STARTING_AGAIN}"
         ranks = self.members.ranks
@@ -85,7 +85,7 @@ class Membership:
     def rejection(self, node: int) -> Directive:
         """Return the directive for an agent whose state `receive` refused."""
         replaced = self.members.includes(node)
-        reason = "another agent has taken its place" if replaced else "the run goes on without it"
+        reason = "another agent has replaced it" if replaced else "the run continues without it"
         return self._directive("stop", reason)
 
     def _directive(self, action: str, text: str, **fields: Any) -> Directive:
@@ -176,7 +176,7 @@ class Membership:
         if absent and self.members.can_lose_one:
             self._lose(absent[0], now)
         elif absent:
-            self._text = f"{node_names(absent)} did not come within {limits.PEER_MEET_SECONDS:g} s"
+            self._text = f"{node_names(absent)} did not join within {limits.PEER_MEET_SECONDS:g} s"
             self.sequence += 1
         elif self._should_admit(now):
             who = node_names(self.members.joinable())

@@ -136,7 +136,7 @@ class NodeFiles:
         until, text = self._hang or (-math.inf, "")
         failed = failure["timed_out"] if failure else str(stopped).endswith(" failed")
         if failed and text and time.monotonic() - until < limits.HANG_RECENT:
-            return f"{HANG}{text}; then the process group's timeout was over"
+            return f"{HANG}{text}; then the process group's timeout expired"
         if not (failure and failed):
             return ""
         # Nothing was queried, as of ranks of another launcher: what NCCL's watchdog has written.

@@ -102,11 +102,11 @@ def _nodes(nproc: int, env: Mapping[str, str], root: str) -> list[int]:
     # A GPU that no program has opened, and one that does not answer, has question marks.
     listed |= {gpu.uuid: str(i) for i, gpu in enumerate(gpus) if gpu.uuid and "?" not in gpu.uuid}
     if 0 < len(listed) - len(gpus) < len(gpus):
-        raise _Uncertain("a GPU does not tell its UUID: it may be one that CUDA does not count")
+        raise _Uncertain("a GPU reports no UUID: CUDA may not enumerate it")
     visible = env.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(gpus)))))
     seen = visible_gpus(listed, visible)[:nproc]
     if len(seen) < nproc or not all(map(str.isdigit, seen)):
-        raise _Uncertain(f"CUDA_VISIBLE_DEVICES={visible} does not tell the GPUs' addresses")
+        raise _Uncertain(f"CUDA_VISIBLE_DEVICES={visible} does not give the GPUs' PCI addresses")
     return [gpus[int(index)].node for index in seen]
 
 

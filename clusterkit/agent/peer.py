@@ -208,7 +208,7 @@ class Peer:
 
     def _node_0_lost(self, now: float) -> None:
         if not self._wait:
-            silent = f"node 0 does not answer for {self._lost_after:g} s"
+            silent = f"node 0 has not answered for {self._lost_after:g} s"
             reason = "the launcher of node 0 is gone" if self.link.refused else silent
             return self._finish(Finish(stop=True, reason=reason))
         self._node_0_lost_at, self.state.gave_up = now, True

@@ -60,11 +60,11 @@ class Preload:
             _close_nvml()
             _remove_empty_cache(began)
         if self.groups and (problem := self._not_forkable(modules, handles)):
-            _note(f"nothing is imported ahead: the imports brought {problem}")
+            _note(f"preload: the imports left {problem}; starting again without preloading")
             self._restart()
         done = ", ".join(name for name, *_ in self.groups)
         if done or why:
-            _note(f"imported ahead: {done or 'nothing'}{f'; {why}' if why else ''}")
+            _note(f"preloaded: {done or 'nothing'}{f'; {why}' if why else ''}")
 
     def _chosen(self) -> tuple[Sequence[str], str]:
         """Return what to import, and why no more."""

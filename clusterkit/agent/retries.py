@@ -70,9 +70,9 @@ class Retries:
         errors = set() if "" in ways else ways
         same, self._errors = errors & self._errors, errors
         if same:
-            return f"failed twice in the same way: {min(same)}; not restarted again"
+            return f"failed twice with the same error: {min(same)}; not restarted again"
         if own and self._retry_on and self._retry_on.isdisjoint(failure["code"] for failure in own):
-            return f"exit code {own[0]['code']} is none of retry_on; not restarted"
+            return f"exit code {own[0]['code']} is not in retry_on; not restarted"
         return None
 
     def _words(self, failure: Document, start: bool) -> str:

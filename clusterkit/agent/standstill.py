@@ -179,7 +179,7 @@ def places(
 
 def _place(record: Document | None) -> str:
     if record is None:
-        return "on a node that says nothing"
+        return "on a node that does not report"
     state, at = str(record.get("state") or ""), record.get("at")
     if state == "stopped":
         return "stopped (SIGSTOP)"
@@ -187,7 +187,7 @@ def _place(record: Document | None) -> str:
         return "at its end"
     waits = record.get("waits")
     inside = f", in {waits[0][2]} #{waits[0][1]}" if waits else ""
-    return (f"at {at}" if at else "where it does not say") + inside
+    return (f"at {at}" if at else "at an unknown place") + inside
 
 
 def names_of(ranks: Iterable[int], nproc: int, nodes: Sequence[int]) -> str:

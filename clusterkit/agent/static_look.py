@@ -62,7 +62,7 @@ def look(
             main = os.path.join(file, "__main__.py") if os.path.isdir(file) else file
             walk.visit(main, walk.main, "", False)
     except RecursionError:
-        walk.doubt("the program is nested too deeply", False)
+        walk.doubt("the program's code is nested too deeply", False)
     return Found(walk.uses_torch, walk.before, walk.before or walk.ever)
 
 
@@ -99,7 +99,7 @@ class _Walk:
             installed = self._files["is_installed"](file)
             self._bytes[installed] += len(text)
             if self._bytes[installed] >= (_MOST_INSTALLED_BYTES if installed else _MOST_BYTES):
-                self.doubt(f"{file}: too much to look through", done)
+                self.doubt(f"{file}: too large to search", done)
                 return done
             tree = ast.parse(text, file)
         except (OSError, SyntaxError, ValueError, MemoryError) as error:

@@ -39,7 +39,7 @@ class StoppedRanks:
                 self._log.line(f"rank {rank['rank']} was stopped (SIGSTOP)")
             elif stopped is False and pid in self._stopped and not ending:
                 self._stopped.remove(pid)
-                self._log.line(f"rank {rank['rank']} goes on")
+                self._log.line(f"rank {rank['rank']} continues (SIGCONT)")
 
     def causes(self) -> list[str]:
         """Return a sentence for each rank whose stop may be why the node failed."""

@@ -39,7 +39,7 @@ class Usage:
         nodes: int,
         on_failure: Callable[[str], object],
     ) -> None:
-        self._worker = Worker(self._run, "the measuring of CPUs, memory and GPUs", on_failure)
+        self._worker = Worker(self._run, "measuring CPU, memory and GPU usage", on_failure)
         self.start = self._worker.start
         self._log, self._ranks = log, ranks
         self._pause = max(limits.USAGE_SECONDS, nodes / limits.USAGE_NODES)

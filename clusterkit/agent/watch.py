@@ -3,7 +3,7 @@
 While ranks progress, their context switches are read once a second, and every ARRIVALS_SECONDS
 torch in them is queried when they entered collectives. Torch is queried for a rank's state when its
 main thread has not run for STILL_SECONDS, when NCCL's collectives have not advanced for as long,
-when no step is made, or when node 0 queries all nodes because that is so on another one.
+when no step completes, or when node 0 queries all nodes because that is so on another one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Watch:
         log: NodeLog,
         on_order: Callable[[messages.Order], None],
     ) -> None:
-        self._worker = Worker(self._run, "the detection of hangs and slow ranks", self._warn)
+        self._worker = Worker(self._run, "detecting hangs and slow ranks", self._warn)
         self.send: Callable[[Document], None] = lambda message: None
         """Sends to node 0, or from there to all others; `node` sets it to its connection's."""
         self._folder, self._log, self._on_order = folder, log, on_order

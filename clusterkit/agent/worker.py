@@ -67,7 +67,7 @@ class Worker:
             self._reported.append(text)
             traceback.print_exception(error, file=sys.stderr)  # agent.log
             self._on_failure(
-                f"{text[: limits.REASON_LENGTH]}: {self._what} failed on this node and starts "
-                "again; its ranks run on. This is a defect of clusterkit: agent.log of this node "
-                "has the traceback"
+                f"{text[: limits.REASON_LENGTH]}: {self._what} failed on this node and is "
+                "restarted; the ranks are not affected. This is a bug in clusterkit: agent.log of "
+                "this node has the traceback"
             )

@@ -62,7 +62,7 @@ class Observation(Struct, frozen=True, kw_only=True):
     the run; None: it was not."""
 
     @property
-    def late(self) -> bool:
+    def over_time_limit(self) -> bool:
         """Whether the agents have ended the run at its time limit."""
         # Commands that only read a run folder start without it.
         from clusterkit.agent import OVER_TIME_LIMIT

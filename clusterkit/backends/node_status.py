@@ -20,11 +20,15 @@ from clusterkit.run.status import NodeCause, NodeStatus, RankExit, State, overal
 from clusterkit.transport import Completed, Transport
 
 _HINTS = {
-    "SIGSTOP": "kill -CONT lets a stopped process go on",
-    "hang: ": "where it was only slow: hang_timeout in the job file, or the timeout of "
-    "init_process_group, gives it longer",
+    "SIGSTOP": "kill -CONT resumes a stopped process",
+    "hang: ": "if it was only slow, raise hang_timeout in the job file or the timeout of "
+    "init_process_group",
 }
 """Hints for the causes that agents report, by a part of the cause."""
+_OOM_KILLED = "OOMKilled: the agent was killed (SIGKILL); the kernel counted an out-of-memory kill"
+_KILLED = (
+    "SIGKILL: the agent was killed from outside (kill -9); the kernel counted no out-of-memory kill"
+)
 _TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
@@ -185,12 +189,7 @@ def _agent_died(files: NodeFiles) -> tuple[str, int | None]:
     record = _read(files.started, _Started)
     if record is None or record.killed is None or last:  # a traceback would be its own failure
         return f"its agent ended without reporting an exit code{f': {last}' if last else ''}", None
-    by = (
-        "the kernel or from outside (SIGKILL): the kernel counted an out-of-memory kill"
-        if record.killed
-        else "SIGKILL from outside (kill -9): the kernel counted no out-of-memory kill"
-    )
-    return f"its agent was killed by {by}", 128 + signal.SIGKILL
+    return _OOM_KILLED if record.killed else _KILLED, 128 + signal.SIGKILL
 
 
 def judge_running(node: int, host: str, started: bytes | None) -> NodeStatus:

@@ -63,8 +63,8 @@ def device_of(job: JobSpec, hosts: Sequence[HostFacts]) -> tuple[str, str]:
     if len(without) < len(hosts):
         having = next(host.host for host in hosts if host.gpus)
         raise BadInput(
-            f"device: auto: {without[0].host} has no GPU, {having} has",
-            hint="leave that host out (--exclude), or --set device=cpu",
+            f"device: auto: {without[0].host} has no GPU, but {having} does",
+            hint="exclude that host (--exclude), or --set device=cpu",
             job="device",
         )
     return "cpu", "no GPU found"

@@ -233,7 +233,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     first, last, *rest = (part.strip() for part in text.split(":"))
     low, high = _size(first, text), _size(last, text)
     if high < low:
-        raise BadInput(f"sizes: {text}: the smaller size comes first", hint=f"{last}:{first}")
+        raise BadInput(f"sizes: {text}: the smallest size comes first", hint=f"{last}:{first}")
     match = _FACTOR.match(rest[0] if rest else "x4")
     if match is None or int(match[1]) < 2 or len(rest) > 1:
         raise BadInput(

@@ -288,7 +288,9 @@ def parse_duration(ctx: click.Context, param: click.Parameter, value: str | None
     units = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", value)
     if match is None:
-        raise click.BadParameter(f"{value!r} is no duration such as 90s, 5m, 2h or 30d", ctx, param)
+        raise click.BadParameter(
+            f"{value!r} is not a duration such as 90s, 5m, 2h or 30d", ctx, param
+        )
     return float(match[1]) * units[match[2]]
 
 

@@ -57,7 +57,7 @@ def command(
     if cluster is not None:
         header.append("OF")
         for row, run in zip(rows, found, strict=True):
-            row.append("this machine" if run.here else run.user or "somebody")
+            row.append("this machine" if run.here else run.user or "unknown")
     drop = ("CLUSTER", "NODES", "AGE")
     for line in table(rows, header, drop=drop).splitlines():
         state = next((state for state in STATE_COLOURS if f" {state} " in f"{line} "), None)

@@ -272,7 +272,7 @@ def _setting(draft: Draft, name: str, text: str, origin: str, nodes: int, deepsp
     elif name.startswith("fp8_"):
         draft.env(origin, f"ACCELERATE_{name.upper()}", text)
     else:
-        draft.refuse(origin, "clusterkit knows no such setting of accelerate")
+        draft.refuse(origin, "clusterkit does not know this setting of accelerate")
 
 
 def _true(setting: tuple[str, str] | None) -> bool:

@@ -473,7 +473,7 @@ def _option(draft: Draft, name: str, used: Used) -> None:
 def _signal(draft: Draft, value: str, written: str) -> None:
     match = re.fullmatch(r"([BR]+:)?(?:SIG)?(\w+)(?:@(\d+))?", value)
     if match is None:
-        draft.refuse(written, f"{value} is no signal")
+        draft.refuse(written, f"{value} is not a signal")
     elif match[2] not in ("TERM", "15"):
         draft.refuse(written, f"the ranks get SIGTERM before the end, not {match[2]}")
     elif match[1]:

@@ -297,7 +297,7 @@ class Tree:
                 return _ABSENT
         return value
 
-    def rest(self, why: str = "clusterkit has no such key") -> None:
+    def rest(self, why: str = "clusterkit does not have this key") -> None:
         """Refuse every key that was not read."""
         self._rest((), self.document.data, why)
 

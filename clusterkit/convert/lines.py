@@ -168,7 +168,9 @@ def _without_wrappers(draft: Draft, words: list[str]) -> list[str]:
             assigned(draft, words[0], match[1], match[2])
             words = words[1:]
         elif words[0] in _WRAPPERS and words[1:2] and words[1].startswith("-"):
-            draft.refuse(shell.join(words[:2]), f"clusterkit knows no options of {words[0]}")
+            draft.refuse(
+                shell.join(words[:2]), f"clusterkit does not know the options of {words[0]}"
+            )
             return []
         elif words[0] == "env":
             words = words[1:]

@@ -26,7 +26,7 @@ EXAMINERS = {
     "kubernetes": "clusterkit.backends.kubernetes.doctor",
     "slurm": "clusterkit.backends.slurm.doctor",
 }
-"""Kind of subject to the module that examines it, with ``CHECKS`` and ``look``."""
+"""Kind of subject to the module that examines it, with ``CHECKS`` and ``run_checks``."""
 
 
 def _examiner(name: str) -> Any:
@@ -59,9 +59,9 @@ def examine(
     Raises:
         BadInput: a name in ``only`` that no check has.
     """
-    examiner = _examiner(subject.way)
+    examiner = _examiner(subject.kind)
     checks = chosen(examiner.CHECKS, quick=quick, only=only)
-    report: Report = examiner.look(subject, transport, checks, progress)
+    report: Report = examiner.run_checks(subject, transport, checks, progress)
     return report
 
 

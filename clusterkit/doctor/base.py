@@ -58,7 +58,7 @@ def worst(levels: Iterable[Level]) -> Level:
 class Subject(Protocol):
     """What is examined, with the requirements of the job."""
 
-    way: ClassVar[str]
+    kind: ClassVar[str]
     """Key of `clusterkit.doctor.EXAMINERS`."""
 
     @property

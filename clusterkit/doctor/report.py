@@ -187,7 +187,7 @@ def refusal(report: Report) -> ClusterkitError | None:
     )
     kind = Unavailable if bad[0][0].check in ("reachable", "host-key") else BadInput
     return kind(
-        f"cluster {report.cluster} is not fit: " + "\n  ".join(lines),
+        f"cluster {report.cluster} failed its checks: " + "\n  ".join(lines),
         hint="\n       ".join([*remedies, command]),
     )
 

@@ -179,7 +179,7 @@ def locate(name: str) -> Located | None:
     except (OSError, ValueError) as error:
         raise BadInput(f"--model {name}: {path} is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise BadInput(f"--model {name}: {path} is no JSON object")
+        raise BadInput(f"--model {name}: {path} is not a JSON object")
     return Located(name, folder.absolute(), config)
 
 
@@ -239,7 +239,7 @@ def hugging_face(name: str, context: int | None = None, *, longest: int | None =
     if done.returncode == 0:
         counted = json.loads(done.stdout.splitlines()[-1])
         return msgspec.convert({**counted, "name": name}, Model)
-    said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    said = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
     lacking = "No module named" in said or "needs transformers" in said
     if lacking and (known := from_config(found, context)) is not None:
         return known

@@ -188,7 +188,7 @@ def _mismatch(document: Document, place: KeyPath, value: Any, expected: inspect.
     names = [_TYPES[type(one)][0] for one in _alternatives(expected)]
     wanted = " or ".join(dict.fromkeys(names))
     if value is None:
-        return document.error(place, f"no value is given, where {wanted} is wanted")
+        return document.error(place, f"no value; expected {wanted}")
     message = f"{_shown(value)} is {_kind(value)}, not {wanted}"
     return document.error(place, message, _remedy(expected, value))
 

@@ -247,7 +247,7 @@ def _syntax_error(error: yaml.YAMLError, text: str, name: str) -> BadInput:
     lines = text.splitlines()
     line = lines[mark.line] if mark.line < len(lines) else ""
     if "\t" in line[: mark.column + 1] or "'\\t'" in problem:
-        return BadInput(f"{where}: a tab where YAML wants spaces", "indent with two spaces")
+        return BadInput(f"{where}: a tab where YAML needs spaces", "indent with two spaces")
     for number in (mark.line, mark.line - 1):
         if _COMMENT.search("".join(lines[number : number + 1])):
             return _javascript_comment(f"{name}:{number + 1}")

@@ -126,7 +126,7 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
         return _replace(unknown, state=State.UNKNOWN, remark=error.message)
     base = saved or submission.initial_status()
     if (host := elsewhere(folder)) is not None:
-        remark = f"its processes are on {host}: `clusterkit status {folder.run_id}` there shows it"
+        remark = f"its processes run on {host}: `clusterkit status {folder.run_id}` there shows it"
         return _replace(base, state=State.UNKNOWN, remark=remark)
     job = folder.maybe_json("job.json", JobSpec)
     if base.restarts_left is None and job is not None:
@@ -142,7 +142,7 @@ def reconcile(folder: RunFolder, connections: Connections | None = None) -> RunS
         # state.json is written before nodes are started; a host may not even have the run's folder.
         seen = Observation(state=State.PENDING, nodes=())
     if seen is None:
-        return _replace(base, state=State.UNKNOWN, remark="nothing of it was found")
+        return _replace(base, state=State.UNKNOWN, remark="nothing of the run was found")
     if seen.state not in _RUNNING:
         _sync(backend, handle, transport)
     found, can_attach = _unsupervised(_replace(base, nodes=seen.nodes), handle, seen)
@@ -222,13 +222,13 @@ def _unsupervised(base: RunStatus, handle: RunHandle, seen: Observation) -> tupl
         ended = _replace(base, state=State.CANCELLED, exit_code=EXIT_INTERRUPTED, remark=why)
         return ended, False
     if not begun and folder.file(BY_HAND).exists():
-        remark = f"its plan was written to be started by hand: {folder.file('files')}"
+        remark = f"its plan was written with -o, to be started by hand: {folder.file('files')}"
         return _replace(base, state=State.PENDING, remark=remark), False
     if begun:
         failure = diagnosis(handle, seen)
         can_attach = found is not Verdict.FAILED
         left = f"{pluralize(restarts, 'restart')} left"
-        remark = f"it was not restarted ({left}): run {attach} to restart it"
+        remark = f"not restarted ({left}): run {attach} to restart it"
     else:
         can_attach = folder.saved_status() is not None
         remark = f"run {attach} to start it"
@@ -254,11 +254,11 @@ def _missing(handle: RunHandle, restarts: int) -> str:
     again = f" ({pluralize(restarts, 'restart')} left)" if restarts else ""
     if again and handle.plan.restarts:
         lost = "" if handle.plan.rejoin else ", lost nodes will not be restarted"
-        return f"its nodes start failed ranks again{again}{lost}"
+        return f"its nodes restart failed ranks{again}{lost}"
     facts = handle.folder.maybe_json("facts.json", Facts)
     nodes_watch_each_other = facts is not None and facts.watch_port is not None
     ends = "" if nodes_watch_each_other else " or ends the other nodes when one fails"
-    return f"nobody restarts it{again}{ends}"
+    return f"it will not be restarted{again}{ends}"
 
 
 # ---------------------------------------------------------------- ending a run

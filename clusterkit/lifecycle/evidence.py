@@ -141,7 +141,7 @@ class Verdict(Enum):
     RESTART = 4
     """The next attempt, with a restart less."""
     REPLACE = 5
-    """The next attempt, which costs no restart: nodes were lost."""
+    """The next attempt, which uses no restart: nodes were lost."""
     MOVE = 6
     """The same: the port was taken."""
 
@@ -160,7 +160,7 @@ def verdict(
         return Verdict.SUCCEEDED
     if cancelled or seen.removed is not None:
         return Verdict.CANCELLED
-    decided, losses = seen.final or seen.late, lost(seen)
+    decided, losses = seen.final or seen.over_time_limit, lost(seen)
     if port_taken:
         return Verdict.MOVE
     if losses and terms.replaces_lost and not decided and losses_allowed:

@@ -47,7 +47,7 @@ def plan_as(
         ClusterkitError: the backend cannot run the job, or the entry is of another kind.
     """
     if form not in backends.FORMS:
-        raise BadInput(f"form: {form!r} is none of them", choices(backends.FORMS, form))
+        raise BadInput(f"form: {form!r} is unknown", choices(backends.FORMS, form))
     name, keys = backends.FORMS[form]
     backend = backends.backend(name)
     assert isinstance(backend, SupportsFile)

@@ -174,7 +174,7 @@ def _prepare(
                 subject = backend.subject(cluster, entry, spec)
             facts = probe() if subject is None else _probed(subject, transport, probe)
         if not facts.hosts:
-            raise BadInput("facts: no host is named", hint="use the facts.json of a run")
+            raise BadInput("--facts names no hosts", hint="use the facts.json of a run")
         if callable(run_id):
             run_id = run_id(spec.name)
         run_id = run_folder.check_run_id(run_id) if run_id else run_folder.new_run_id(spec.name)
@@ -457,7 +457,7 @@ def take_over(run: str, cluster: str, clusters_file: str | os.PathLike[str] | No
             known = get(found.run)
             known.attach()
             return known
-        check_secrets(found.job, f"a restart of run {found.run} needs it: ")
+        check_secrets(found.job, f"a restart of run {found.run} needs this secret: ")
         plan = backend.plan(found.job, found.cluster, found.facts, found.run)
 
         def complete(folder: RunFolder) -> None:
@@ -468,7 +468,7 @@ def take_over(run: str, cluster: str, clusters_file: str | os.PathLike[str] | No
             status = msgspec.structs.replace(status, state=State.RUNNING, attempt=found.attempt)
             folder.write_json("state.json", status)
             folder.write(run_folder.OWNS_CLUSTER_OBJECTS, "")
-            text = f"taken up on this machine, in attempt {found.attempt}"
+            text = f"attached on this machine in attempt {found.attempt}"
             folder.append("events.jsonl", Event(at=time.time(), attempt=found.attempt, text=text))
 
         ready = Prepared(found.job, cluster, found.cluster, found.facts, backend, plan, transport)

@@ -48,12 +48,13 @@ def without_spares(plan: Plan, seen: Observation) -> Observation:
 
 def diagnosis(handle: RunHandle, seen: Observation, *, late: bool = False) -> Failure:
     """Return why an attempt that has ended did not succeed; ``late``: it was ended at its limit."""
-    if late or seen.late:
-        from clusterkit.agent import OVER_TIME_LIMIT, TIME_LIMIT_EXIT
+    if late or seen.over_time_limit:
+        from clusterkit.agent import TIME_LIMIT_EXIT
 
         limit = handle.folder.read_json("job.json", JobSpec).time_limit
         hint = "raise time_limit; another run can resume from this one's checkpoint"
-        return Failure(exit_code=TIME_LIMIT_EXIT, cause=f"{OVER_TIME_LIMIT} of {limit}", hint=hint)
+        cause = f"time_limit of {limit}: the run was stopped"
+        return Failure(exit_code=TIME_LIMIT_EXIT, cause=cause, hint=hint)
     from clusterkit.output.diagnose import diagnose  # a run that succeeds does without this import
 
     plan = handle.plan

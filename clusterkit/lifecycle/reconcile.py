@@ -280,7 +280,7 @@ class Reconciler:
 
     def joining(self, seen: Observation, now: float) -> list[int]:
         """Return the nodes to start again now, so that they join the others."""
-        running = seen.nodes[0].state is State.RUNNING and not (seen.final or seen.late)
+        running = seen.nodes[0].state is State.RUNNING and not (seen.final or seen.over_time_limit)
         states = {
             State.FAILED,
             State.CANCELLED,
@@ -418,7 +418,7 @@ class Reconciler:
 
     def not_started(self, now: float, problem: str) -> None:
         """The attempt's nodes could not be started, or some: it is stopped and followed by another
-        one, which costs no restart, at most START_TRIES times in a row."""
+        one, which uses no restart, at most START_TRIES times in a row."""
         self.not_starting += 1
         self.problem = problem
         given_up = self.fresh or self.not_starting > START_TRIES

@@ -294,7 +294,7 @@ class Run:
     def _refuse_elsewhere(self, verb: str) -> None:
         if (host := control.elsewhere(self._folder)) is not None:
             raise BadInput(
-                f"run {self.id}: its processes are on {host}", hint=f"clusterkit {verb} there"
+                f"run {self.id}: its processes run on {host}", hint=f"clusterkit {verb} there"
             )
 
     def cancel(self) -> RunStatus:

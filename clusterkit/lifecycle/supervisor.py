@@ -160,7 +160,7 @@ class Supervisor:
     def _troubled(self, error: Exception, pause: float) -> None:
         """Record an error of this process's, once."""
         message = error.message if isinstance(error, ClusterkitError) else f"{error}"
-        text = f"its supervisor tries again: {type(error).__name__}: {message}"
+        text = f"supervisor error, retrying: {type(error).__name__}: {message}"
         if text != self.trouble:
             self.trouble = text
             self._event(text)
@@ -328,7 +328,7 @@ class Supervisor:
         if action.verdict is Verdict.REPLACE:
             what = "could not be started" if self.machine.not_starting else "has lost nodes"
             text = f"attempt {attempt} {what}: {failure.summary}; starting again, "
-            self._event(f"{text}which costs no restart")
+            self._event(f"{text}which uses no restart")
         elif action.verdict is not Verdict.MOVE:
             self._event(f"attempt {attempt} failed: {failure.line}; starting again, {left} left")
 
@@ -414,7 +414,7 @@ class Supervisor:
             others = facts_without(self.without, self.job, self.facts)
             assert others is not None  # `Terms.dispensable`
             used = join_some([host.host for host in others[0].hosts], 4)
-            why = f"starting again on {used}, which costs no restart"
+            why = f"starting again on {used}, which uses no restart"
             self._replan(others[0], why, others[1])
             self.without = []
 
@@ -475,7 +475,7 @@ class Supervisor:
         """Record the end. Where that fails, the next step does it again."""
         failure = self.failure if state is State.FAILED else None
         if state is State.FAILED and failure is None:
-            failure = Failure(exit_code=1, cause=self.machine.problem or "its nodes are lost")
+            failure = Failure(exit_code=1, cause=self.machine.problem or "its nodes were lost")
         codes = {State.SUCCEEDED: 0, State.CANCELLED: EXIT_INTERRUPTED}
         code = codes.get(state, (failure.exit_code if failure else None) or 1)
         ended = msgspec.structs.replace(

@@ -32,53 +32,56 @@ _NEVER_PRIMARY = frozenset({-signal.SIGTERM, 128 + signal.SIGTERM})
 PORT_TAKEN = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
 _HINTS = (
     (re.compile(r"CUDA out of memory|OutOfMemoryError"),
-     "smaller batch.micro (accumulation grows with it), a higher ZeRO stage, or offload"),
+     "a smaller batch.micro (accumulation grows with it), a higher ZeRO stage, or offload"),
     (re.compile(r"DefaultCPUAllocator: can't allocate|MemoryError"),
-     "smaller batch.micro, fewer ranks on this machine, or a smaller model"),
+     "a smaller batch.micro, fewer ranks on this machine, or a smaller model"),
     (re.compile(r"No module named '?[\w.]+"),
-     "install it for the interpreter of the ranks (`clusterkit plan` and facts.json name it)"),
+     "install it for the ranks' Python interpreter (`clusterkit plan` and facts.json name it)"),
     (PORT_TAKEN,
-     "another program, or an earlier one of yours, listens on that port"),
-    (re.compile(r"No space left on device"), "make room on that disk"),
+     "another program, or an earlier run of this one, listens on that port"),
+    (re.compile(r"No space left on device"), "free space on that disk"),
     (re.compile(r"Timed out waiting \d+ms|Watchdog caught collective"),
-     "a rank waited for peers that did not come: look for the one that is behind (logs --rank)"),
+     "a rank timed out waiting for its peers: find the rank that is behind (logs --rank)"),
     (re.compile(r"Error building extension|Ninja is required"),
-     "DeepSpeed compiles here: install a C++ compiler and ninja"),
+     "DeepSpeed compiles its operators on this node: install a C++ compiler and ninja"),
     (re.compile(r"Found no NVIDIA driver|No CUDA GPUs are available|no CUDA-capable device"),
-     "no GPU on this node, or none that its ranks may use, but the program asks for CUDA"),
+     "the program needs CUDA, but this node has no GPU that its ranks can use"),
     (re.compile(r"not compiled with CUDA enabled|compiled without CUDA support|_cuda_setDevice"
                 r"|doesn't have NCCL built in"),
-     "no GPU on this node, or its torch is one for CPUs, but the program asks for CUDA"),
+     "the program needs CUDA, but this node has no GPU or a CPU-only torch"),
     (re.compile(r"Duplicate GPU detected"),  # NCCL
-     "two ranks took the same GPU: each takes that of its LOCAL_RANK, or fewer ranks (--gpus)"),
+     "two ranks use one GPU: each must use that of its LOCAL_RANK, or start fewer (--gpus)"),
     (re.compile(r"loss is (nan|-?inf)|returned nan values in its|non-?finite", re.I),
      "lower the learning rate or clip gradients, and resume from a checkpoint before that step"),
     (re.compile(r"PytorchStreamReader failed|inline_container|archive is corrupted|Ran out of input"
                 r"|SafetensorError|pickle data was truncated|checkpoint .* cannot be read"),
-     "a file is torn or no checkpoint: resume from an earlier one, and remove it"),
+     "the file is damaged or not a checkpoint: remove it and resume from an earlier one"),
     (re.compile(r"DDP expects same model across all ranks|[Mm]ismatch between collectives"
                 r"|appears not to match (sizes|strides) of the same param"
                 r"|[Mm]ismatched? (NCCL|CUDA|torch) version|incompatible NCCL version"),
      "ranks run different code or versions: `clusterkit doctor` compares the nodes' packages"),
     (re.compile(r"exec: \S*/.*: not found"),
-     "that file is not there, or what its first line (#!) names is not"),
+     "the file does not exist, or the interpreter in its first line (#!) does not"),
     (re.compile(r"exec: .*Permission denied"), "chmod +x makes a file executable"),
     (re.compile(r"exec: .*not found"),
-     "no such command on the ranks' PATH, which begins with the folder of their Python"),
+     "the command is not on the ranks' PATH, which begins with the folder of their Python"),
 )  # fmt: skip
 
 _SIGNALS: dict[int, tuple[str, str | None]] = {
     signal.SIGKILL: (
-        "killed by SIGKILL from outside (kill -9): the kernel counted no out-of-memory kill",
-        "in a container or a batch system, look for its memory limit"),
+        "SIGKILL: {who} was killed from outside (kill -9); the kernel counted no out-of-memory "
+        "kill",
+        "check the memory limit of the container or the batch job"),
     signal.SIGSEGV: (
-        "crashed (SIGSEGV) in native code", "env: {PYTHONFAULTHANDLER: '1'} shows where"),
+        "SIGSEGV: {who} crashed in native code", "env: {PYTHONFAULTHANDLER: '1'} shows where"),
     signal.SIGABRT: (
-        "aborted (SIGABRT) in native code",
+        "SIGABRT: {who} aborted in native code",
         "if training had ended: end ranks with a barrier and os._exit, as world.py does"),
 }  # fmt: skip
+"""Cause and hint by signal."""
+_OOM_KILLED = "OOMKilled: {who} was killed by the kernel (SIGKILL) because memory ran out"
 
-_MORE_MEMORY = "smaller batch.micro, fewer ranks per node, or a machine with more memory"
+_MORE_MEMORY = "a smaller batch.micro, fewer ranks per node, or a machine with more memory"
 _NO_FILE = re.compile(r"FileNotFoundError|No such file or directory|NotADirectoryError")
 
 _Source = tuple[int, int | None]
@@ -252,16 +255,17 @@ def _cause(suspect: _Suspect, exit_code: int | None, oom_kills: int) -> tuple[st
     printed = "" if output.fatal or suspect.rank is None else output.message
     if printed and not suspect.handled:
         return printed, _hint(printed)
-    cause, hint, number = f"exited with {code}", None, _signal_number(code)
+    cause, hint, number = f"exit code {code}", None, _signal_number(code)
     if number:
-        cause, hint = _signal_cause(number, oom_kills)
+        who = "the launcher" if suspect.rank is None else "the rank"
+        cause, hint = _signal_cause(number, oom_kills, who)
         if code > 0 and not oom_kills:  # of a signal the record has -N
-            name = signal.Signals(number).name if number in signal.valid_signals() else "a signal"
-            cause = f"exited with {code}: as a shell reports {name}, or by itself"
+            name = _signal_name(number)
+            cause = f"exit code {code}: {name} as a shell reports it, or the program's own code"
     if output.fatal and number:
         return cause, None  # its traceback shows where
     if printed:
-        return f"{cause}; the last traceback that it printed: {printed}", hint or _hint(printed)
+        return f"{cause}; last traceback printed: {printed}", hint or _hint(printed)
     if suspect.rank is None:
         words, is_error = _launcher_error(output), True
     elif number:
@@ -273,7 +277,7 @@ def _cause(suspect: _Suspect, exit_code: int | None, oom_kills: int) -> tuple[st
     hint = _hint(words) or hint
     # Of a program that cannot be started, without the script that would become it.
     words = re.sub(r"^(\S*/rank\.sh|sh): (line )?\d+: exec: (?=.*: )", "", words)
-    return f"{cause}{': ' if is_error else '; its last output: '}{words}", hint
+    return f"{cause}{': ' if is_error else '; last output: '}{words}", hint
 
 
 def _launcher_error(output: Output) -> str:
@@ -289,14 +293,19 @@ def _signal_number(code: int) -> int:
     return -code if code < 0 else code - 128 if 128 < code < 160 else 0
 
 
-def _signal_cause(number: int, oom_kills: int) -> tuple[str, str | None]:
-    name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal, or none
+        return f"signal {number}"
+
+
+def _signal_cause(number: int, oom_kills: int, who: str) -> tuple[str, str | None]:
+    other = f"{_signal_name(number)}: {{who}} was ended by this signal"
+    cause, hint = _SIGNALS.get(number, (other, None))
     if number == signal.SIGKILL and oom_kills:
-        return (
-            "killed by the kernel: out of memory (SIGKILL; the kernel counted such a kill)",
-            _MORE_MEMORY,
-        )
-    return _SIGNALS.get(number, (f"ended by {name}", None))
+        cause, hint = _OOM_KILLED, _MORE_MEMORY
+    return cause.format(who=who), hint
 
 
 def _hint(message: str) -> str | None:
@@ -313,8 +322,8 @@ def _left_early(blamed: _Suspect, ends: Sequence[RankExit]) -> str | None:
         return None
     ranks = join_some(map(str, sorted({end.rank for end in left})))
     return (
-        f"rank{'s' if len(left) > 1 else ''} {ranks} ended with exit code 0 before that, and a "
-        "collective needs every rank: do all of them take the same number of steps?"
+        f"rank{'s' if len(left) > 1 else ''} {ranks} exited with code 0 before that, but a "
+        "collective needs every rank: check that all ranks run the same number of steps"
     )
 
 
@@ -326,11 +335,9 @@ def _missing_file(
     if len({node.host for node in nodes}) == 1 or blamed.node not in lacks:
         return None
     if len(lacks) == len(nodes):
-        return "it is on none of the nodes"
+        return "the file is missing on every node"
     some = join_some((f"node {node}" for node in sorted(lacks)), len(lacks))
-    return (
-        f"missing on {some} only, of {len(nodes)} nodes: put it on every node, or where all see it"
-    )
+    return f"missing on {some} of {len(nodes)} nodes: copy it to every node, or to a shared disk"
 
 
 def _from_nodes(
@@ -341,22 +348,24 @@ def _from_nodes(
     first = min(ended, key=lambda node: node.ended_at or 0.0, default=None)
     if first is None:
         return Failure(
-            node=None, rank=None, exit_code=1, cause="the run ended, and no node reported why"
+            node=None,
+            rank=None,
+            exit_code=1,
+            cause="no exit code: the run ended and no node reported one",
         )
     code = first.exit_code if first.exit_code is not None else 1
     cause, hint = first.reason, None
     if cause is None and (number := _signal_number(code)):
-        cause, hint = _signal_cause(number, oom_kills)
-        cause = f"its launcher {'was ' if cause.startswith('killed') else ''}{cause}"
-    if code == 128 + signal.SIGKILL and "counted an out-of-memory" in (cause or ""):
+        cause, hint = _signal_cause(number, oom_kills, "the launcher")
+    if (cause or "").startswith("OOMKilled"):
         hint = _MORE_MEMORY
     if first.state is State.UNKNOWN:
-        hint = f"is {first.host} up, and its network? --exclude {first.host} does without it"
+        hint = f"check host {first.host} and its network, or leave it out: --exclude {first.host}"
     output = outputs.get((first.node, None), Output())
     error = "" if cause else _launcher_error(output)
     return Failure(
         node=first.node, rank=None, exit_code=code,
-        cause=cause or f"its launcher exited with {code}{f': {error}' if error else ''}",
-        hint=hint or _hint(error) or "`clusterkit logs` with the run's id shows its last output",
+        cause=cause or f"exit code {code} of the launcher{f': {error}' if error else ''}",
+        hint=hint or _hint(error) or "clusterkit logs RUN shows its last output",
         traceback=output.traceback_text() if error and output.message else None,
     )  # fmt: skip

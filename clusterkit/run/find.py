@@ -86,5 +86,5 @@ def resolve_id(name: str, ids: Sequence[str], where: str) -> str:
         raise RunNotFound(f"run {name!r} is ambiguous: {shown}", hint="give more of its id")
     raise RunNotFound(
         f"run {name!r} is unknown {where}",
-        hint=f"the newest are {', '.join(ids[:3])}" if ids else "there are no runs",
+        hint=f"the newest runs: {', '.join(ids[:3])}" if ids else "there are no runs",
     )

@@ -163,7 +163,9 @@ def check_run_id(run_id: str) -> str:
         BadInput: not a DNS label, or ``last``, which means the newest run.
     """
     if run_id == LAST:
-        raise BadInput(f"run id {run_id!r}: it means the newest run", hint="choose another")
+        raise BadInput(
+            f"run id {run_id!r}: it is reserved for the newest run", hint="choose another"
+        )
     if not RUN_ID.match(run_id) or len(run_id) > RUN_ID_MAX:
         raise BadInput(
             f"run id {run_id!r} is not valid",
@@ -191,7 +193,7 @@ class RunFolder:
         mode = os.environ.get("CLUSTERKIT_RUN_MODE") or "700"
         if not re.fullmatch("0*7[0-7]{2}", mode):
             raise BadInput(
-                f"CLUSTERKIT_RUN_MODE: {mode}: not the mode of a folder that you can use",
+                f"CLUSTERKIT_RUN_MODE: {mode}: not a folder mode that lets you use your own runs",
                 hint="750 lets your group read new runs, 755 everybody",
             )
         try:
@@ -251,7 +253,7 @@ class RunFolder:
         except OSError as error:
             raise RunFolderError(
                 f"run {self.run_id}: {name} is missing or unreadable ({error.strerror})",
-                hint=f"the folder {self.path} is damaged; what is left of it can be read by hand",
+                hint=f"the folder {self.path} is damaged; inspect what is left of it by hand",
             ) from error
 
     def read_json(self, name: str, kind: type[Document]) -> Document:
@@ -265,7 +267,7 @@ class RunFolder:
         except msgspec.MsgspecError as error:
             raise RunFolderError(
                 f"run {self.run_id}: {name} is damaged ({error})",
-                hint=f"look into {self.path} by hand",
+                hint=f"inspect {self.path} by hand",
             ) from error
 
     def maybe_json(self, name: str, kind: type[Document]) -> Document | None:

@@ -109,7 +109,7 @@ def failure_text(status: RunStatus, *, with_hint: bool = True) -> str:
     failure = status.failure
     if failure is None:
         return ""
-    known = failure.exit_code is None or failure.cause.startswith("exited with")
+    known = failure.exit_code is None or failure.cause.startswith("exit code")
     code = "" if known else f" (exit code {failure.exit_code})"
     # The traceback ends with the whole of the cause.
     cause, *more = [failure.summary] if failure.traceback else failure.cause.split("\n")

@@ -24,7 +24,7 @@ _MEANINGS = {
     "clusterkit_run_exit_code": "Exit code of a run that has ended.",
     "clusterkit_run_started_timestamp_seconds": "When the run was submitted.",
     "clusterkit_run_finished_timestamp_seconds": "When the run ended.",
-    "clusterkit_run_hang": "1 while ranks stand still.",
+    "clusterkit_run_hang": "1 while ranks hang.",
     "clusterkit_node_running": "1 while the node runs.",
 }
 

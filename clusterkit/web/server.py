@@ -198,7 +198,7 @@ class _Handler(BaseHTTPRequestHandler):
             or int(length) > _BODY_BYTES
         ):
             self.close_connection = True
-            raise _Refused(400, "no request of this server has such a body")
+            raise _Refused(400, "request body not accepted")
         self.rfile.read(int(length))
 
     # -- authorization -----------------------------------------------------
@@ -206,14 +206,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _authorize(self, path: str) -> None:
         host = self.headers.get("Host") or ""
         if len(self.headers.get_all("Host", [])) != 1 or not self._is_our_name(host):
-            raise _Refused(403, f"this server is not {host[:80] or 'nameless'}",
+            raise _Refused(403, f"the Host header {host[:80] or '(empty)'} is not allowed",
                            "ask for it by its IP address, as localhost, or by the name of --host"
                            )  # fmt: skip
         origin = self.headers.get("Origin")
         if origin is not None and origin != f"http://{host}":
-            raise _Refused(403, "another page asks")
+            raise _Refused(403, "cross-origin request refused")
         if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
-            raise _Refused(403, "another page asks")
+            raise _Refused(403, "cross-origin request refused")
         if path == "/":
             return
         scheme, _, given = (self.headers.get("Authorization") or "").partition(" ")

@@ -348,14 +348,14 @@ def slurm_node(crash: bool) -> Callable[[Case], None]:
 
 # ---------------------------------------------------------------- what
 
-KILLED = "killed by SIGKILL from outside|out of memory \\(SIGKILL"
+KILLED = "SIGKILL: the (rank|launcher) was killed|OOMKilled: the"
 """What runs beside on this machine may be out of memory meanwhile."""
-SILENT = "its agent (ended without reporting an exit code|was killed by)"
+SILENT = "its agent ended without reporting an exit code|: the agent was killed"
 FAULTS = (
     Fault("none", ALL, attempts=(1,)),
     Fault("rank-kill", ALL, rank(signal.SIGKILL), blames="rank", cause=KILLED),
-    Fault("rank-segv", ALL, rank(signal.SIGSEGV), blames="rank", cause="crashed .SIGSEGV"),
-    Fault("rank-term", ALL, rank(signal.SIGTERM), blames="rank", cause="ended by SIGTERM"),
+    Fault("rank-segv", ALL, rank(signal.SIGSEGV), blames="rank", cause="SIGSEGV: the rank crashed"),
+    Fault("rank-term", ALL, rank(signal.SIGTERM), blames="rank", cause="SIGTERM: the rank was"),
     Fault("rank-stop", ALL, for_a_while(rank), attempts=(1,),
           said="rank {rank} was stopped .SIGSTOP"),
     Fault("rank-twice", ALL, rank_twice, attempts=(3,), blames="rank", cause=KILLED),
@@ -363,7 +363,7 @@ FAULTS = (
     Fault("two-ranks", ALL, two_ranks, cause=KILLED),
     Fault("exception", ALL, mischief="exception", blames="rank", cause="ValueError: injected, as"),
     Fault("exit", ALL, mischief="exit", blames="rank",
-          cause="exited with 7; its last output: about to leave"),
+          cause="exit code 7; last output: about to leave"),
     Fault("hang", ALL, mischief="hang", hang_timeout=3.0,
           cause="rank {rank} on node {node} is at train.py:[0-9]+ in misbehave"),
     Fault("memory", "local compose kubernetes", memory_limit, mischief="memory", blames="rank",
@@ -405,7 +405,7 @@ FAULTS = (
     Fault("host-freeze", "ssh", host("freeze"), State.FAILED, (1,), "node", "host h{node}",
           on_node_loss="fail"),
     Fault("host-back", "ssh", host("cut", "heal", seconds=12.0),
-          cause="host h{node}|node [01] does not answer"),
+          cause="host h{node}|node [01] (does not answer|has not answered)"),
     Fault("host-blink", "ssh", host("cut", "heal"), attempts=(1,)),
     Fault("host-offline", "ssh", host("cut", "heal", seconds=60.0), attempts=(1,), nodes=1),
     Fault("host-refuses", "ssh", sshd_refuses, attempts=(2, 3, 4), blames="node", cause=SILENT),
@@ -441,7 +441,7 @@ FAULTS = (
     Fault("scancel", "slurm", scancel, State.CANCELLED, (1,)),
     Fault("slurmctld", "slurm", slurmctld, blames="rank", cause=KILLED),
     # Slurm itself ends the job then, agents and all.
-    Fault("slurmd-kill", "slurm", slurm_node(crash=False), cause="slurmstepd|Slurm ended its job"),
+    Fault("slurmd-kill", "slurm", slurm_node(crash=False), cause="slurmstepd|Slurm requeued its"),
     Fault("slurm-node", "slurm", slurm_node(crash=True), blames="node",
-          cause="Slurm ended its job"),
+          cause="Slurm requeued its job"),
 )  # fmt: skip

@@ -648,7 +648,7 @@ def test_a_python_that_the_job_names_is_the_one_or_refused(stage, demo):
     assert str(next(note for note in plan.notes if note.name == "python")) == (
         "python=/opt/venv/bin/python (x)"
     )
-    with pytest.raises(BadInput, match="python: /opt/venv/bin/python, but the facts are of /q/py"):
+    with pytest.raises(BadInput, match="python: /opt/venv/bin/python, but --facts is of /q/py"):
         stage.plan(named, stage.facts_of(python="/q/py"))
 
 

@@ -107,7 +107,7 @@ def test_a_rank_that_dies_is_named(bench: Bench) -> None:
     out, err = process.communicate(timeout=SOON)
     assert process.returncode == 128 + signal.SIGKILL
     assert out == ""
-    assert f"error: run {run.id} is FAILED: rank 1 on node 1 failed first: killed by SIGKILL" in err
+    assert f"error: run {run.id} is FAILED: rank 1 on node 1 failed first: SIGKILL: the rank" in err
 
 
 def test_ctrl_c_ends_the_run_and_all_of_it(bench: Bench) -> None:
@@ -127,5 +127,5 @@ def test_what_only_the_ranks_can_refuse_is_explained(bench: Bench) -> None:
     out, err = process.communicate(timeout=SOON)
     assert process.returncode == 1
     assert out == ""
-    assert "failed first: exited with 1: error: not enough memory on " in err
+    assert "failed first: exit code 1: error: not enough memory on " in err
     assert "Traceback" not in err

@@ -323,7 +323,7 @@ def test_accelerate_on_the_cpu_makes_one_world(
 
 
 EXCEPTION = ("exception", 1, "ValueError: boom é")
-EXIT = ("exit", 7, "exited with 7; its last output: about to leave")
+EXIT = ("exit", 7, "exit code 7; last output: about to leave")
 
 
 @pytest.mark.parametrize(
@@ -402,7 +402,7 @@ def test_a_killed_agent_takes_the_run_down(submit: Submit, launcher: str) -> Non
     status = run.wait(SOON)
     assert status.state is State.FAILED
     assert status.nodes[1].reason is not None
-    assert status.nodes[1].reason.startswith("its agent was killed by SIGKILL from outside")
+    assert status.nodes[1].reason.startswith("SIGKILL: the agent was killed from outside")
 
 
 def test_a_killed_launcher_takes_the_run_down(submit: Submit) -> None:
@@ -653,7 +653,7 @@ def test_whoever_attaches_hears_of_what_the_agents_did_meanwhile(submit: Submit)
     supervisors.kill(run)
     kill(rank_pid(run, 1))
     until(lambda: run.status().attempt == 2)
-    assert "its nodes start failed ranks again (1 restart left)" in (run.status().remark or "")
+    assert "its nodes restart failed ranks (1 restart left)" in (run.status().remark or "")
     assert run.attach()
     assert any((line.attempt, line.rank) == (2, 1) for line in run.logs(follow=True))
     kill(rank_pid(run, 1, attempt=2))

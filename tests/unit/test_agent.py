@@ -282,7 +282,7 @@ def test_a_rank_that_was_stopped_is_named(start, node_dir, run_dir):
     wait_until((node_dir / "ranks.jsonl").exists)
     for signum, words in (
         (signal.SIGSTOP, "rank 3 was stopped (SIGSTOP)"),
-        (signal.SIGCONT, "rank 3 goes on"),
+        (signal.SIGCONT, "rank 3 continues (SIGCONT)"),
         (signal.SIGSTOP, "rank 3 was stopped (SIGSTOP)"),
     ):
         os.kill(pid, signum)

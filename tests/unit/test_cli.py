@@ -399,7 +399,7 @@ BAD = {
     "unknown key": ("nodez: 2\n", (), "job.yaml:3: nodez: unknown key (did you mean nodes?)"),
     "wrong type": ("restarts: many\n", (), "job.yaml:3: restarts: 'many' is text"),
     "nodes 0": ("nodes: 0\n", (), "job.yaml:3: nodes: 0: a run needs at least 1 node"),
-    "nodes 4:2": ('nodes: "4:2"\n', (), "job.yaml:3: nodes: 4:2: the smaller number"),
+    "nodes 4:2": ('nodes: "4:2"\n', (), "job.yaml:3: nodes: 4:2: the minimum"),
     "--nodes 0": ("", ("--nodes", "0"), "nodes: 0: a run needs at least 1 node"),
     "--nodes x": ("", ("--nodes", "x"), "nodes: 'x' is neither a number nor MIN:MAX"),
     "--gpus 0": ("", ("--gpus", "0"), "0: a node needs at least 1 rank"),
@@ -754,7 +754,7 @@ def test_cancel_of_a_run_that_has_ended_leaves_it_as_it_is(cli, ended):
 
 def test_cancel_of_a_run_whose_job_somebody_removed_has_nothing_left_to_do(cli, ended):
     """It exited with 3, as for a host that does not answer."""
-    removed = "PyTorchJob demo-1 is gone: somebody deleted it"
+    removed = "NotFound: PyTorchJob demo-1 was deleted by a user"
     folder = RunFolder(ended.path)
     saved = msgspec.structs.replace(ended.status(), state=State.CANCELLED, remark=removed)
     folder.record_end(saved)
@@ -825,7 +825,7 @@ def test_an_unknown_run_is_told_the_newest(cli, ended, verb):
     done = cli(verb, "nope")
     assert (done.code, done.out) == (125, "")
     assert done.err.startswith("error: run 'nope' is unknown under ")
-    assert f" hint: the newest are {ended.id}" in done.err
+    assert f" hint: the newest runs: {ended.id}" in done.err
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "metrics", "cancel", "rm", "wait"])

@@ -431,7 +431,7 @@ def test_a_file_that_is_not_there_is_refused_with_the_job_s_line(beside, refused
             'deepspeed: {\n  // why\n  "bf16": {"enabled": true}\n  }\n',
             "job.yaml:4: a JavaScript comment",
         ),
-        ('deepspeed: {\n\t"bf16": {"enabled": true}\n  }\n', "job.yaml:4: a tab where YAML wants"),
+        ('deepspeed: {\n\t"bf16": {"enabled": true}\n  }\n', "job.yaml:4: a tab where YAML needs"),
     ],
 )
 def test_comments_and_tabs_of_pasted_json_are_named(text, said, refused, write_job):

@@ -229,7 +229,7 @@ def test_an_agent_that_was_killed_is_known_as_such(host, oom_kills):
         0, "h", (files := NodeFiles.read(host.node())), NativeState.of_process(files)
     )
     assert (found.state, found.exit_code) == (State.FAILED, 137)
-    assert (found.reason or "").startswith("its agent was killed by ")
+    assert (found.reason or "").partition(": ")[2].startswith("the agent was killed ")
     assert ("counted an out-of-memory kill" in found.reason) == (oom_kills > 0)
     failure = diagnose([found], [])
     assert (failure.node, failure.exit_code, failure.cause) == (0, 137, found.reason)
@@ -275,7 +275,7 @@ def test_what_a_rank_leaves_running_is_named(host, count, code):
     else:
         names = ", ".join(f"{pid} (sleep 600)" for pid in sorted(map(int, left))[:6])
         more = f" and {count - 6} more" if count > 6 else ""
-        line = "the ranks have left processes running, which end now: "
+        line = "the ranks left processes running, which are ended now: "
         assert told == [f"{line}{names}{more}"]
 
 

@@ -222,7 +222,7 @@ def test_what_does_not_bear_a_fork_is_left_to_the_program(agent, packages, word,
     begun = agent(program)
     assert begun.end() == 0
     assert begun.says(0) == ["True"]
-    assert f"nothing is imported ahead: the imports brought {why}" in " ".join(begun.says(None))
+    assert f"preload: the imports left {why}" in " ".join(begun.says(None))
 
 
 def test_a_module_of_the_program_that_is_named_as_an_imported_one_is_its_own(agent, packages):
@@ -253,14 +253,14 @@ def test_what_is_imported_ahead_is_the_same_in_every_run(agent, packages):
         assert begun.end() == 0
         said.append((begun.says(), begun.says(None)))
     ranks = ["False False", "True True by torch", "True"]
-    assert said == [(ranks, ["imported ahead: torch"])] * 3
+    assert said == [(ranks, ["preloaded: torch"])] * 3
 
 
 @pytest.mark.parametrize(
     ("preload", "ahead", "note"),
     [
-        ("", "False", "imported ahead: nothing; preload: []"),
-        ("other,nowhere", "True", "imported ahead: other; nowhere: ModuleNotFoundError: No module"),
+        ("", "False", "preloaded: nothing; preload: []"),
+        ("other,nowhere", "True", "preloaded: other; nowhere: ModuleNotFoundError: No module"),
     ],
 )
 def test_a_job_s_own_list_is_what_is_imported_ahead(agent, packages, preload, ahead, note):
@@ -283,9 +283,9 @@ def test_a_package_that_changes_what_torch_reads_is_named(agent, packages, tmp_p
     assert begun.end() == 0
     assert begun.says(0) == begun.says(1) == ["None"]
     assert begun.says(None) == [
-        "imported ahead: torch",
-        "TORCH_LOGS was changed before torch was imported, which had been imported ahead and does "
-        "not know it; put `preload: []` into the job file",
+        "preloaded: torch",
+        "TORCH_LOGS was changed before torch was imported, but torch was preloaded without the "
+        "change; set `preload: []` in the job file",
     ]
     ended = json.loads((begun.folder / "exit.json").read_bytes())
     assert ended["remarks"] == begun.says(None)[1:]
@@ -335,7 +335,7 @@ def test_imports_do_not_wait_for_node_0_s_name_and_ranks_do(agent, packages, nod
         begun.until_said("asked for b'node-0'")
         (agent.folder / "known").touch()
     assert begun.end() == 0
-    texts = [line.text for line in begun.lines() if "ahead" not in line.text]
+    texts = [line.text for line in begun.lines() if not line.text.startswith("preloaded:")]
     assert [*dict.fromkeys(texts)] == ["imported", *["asked for b'node-0'"] * (nodes - 1), "ran"]
 
 

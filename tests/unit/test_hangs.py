@@ -59,7 +59,7 @@ def test_the_rank_that_did_not_come_is_named_with_the_collective_and_all_places(
          "rank 1 entered barrier instead"),
         ([waits(0), {"rank": 1, "state": "stopped"}], "rank 1 is stopped (SIGSTOP)"),
         ([waits(0), {"rank": 1, "state": "ended"}], "rank 1 is at its end"),
-        ([waits(0), {"rank": 1, "at": None}], "rank 1 is where it does not say"),
+        ([waits(0), {"rank": 1, "at": None}], "rank 1 is at an unknown place"),
         ([waits(0), waits(1), waits(2), waits(3)], "ranks 0-3 wait in all_reduce #57, "
          "which does not complete"),
         # Of two groups that wait, the one whose missing rank waits for nobody is the cause.
@@ -76,7 +76,7 @@ def test_what_is_said(ranks: list[dict[str, Any]], says: str | None) -> None:
 
 
 def test_a_node_that_does_not_answer_is_said_to_be_silent() -> None:
-    assert "rank 1 on node 1 is on a node that says nothing" in str(
+    assert "rank 1 on node 1 is on a node that does not report" in str(
         found(waits(0), nproc=1, world=2)
     )
 
@@ -224,7 +224,7 @@ def test_steps_that_are_not_made_end_a_run_only_if_somebody_said_when(timeout, e
         run.pass_time(1, away(0), away(1), steps=Steps(9, second, 0.5, 0.5))
     what = [each[1] for each in run.orders]
     assert what == (["note", "hang"] if ends else ["note"])
-    assert run.orders[0][2] == f"no step is made; ranks 0-1 are at {LOAD}"
+    assert run.orders[0][2] == f"no step completes; ranks 0-1 are at {LOAD}"
 
 
 def test_a_clock_that_leaps_ends_nothing() -> None:
@@ -236,7 +236,7 @@ def test_a_clock_that_leaps_ends_nothing() -> None:
 def test_a_node_that_does_not_answer_is_not_waited_for() -> None:
     run = Run(silent=True)
     run.pass_time(20, waits(0), away(1))
-    assert "rank 1 on node 1 is on a node that says nothing" in run.orders[0][2]
+    assert "rank 1 on node 1 is on a node that does not report" in run.orders[0][2]
 
 
 def entry(number: int, at: float, name: str = "gloo:all_reduce", *, retired: bool = True,

@@ -130,7 +130,7 @@ BAD_JOBS = {
     ),
     "negative restarts": ("restarts: -1\n", r"job\.yaml:3: restarts: -1: it has to be at least 0"),
     "no nodes": ("nodes: 0\n", r"job\.yaml:3: nodes: 0: a run needs at least 1 node"),
-    "nodes the wrong way round": ('nodes: "4:2"\n', r"job\.yaml:3: nodes: 4:2: the smaller number"),
+    "nodes the wrong way round": ('nodes: "4:2"\n', r"job\.yaml:3: nodes: 4:2: the minimum"),
     "half a node": ("nodes: 1.5\n", r"job\.yaml:3: nodes: 1\.5 is a number, not a whole number"),
     "no ranks": ("gpus_per_node: 0\n", r"job\.yaml:3: gpus_per_node: 0: it has to be at"),
     "unknown launcher": ("launcher: torchrn\n", r"job\.yaml:3: launcher: 'torchrn'"),
@@ -146,7 +146,7 @@ BAD_JOBS = {
         "env: {A: 1, A: 2}\n",
         r"job\.yaml:3: env\.A: is already set in line 3",
     ),
-    "tab": ("env:\n\tA: 1\n", r"job\.yaml:4: a tab where YAML wants spaces"),
+    "tab": ("env:\n\tA: 1\n", r"job\.yaml:4: a tab where YAML needs spaces"),
     "not YAML": ("env: {A: 1\nnodes: 2\n", r"job\.yaml:\d+: not YAML: "),
     "a key that is a list": ("? [a, b]\n: 1\n", r"job\.yaml:3: a key must be a word"),
     "a Python object": ("restarts: !!python/object:os.system x\n", r"job\.yaml:3: not YAML: "),
@@ -557,7 +557,7 @@ def test_a_python_file_that_can_be_executed_is_a_command(write_job, cwd):
 BAD_CLUSTERS = {
     "not YAML": ("lab: {", r"clusters\.yaml:1: not YAML"),
     "empty": ("", r"clusters\.yaml: the file is empty"),
-    "tab": ("lab:\n\tbackend: local\n", r"clusters\.yaml:2: a tab where YAML wants spaces"),
+    "tab": ("lab:\n\tbackend: local\n", r"clusters\.yaml:2: a tab where YAML needs spaces"),
     "duplicate names": (
         "lab: {backend: local}\nlab: {backend: local}\n",
         r"clusters\.yaml:2: lab: is already set in line 1",
@@ -715,9 +715,9 @@ CHANGES = st.lists(st.sampled_from(KEYS), max_size=3, unique=True).flatmap(
     lambda keys: st.fixed_dictionaries({key: LIKELY.get(key, VALUES) | VALUES for key in keys})
 )
 UNSAYABLE = (
-    r"the smaller number comes first|is set in env as well|above 0, and finite"
+    r"the minimum comes first|is set in env as well|above 0, and finite"
     r"|\.0 is a number, not a whole number|is neither in|is not in /|is not a folder"
-    r"|not a Python file|is a folder|deepspeed|has nothing imported ahead"
+    r"|not a Python file|is a folder|deepspeed|cannot preload modules"
 )
 """What the loader alone can know: sums, files, keys that do not go together, 1.0 beside 1."""
 

@@ -253,7 +253,7 @@ ECHO = failure("RuntimeError: Connection closed by peer")
     ],
 )
 def test_the_same_failure_twice_in_a_row_is_the_last(failures, steps, end):
-    words = f"failed twice in the same way: {end}; not restarted again"
+    words = f"failed twice with the same error: {end}; not restarted again"
     assert rounds(failures, steps or (None, None)) == (2, words)
 
 
@@ -276,7 +276,7 @@ USAGE = "usage: train.py [-h] / train.py: error: unrecognized arguments: --r=16"
 
 def test_a_start_that_cannot_work_is_tried_twice():
     wrong = failure("", 2, USAGE)
-    words = f"failed twice in the same way: exit code 2: {USAGE}; not restarted again"
+    words = f"failed twice with the same error: exit code 2: {USAGE}; not restarted again"
     assert rounds([(wrong, wrong), (wrong, None)]) == (2, words)
     for other in (
         [(wrong, None), (failure("", 2, "another"), None)] * 2,
@@ -329,7 +329,7 @@ def test_a_node_that_is_lost_again_and_again_uses_restarts_in_the_end():
 def test_only_the_exit_codes_that_the_job_names_are_followed_by_another_round():
     killed, left = failure("", 137), failure("", 3)
     assert rounds([(killed, ECHO), (left, ECHO)], retry_on=(137, 75)) == (
-        2, "exit code 3 is none of retry_on; not restarted"
+        2, "exit code 3 is not in retry_on; not restarted"
     )  # fmt: skip
     # Who failed first is not known.
     assert rounds([(ECHO, None), (None, None)], retry_on=(137,)) is None
@@ -447,7 +447,7 @@ def test_an_agent_in_whose_place_another_has_come_changes_nothing():
     assert table.ended(0, 1) == start(0, 1)
     assert not table.membership.receive(1, state_of(old), table.now)
     old.receive(table.membership.rejection(1), table.now)
-    assert old.orders[-1] == Finish(stop=True, reason="another agent has taken its place")
+    assert old.orders[-1] == Finish(stop=True, reason="another agent has replaced it")
     assert table.turn(1) == []
 
 
@@ -623,7 +623,7 @@ def test_without_a_return_a_silent_node_ends_the_run():
     table = alone()
     assert table.turn(30, but={2}) == []
     assert table.turn(0.1, but={2}) == to_all(
-        "stop", "node 2 does not answer node 0 for 30 s", nodes=3
+        "stop", "node 2 has not answered node 0 for 30 s", nodes=3
     )
 
 
@@ -651,7 +651,7 @@ def test_the_others_go_on_without_a_node_that_does_not_come_back():
     table = Table(4, least=2).all_arrive()
     assert without(table, 1) == start(0, 2, 3)
     assert table.said[-1] == (
-        "node 1 was lost and did not come back within 60 s; 3 of 4 go on; starting again"
+        "node 1 was lost and did not come back within 60 s; 3 of 4 continue; starting again"
     )
     assert table.membership.members.ranks == {0: 0, 2: 1, 3: 2}
     for node in (0, 2):
@@ -672,7 +672,7 @@ def test_an_agent_that_comes_back_too_late_has_to_end():
     peer = table.peers[2]
     without(table, 2)
     table.peers[2] = peer
-    assert table.returns(2) == [(2, "stop", "the run goes on without it")]
+    assert table.returns(2) == [(2, "stop", "the run continues without it")]
     assert not table.membership.receive(2, state_of(peer), table.now)
     assert table.turn(1) == []
 
@@ -711,11 +711,10 @@ def test_a_smaller_run_has_its_restarts():
 
 def test_a_spare_waits_until_a_node_is_lost_and_takes_its_rank():
     table = Table(3, spares=2).all_arrive()
-    assert table.said == ["a spare: waits for a place"]
+    assert table.said == ["spare: waits until a node is lost"]
     assert without(table, 1) == start(0, 2, 3)
     assert table.directive(0).text == (
-        "node 1 was lost and did not come back within 60 s; node 3 takes the place of node 1; "
-        "starting again"
+        "node 1 was lost and did not come back within 60 s; node 3 replaces node 1; starting again"
     )
     assert table.membership.members.ranks == {0: 0, 3: 1, 2: 2}
     assert without(table, 3) == start(0, 2, 4)
@@ -747,7 +746,7 @@ def test_where_no_spare_is_left_the_run_goes_on_smaller_or_ends():
     assert table.membership.members.ranks == {0: 0, 4: 1, 3: 2}
     assert table.said[-1] == (
         "nodes 1, 2 were lost and did not come back within 60 s; "
-        "node 4 takes the place of node 1, 3 of 4 go on; starting again"
+        "node 4 replaces node 1, 3 of 4 continue; starting again"
     )
     table = Table(3, spares=1).all_arrive()
     ended = without(table, 1, 2)
@@ -797,7 +796,7 @@ def test_a_node_that_never_came_is_named_where_nothing_can_be_done():
     table.arrives(0)
     table.arrives(1)
     assert table.turn(limits.PEER_MEET_SECONDS + 1) == []
-    assert table.said == ["node 2 did not come within 120 s"]
+    assert table.said == ["node 2 did not join within 120 s"]
     assert table.turn(100) == []
     assert table.arrives(2) == start(2)
 
@@ -852,7 +851,7 @@ def test_a_node_that_comes_again_gets_its_place_after_the_ranks_have_ended():
     assert table.ended(0, 143) == table.ended(1, 0) == []
     # Whatever they end with: they were asked to, and no restart is used.
     assert table.ended(3, 1) == start(0, 1, 2, 3)
-    assert table.said == ["node 2 can join; 4 nodes go on; starting again"]
+    assert table.said == ["node 2 can join; 4 nodes continue; starting again"]
     assert table.membership.members.ranks == {0: 0, 1: 1, 2: 2, 3: 3}
     assert table.directive(0).restarts_used == 0
 

@@ -44,7 +44,7 @@ def told(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("env", "changes", "why"),
     [
-        ({}, [], "there is no /dev/infiniband/uverbs*: a container has to be given it"),
+        ({}, [], "no /dev/infiniband/uverbs* here: pass the device to the container"),
         ({"NCCL_IB_DISABLE": "1"}, [DEVICES], "NCCL_IB_DISABLE=1 is set"),
         ({}, [DEVICES], "apt-get install ibverbs-providers where the ranks run"),
     ],

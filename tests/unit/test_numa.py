@@ -53,16 +53,16 @@ def test_the_log_says_which(tmp_path):
     [
         ([], {"OMP_NUM_THREADS": ""}, "OMP_NUM_THREADS is not set"),
         ([], {"OMP_NUM_THREADS": "113"}, "a NUMA node has 112 CPUs: threads_per_rank: 112"),
-        ([], {"CUDA_VISIBLE_DEVICES": "0"}, "CUDA_VISIBLE_DEVICES=0 does not tell"),
-        ([], {"CUDA_VISIBLE_DEVICES": "0,0"}, "CUDA_VISIBLE_DEVICES=0,0 does not tell"),
-        ([], {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, "does not tell"),
+        ([], {"CUDA_VISIBLE_DEVICES": "0"}, "CUDA_VISIBLE_DEVICES=0 does not give"),
+        ([], {"CUDA_VISIBLE_DEVICES": "0,0"}, "CUDA_VISIBLE_DEVICES=0,0 does not give"),
+        ([], {"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, "does not give"),
         ([(BUS.format("df", 1), BUS.format("df", -1))], {}, "know the NUMA node of GPU 0000:df:0"),
         ([(BUS.format("df", 1), BUS.format("df", 7))], SEVEN_FIRST, "NUMA node 7 has no CPUs"),
         ([(BUS.format("df", 1), BUS.format("df", "none"))], {}, "invalid literal"),
         # A GPU that CUDA may not count: the numbers after it are others.
         ([(INFORMATION.format("43", "GPU UUID"),
            "proc/driver/nvidia/gpus/0000:43:00.0/information GPU UUID: \t GPU-????????-????")],
-         {}, "a GPU does not tell its UUID"),
+         {}, "a GPU reports no UUID"),
         # CUDA numbers the fastest GPU first.
         ([(INFORMATION.format("1b", "Model"),
            "proc/driver/nvidia/gpus/0000:1b:00.0/information Model: \t NVIDIA H100 PCIe")],

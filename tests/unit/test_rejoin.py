@@ -151,7 +151,7 @@ def test_the_others_go_on_as_fewer_ranks_in_the_same_order(nodes):
         # The agent's own lines may overtake the ranks'.
         assert set(nodes.log_of(node)) == {
             f"{node} of 3", f"{lost}; waiting for it",
-            f"{lost} and did not come back within 1 s; 2 of 3 go on; starting again",
+            f"{lost} and did not come back within 1 s; 2 of 3 continue; starting again",
             f"{rank} of 2",
         }  # fmt: skip
         assert nodes.exit_of(node)["exit_code"] == 0
@@ -172,10 +172,10 @@ def test_a_node_that_comes_again_joins_once_its_ranks_have_saved(nodes):
         said = nodes.log_of(node)
         came, saved = "node 1 can join; the ranks save their work and end", said.index("saved")
         assert said.index(f"{place} of 2") < said.index(came)
-        assert said.index("node 1 can join; 3 nodes go on; starting again") > saved
+        assert said.index("node 1 can join; 3 nodes continue; starting again") > saved
         assert said.count(f"{node} of 3") == 2
     assert nodes.log_of(1)[-1] == "1 of 3"
-    assert "a spare: waits for a place" in nodes.log_of(1)
+    assert "spare: waits until a node is lost" in nodes.log_of(1)
     assert [nodes.exit_of(node)["reason"] for node in range(3)] == [None, None, None]
 
 
@@ -193,8 +193,7 @@ def test_a_spare_takes_the_rank_of_a_lost_node(nodes):
     assert [nodes.agents[node].wait(60) for node in (0, 2)] == [0, 0]
     assert "1 of 2" in nodes.log_of(2)
     assert (
-        "node 1 was lost and did not come back within 1 s; node 2 takes the place of node 1; "
-        "starting again"
+        "node 1 was lost and did not come back within 1 s; node 2 replaces node 1; starting again"
     ) in nodes.log_of(0)
     assert nodes.exit_of(2)["restarts_left"] == 1
 

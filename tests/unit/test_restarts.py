@@ -95,7 +95,7 @@ def test_the_same_exception_twice_in_a_row_ends_the_run(nodes):
     assert nodes.agents[0].wait(60) == 1
     ended = nodes.exit_of(0, 2)
     assert (ended["final"], ended["remarks"]) == (True, [
-        'failed twice in the same way: E: bad (File "a.py", line 3, in main) at step 4; '
+        'failed twice with the same error: E: bad (File "a.py", line 3, in main) at step 4; '
         "not restarted again"
     ])  # fmt: skip
 

@@ -86,7 +86,7 @@ def test_two_ids_made_in_the_same_second_differ(monkeypatch):
 
 
 def test_the_word_for_the_newest_run_is_no_id():
-    with pytest.raises(BadInput, match="run id 'last': it means the newest run"):
+    with pytest.raises(BadInput, match="run id 'last': it is reserved for the newest run"):
         RunFolder.create("last")
 
 
@@ -105,7 +105,7 @@ def test_a_run_is_its_owner_s_alone_unless_asked_otherwise(monkeypatch, asked, m
 @pytest.mark.parametrize("asked", ["rwx", "600", "1777", "788", "0o700", "-700"])
 def test_a_mode_that_would_lock_the_owner_out_is_refused(monkeypatch, asked):
     monkeypatch.setenv("CLUSTERKIT_RUN_MODE", asked)
-    with pytest.raises(BadInput, match=f"CLUSTERKIT_RUN_MODE: {asked}: not the mode"):
+    with pytest.raises(BadInput, match=f"CLUSTERKIT_RUN_MODE: {asked}: not a folder mode"):
         RunFolder.create("demo-1")
     assert not run_folder.home().exists()
 
@@ -435,7 +435,7 @@ def test_an_unknown_id_is_refused_with_the_newest_runs(three, clusterkit_home):
         RunNotFound, match=f"run 'nope' is unknown under {clusterkit_home}"
     ) as error:
         find_run("nope")
-    assert error.value.hint == "the newest are zero3-1, ddp-2, ddp-1"
+    assert error.value.hint == "the newest runs: zero3-1, ddp-2, ddp-1"
 
 
 def test_the_id_of_a_run_that_was_made_elsewhere_is_told_where_it_may_be(three):

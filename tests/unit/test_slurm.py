@@ -56,7 +56,7 @@ def test_jobs_are_read_and_lines_of_another_form_passed_over(plan):
     assert [(each.id, each.state) for each in found] == [(9, "PENDING"), (12, "RUNNING")]
     assert "--name=demo-1" in transport.asked[0]
     assert found[0].waiting == (
-        "job 9: nodes that it needs are down, drained or reserved (ReqNodeNotAvail)"
+        "ReqNodeNotAvail: nodes it needs are down, drained or reserved (job 9)"
     )
 
 
@@ -70,22 +70,22 @@ def test_jobs_are_read_and_lines_of_another_form_passed_over(plan):
     ],
 )  # fmt: skip
 def test_states_of_slurm_are_ours(state, means):
-    assert queue.Job(id=1, state=state).means is State[means]
+    assert queue.Job(id=1, slurm_state=state).state is State[means]
 
 
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
-        ("Priority", "job 1: other jobs go first (Priority)"),
-        ("QOSMaxJobsPerUserLimit", "job 1: a limit of its QOS (QOSMaxJobsPerUserLimit)"),
-        ("AssocGrpGRES", "job 1: a limit of its account (AssocGrpGRES)"),
-        ("SomethingNew", "job 1: SomethingNew"),
+        ("Priority", "Priority: jobs with a higher priority go first (job 1)"),
+        ("QOSMaxJobsPerUserLimit", "QOSMaxJobsPerUserLimit: it exceeds a limit of its QOS (job 1)"),
+        ("AssocGrpGRES", "AssocGrpGRES: it exceeds a limit of its account (job 1)"),
+        ("SomethingNew", "SomethingNew (job 1)"),
     ],
 )
 def test_a_reason_is_told_in_words(reason, words):
-    assert queue.Job(id=1, state="PENDING", reason=reason, start="N/A").waiting == words
+    assert queue.Job(id=1, slurm_state="PENDING", reason=reason, start="N/A").waiting == words
     expected = f"{words}; expected to start 2026-11-24T01:00:00"
-    due = queue.Job(id=1, state="PENDING", reason=reason, start="2026-11-24T01:00:00")
+    due = queue.Job(id=1, slurm_state="PENDING", reason=reason, start="2026-11-24T01:00:00")
     assert due.waiting == expected
 
 
@@ -161,7 +161,7 @@ def test_what_versions_of_slurm_print_is_read():
         assert " ".join(str(len(node.gpus)) for node in seen.nodes) == gpus, version
         assert [node.name for node in seen.nodes if node.usable] == usable.split(), version
         jobs = queue.parse(found["squeue"], RUN_DIR)
-        assert [job.means.value for job in jobs] == states.split(), version
+        assert [job.state.value for job in jobs] == states.split(), version
 
 
 def test_a_probe_starts_one_process():
@@ -247,11 +247,11 @@ def options(plan):
 @pytest.mark.parametrize(
     ("fields", "slurm", "message"),
     [
-        ({"nodes": 17}, {}, "17 are wanted, partition main gives 16 nodes"),
-        ({"nodes": 5}, {"most_nodes": 4}, "5 are wanted, partition main gives 4 nodes"),
-        ({"nodes": 2, "spares": 3}, {"nodes": 4}, "2 and 3 spares are wanted, partition main"),
+        ({"nodes": 17}, {}, "17 needed, partition main allows 16 nodes"),
+        ({"nodes": 5}, {"most_nodes": 4}, "5 needed, partition main allows 4 nodes"),
+        ({"nodes": 2, "spares": 3}, {"nodes": 4}, "2 and 3 spares needed, partition main"),
         ({"cluster": {"time": "3-0"}}, {}, "3-0 is more than partition main allows"),
-        ({"cluster": {"time": "soon"}}, {}, "soon is not a time of Slurm's"),
+        ({"cluster": {"time": "soon"}}, {}, "soon is not a Slurm time limit"),
     ],
 )
 def test_what_slurm_would_let_wait_for_ever_is_refused(plan, fields, slurm, message):
@@ -341,7 +341,7 @@ def test_agents_run_in_the_image_of_the_entry(plan):
     assert f"{words}/bin/sh {made.run_dir}/files/node.sh" in starting
     assert words in ending
 
-    with pytest.raises(BadInput, match="a run that outlives one of them asks Slurm"):
+    with pytest.raises(BadInput, match="a run that survives the loss of a node calls Slurm"):
         plan({"container": "/img/t.sif"}, nodes="1:2", launcher="torchrun")
 
 
@@ -383,10 +383,10 @@ RUNS = {"started": {"pid": 1, "host": "gpu-3"}}
 @pytest.mark.parametrize(
     ("sacct", "state", "reason"),
     [
-        ("TIMEOUT\n", "FAILED", "job 7 ended: it came to the end of Slurm's time limit (TIMEOUT)"),
+        ("TIMEOUT\n", "FAILED", "TIMEOUT: job 7 reached its Slurm time limit"),
         ("NODE_FAIL\nOUT_OF_MEMORY\n", "FAILED",
-         "job 7 ended: it was over its memory limit (OUT_OF_MEMORY)"),
-        ("CANCELLED by 1000\n", "CANCELLED", "job 7 ended: it was cancelled (scancel)"),
+         "OUT_OF_MEMORY: job 7 used more than its memory limit"),
+        ("CANCELLED by 1000\n", "CANCELLED", "CANCELLED: job 7 was cancelled (scancel)"),
         ("error: Slurm accounting storage is disabled", "FAILED", "its agent ended without"),
         ("RUNNING\n", "FAILED", "its agent ended without"),
     ],
@@ -427,7 +427,7 @@ def test_nodes_run_once_their_agents_say_so(seen):
 
 
 def test_a_job_that_waits_says_why(seen):
-    reason = "job 7: other jobs go first (Priority)"
+    reason = "Priority: jobs with a higher priority go first (job 7)"
     found = seen(job("PENDING", reason="Priority"), None, None)
     assert states(found) == ("PENDING", ["PENDING"] * 2, reason)
     assert found.next_attempt is None
@@ -444,13 +444,13 @@ def test_a_job_that_waits_again_goes_on_as_the_next_attempt(seen):
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        ("TIMEOUT", "it came to the end of Slurm's time limit (TIMEOUT)"),
-        ("PREEMPTED", "Slurm preempted it for another job (PREEMPTED)"),
-        ("OUT_OF_MEMORY", "it was over its memory limit (OUT_OF_MEMORY)"),
+        ("TIMEOUT", "job 7 reached its Slurm time limit"),
+        ("PREEMPTED", "Slurm preempted job 7 for another one"),
+        ("OUT_OF_MEMORY", "job 7 used more than its memory limit"),
     ],
 )
 def test_what_slurm_ended_has_slurm_s_reason(seen, state, words):
-    reason = f"job 7 ended: {words}"
+    reason = f"{state}: {words}"
     assert states(seen(job(state), RUNS, ENDED)) == ("FAILED", ["FAILED"] * 2, reason)
     assert seen(job(state), RUNS, ENDED).causes[0].words == reason
 
@@ -464,7 +464,7 @@ def test_nodes_that_slurm_ended_are_not_judged_before_it_is_through(seen, who):
     nodes = ({**RUNS, "exit": exit_by_slurm}, CRASHED)
     for state in ("COMPLETING", "RUNNING"):
         found = seen(job(state), *nodes)
-        assert states(found) == ("RUNNING", ["RUNNING"] * 2, "Slurm is ending its job")
+        assert states(found) == ("RUNNING", ["RUNNING"] * 2, "Slurm is stopping its job")
     assert seen(job("PENDING", reason="BeginTime"), *nodes).next_attempt == 2
     assert states(seen(job("NODE_FAIL"), *nodes))[0] == "FAILED"
     assert states(seen("", *nodes))[0] == "FAILED"
@@ -480,7 +480,7 @@ def test_of_a_job_that_slurm_starts_again_the_node_is_blamed_that_left_no_word(s
     nodes = [{**RUNS, "exit": told}] * 2
     nodes[lost] = RUNS
     first = seen(job("PENDING", reason="BeginTime"), *nodes).causes[0]
-    assert (first.node, first.words) == (lost, "Slurm ended its job, and starts it again")
+    assert (first.node, first.words) == (lost, "Slurm requeued its job")
 
 
 def test_a_rank_that_failed_by_itself_keeps_its_own_reason(seen):
@@ -572,11 +572,11 @@ def test_the_doctor_of_a_cluster_that_is_fit(no_gpus):
     [
         (
             {"sinfo": SINFO.replace("n1|idle", "n1|drained")}, {}, "partition",
-            ("warn", "1 of 2 nodes of partition main can be used, the job wants 2: it would wait"),
+            ("warn", "1 of 2 nodes of partition main can be used, the job needs 2: it would wait"),
         ),
         (
             {}, {"nodes": 3}, "admission",
-            ("fail", "nodes: 3 are wanted, partition main gives 2 nodes"),
+            ("fail", "nodes: 3 needed, partition main allows 2 nodes"),
         ),
         (
             {"sbatch": "sbatch: error: Invalid account\nallocation failure: Invalid account"}, {},

@@ -57,7 +57,7 @@ def test_no_nodes_at_all_are_refused(nodes):
 
 
 def test_a_range_the_wrong_way_round_is_told_the_right_one():
-    with pytest.raises(BadInput, match="smaller number comes first") as error:
+    with pytest.raises(BadInput, match="the minimum comes first") as error:
         parse_nodes("4:2")
     assert error.value.hint == 'did you mean "2:4"?'
 

@@ -581,18 +581,18 @@ def test_a_folder_for_a_key(sshd, home):
 def test_a_key_that_the_host_does_not_take(sshd, home):
     key = keygen(home / "stranger")
     message, hint, _ = refusal(sshd.host(identity=str(key)))
-    assert f"does not let user {ME} in: tried {key}" in message
+    assert f"refuses user {ME}: Permission denied: tried {key}" in message
     assert f"ssh-copy-id -i '{key}' -p {sshd.port} {ME}@127.0.0.1" in hint
 
 
 def test_a_user_that_is_not_there(sshd, home):
     message, hint, _ = refusal(sshd.host(user="nobody-of-this-name"))
-    assert "does not let user nobody-of-this-name in" in message
+    assert "refuses user nobody-of-this-name: Permission denied" in message
     assert "ansible_user" in hint
 
 
 def test_a_user_id_without_a_name_has_to_name_the_host_s_user(home, nameless):
-    with pytest.raises(Unavailable, match="no user to log in as: user id") as told:
+    with pytest.raises(Unavailable, match="no user name: uid") as told:
         resolve(Host(name="h1"))
     assert "LOGNAME" in (told.value.hint or "")
     assert resolve(Host(name="h1", user="me")).user == "me"
@@ -742,7 +742,7 @@ def test_a_security_key_is_used_through_the_agent(other_sshd, home, monkeypatch)
     assert "can only be used through an SSH agent (sk-ssh-ed25519 private keys" in message
     message, hint, _ = refusal(server.host(identity=str(key.file)))
     assert f"key {key.file} can only be used through an SSH agent" in message
-    assert hint == f"ssh-add '{key.file}' hands it to your SSH agent"
+    assert hint == f"ssh-add '{key.file}' adds it to your SSH agent"
     with socket.socket(socket.AF_UNIX) as listener:
         monkeypatch.chdir(home)
         listener.bind("agent")
@@ -767,7 +767,7 @@ def test_a_certificate_that_the_configuration_names(other_sshd, home, agent, hel
     if held_by == "agent":
         agent(key)
         key.unlink()
-    assert "does not let user" in refusal(server.host(identity=None))[0]
+    assert "Permission denied" in refusal(server.host(identity=None))[0]
     configured(home, f'CertificateFile "{home}/certificate"\n')
     with contextlib.closing(server.transport(identity=None)) as transport:
         assert transport.run("h0", ["echo", "in"]).stdout == "in\n"
@@ -813,7 +813,8 @@ def test_a_host_key_that_is_not_known(sshd, home, there):
     fingerprint = fingerprint_of(sshd.folder / "host_key.pub")
     missing = "" if there else f", there is no file {home}/none"
     assert message.endswith(
-        f"its host key is not known{missing}: it offers ssh-ed25519 {fingerprint}"
+        f"host key verification failed: its key is not known{missing}; it offers ssh-ed25519 "
+        f"{fingerprint}"
     )
     assert f"ssh-keyscan -p {sshd.port} 127.0.0.1 >>'{home}/none'" in hint
 
@@ -860,7 +861,7 @@ def test_a_host_that_offers_a_key_of_another_kind(other_sshd, home):
     known.write_text(f"[127.0.0.1]:{server.port} {other[0]} {other[1]}\n")
     message, _, kind = refusal(server.host(known_hosts=str(known)))
     assert kind is HostKeyProblem
-    assert "known_hosts has one of type ssh-ed25519, it offers ssh-rsa" in message
+    assert "known_hosts has a key of type ssh-ed25519, the host offers ssh-rsa" in message
 
 
 @pytest.mark.parametrize("kind", [("rsa", "-b", "2048"), ("ecdsa",), ("ed25519",)])
@@ -945,7 +946,7 @@ ED25519, ECDSA, RSA = ("-t", "ed25519"), ("-t", "ecdsa"), ("-t", "rsa", "-b", "2
         (ED25519, RSA, (*FOR_IT, "-V", "20200101:20200102"), "@cert-authority *", "has expired"),
         (ED25519, ED25519, (*FOR_IT, "-V", "+2d:+3d"), "@cert-authority *", "not valid yet"),
         (ED25519, ED25519, (*FOR_IT, "-O", "critical:x@y=z"), "@cert-authority *", "critical"),
-        (ED25519, ED25519, FOR_IT, "@cert-authority elsewhere", "is not known: it offers"),
+        (ED25519, ED25519, FOR_IT, "@cert-authority elsewhere", "is not known; it offers"),
         (ED25519, ED25519, FOR_IT, "other @cert-authority *", "no certificate of an authority"),
         (ED25519, ED25519, FOR_IT, "@cert-authority *\n@revoked *", "has been revoked"),
         (ED25519, ED25519, FOR_IT, "*", "its host key has changed"),
@@ -1053,8 +1054,8 @@ def test_a_service_that_says_nothing(home):
     ("says", "reason", "remedy"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n" * 50,
-         "no SSH server, it says 'HTTP/1.1 400 Bad Request'", "ansible_port"),
-        (b"220 mail.example.org ESMTP\r\n", "no SSH server, it says '220 mail", "ansible_port"),
+         "not an SSH server, it sent 'HTTP/1.1 400 Bad Request'", "ansible_port"),
+        (b"220 mail.example.org ESMTP\r\n", "not an SSH server, it sent '220 mail", "ansible_port"),
         (b"Exceeded MaxStartups\r\n",
          "banner: it dropped 4 connections in a row (Exceeded MaxStartups)", "MaxStartups in"),
         (b"Not allowed at this time\r\n", "in a row (Not allowed", "PerSourcePenalties"),
@@ -1472,7 +1473,7 @@ def test_the_home_folder_is_that_of_the_user_database(home, tmp_path, monkeypatc
     assert target.known_hosts[0] == f"{home}/.ssh/known_hosts"
 
 
-@pytest.mark.parametrize("why", ["no `ssh` in PATH", "refuses user id"])
+@pytest.mark.parametrize("why", ["`ssh` is not in PATH", "refuses uid"])
 def test_where_openssh_cannot_run_a_configuration_is_refused(home, monkeypatch, request, why):
     if "PATH" in why:
         monkeypatch.setenv("PATH", str(home))

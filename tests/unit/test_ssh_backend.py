@@ -200,16 +200,16 @@ def test_more_nodes_than_hosts_are_refused(nodes):
     least = int(str(nodes).partition(":")[0])
     with pytest.raises(BadInput) as error:
         plan(facts(), nodes=nodes)
-    assert error.value.message == f"nodes: {least} are wanted, the cluster has 2 hosts (h0, h1)"
+    assert error.value.message == f"nodes: {least} needed, the cluster has 2 hosts (h0, h1)"
     assert error.value.hint == "--nodes 2, or more hosts in the inventory"
-    with pytest.raises(BadInput, match="are wanted, the cluster has 2 hosts"):
+    with pytest.raises(BadInput, match="needed, the cluster has 2 hosts"):
         SSH.probe(cluster(), Hosts(), job(nodes=nodes))
 
 
 def test_an_elastic_job_takes_what_is_there():
     made = plan(facts(host_facts(0), host_facts(1), host_facts(2)), nodes="2:8")
     assert made.topology == {"min_nodes": 2, "nodes": 3, "nproc_per_node": 1}
-    assert "8 nodes are wanted, 3 hosts there" in [str(note) for note in made.notes]
+    assert "8 nodes requested, 3 hosts available" in [str(note) for note in made.notes]
     assert "--nnodes 2:3" in script(made)
 
 
@@ -226,7 +226,7 @@ def test_spares_are_the_hosts_that_come_next():
     assert (made.nodes, made.world_size) == (3, 2)
     assert made.summary.startswith("2 nodes x 1 rank and 1 spare on h0, h1, h2, started by")
     assert plan(found, nodes="2:8", on_node_loss="shrink", spares=1).topology["nodes"] == 3
-    with pytest.raises(BadInput, match=r"2 and 3 spares are wanted, the cluster has 4 hosts") as no:
+    with pytest.raises(BadInput, match=r"2 and 3 spares needed, the cluster has 4 hosts") as no:
         plan(found, nodes=2, spares=3)
     assert (no.value.hint or "").startswith("--nodes 1, or")
 
@@ -296,7 +296,7 @@ def test_more_ranks_than_slots_or_gpus_are_refused(hosts, said, hint):
 def test_a_host_without_gpus_that_the_job_does_not_use_does_no_harm():
     found = facts(host_facts(0, gpus=gpus(0)), host_facts(1))
     assert plan(found, nodes=1).topology["nproc_per_node"] == 1
-    with pytest.raises(BadInput, match="h1 has no GPU, h0 has") as error:
+    with pytest.raises(BadInput, match="h1 has no GPU, but h0 does") as error:
         plan(found, nodes=2)
     assert "--exclude" in (error.value.hint or "")
     with pytest.raises(BadInput, match="device: cuda, but h1 has no GPU"):
@@ -564,7 +564,7 @@ def test_what_is_wrong_in_an_inventory_is_said_with_its_file(entry):
         "hosts.yaml: there is no group 'nodes'"
     )
     assert entry(CLUSTERS.format(""), "nodes:\n  hosts: [h0]").startswith(
-        "hosts.yaml:2: nodes.hosts: a mapping is wanted"
+        "hosts.yaml:2: nodes.hosts: a mapping is needed"
     )
     assert entry(CLUSTERS.format(""), "") == "hosts.yaml: the file is empty"
     (Path.cwd() / "hosts.yaml").unlink()
@@ -583,7 +583,7 @@ def test_what_is_wrong_in_a_flag_is_not_said_of_the_file(entry):
         ("", (), "error: hosts.yaml: the file is empty"),
         ("all: {hosts", (), "error: hosts.yaml:1: not YAML"),
         ("a: {hosts: {h0: }}", (), "error: hosts.yaml: there is no group 'nodes'"),
-        ("nodes: {hosts: {h0: }}", ("--nodes", "2"), "error: --nodes: 2 are wanted, the cluster"),
+        ("nodes: {hosts: {h0: }}", ("--nodes", "2"), "error: --nodes: 2 needed, the cluster"),
         ("nodes: {hosts: {h0: }}", ("--include", "h1"), "error: --include h1: host 'h1' is unkn"),
         ("nodes: {hosts: {h0: {ansible_password: x}}}", (), "error: hosts.yaml:1: host h0: ans"),
     ],
@@ -1012,7 +1012,7 @@ def test_the_silence_of_hosts_counts_from_when_this_machine_is_back():
 def test_a_host_that_answers_otherwise_is_unknown_for_that_reason(error):
     _, (state, reason) = judged(view(0), view(1, silent=600, error=error))
     assert state is State.UNKNOWN
-    assert reason.startswith(f"{error.message} (it answers, but there is no report for 600 s); ")
+    assert reason.startswith(f"{error.message} (it answers, but sends no report for 600 s); ")
     assert reason.endswith(error.hint)
 
 

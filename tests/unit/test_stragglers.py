@@ -198,16 +198,16 @@ def test_a_host_says_what_has_changed() -> None:
     assert host.describe(before, Sample(20.0, {1: 5.5}, {(8, "sh"): 9.5}, 1.2, 150, 3)) == ""
     after = Sample(
         20.0, {1: 9.0}, {(7, "cc1plus"): 11.0, (8, "sh"): 9.5, (9, "new"): 4.0}, 5.5, 1100, 4,
-        ("its CPUs run at 1.2 of 3.6 GHz",),
+        ("CPU frequency: 1.2 of 3.6 GHz",),
     )  # fmt: skip
     assert host.describe(before, after).split("; ") == [
-        "its CPU quota held its processes back 45% of the time",
+        "CPU quota: its processes were throttled 45% of the time",
         "rank 1 waited for a CPU 40% of the time",
-        "process 7 (cc1plus), which is not the run's, takes 0.8 CPUs",
-        "process 9 (new), which is not the run's, takes 0.4 CPUs",
-        "it swaps (100 pages read a second)",
-        "its CPUs are throttled because they are hot",
-        "its CPUs run at 1.2 of 3.6 GHz",
+        "process 7 (cc1plus), not part of the run, uses 0.8 CPUs",
+        "process 9 (new), not part of the run, uses 0.4 CPUs",
+        "swapping: 100 pages/s read from swap",
+        "thermal throttling: its CPUs are too hot",
+        "CPU frequency: 1.2 of 3.6 GHz",
     ]
 
 
@@ -216,7 +216,7 @@ def test_what_nvidia_smi_says_of_clocks() -> None:
         "0, 1980, 1980, 0x0000000000000000\n1, 345, 1980, 0x0000000000000001\n"
         "2, 705, 1980, 0x0000000000000068\n3, [N/A], [N/A], 0x0000000000000004\n"
     )
-    said = "GPU 2 is held at 705 of 1980 MHz by the hardware and heat"
+    said = "GPU 2 throttled to 705 of 1980 MHz: HW slowdown, HW thermal slowdown"
     assert gpu_clocks(table) == [said]
     assert gpu_clocks("Failed to initialize NVML\n") == []
 
@@ -226,7 +226,9 @@ def test_clocks_are_read_from_drivers_before_and_after_the_renaming(driver, tmp_
     nvidia_smi.put_into(tmp_path, driver)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     said = host.sample({}, str(tmp_path), gpus=True).now
-    assert said[-8:] == tuple(f"GPU {i} is held at 1200 of 1980 MHz by heat" for i in range(8))
+    assert said[-8:] == tuple(
+        f"GPU {i} throttled to 1200 of 1980 MHz: SW thermal slowdown" for i in range(8)
+    )
 
 
 def test_this_host_can_be_looked_at(tmp_path: Path) -> None:

@@ -657,7 +657,7 @@ def test_a_run_has_ended_when_its_last_node_has(supervise_with):
 def test_events_name_each_failure_and_the_restarts_that_are_left(supervise_with):
     attempts = [observed(BAD), observed(BAD), observed(OK)]
     _, _, events = supervise_with(attempts, "launcher: forkserver\nrestarts: 2\n")
-    assert events[0].text.startswith("attempt 1 failed: node 0: its launcher exited with 1;")
+    assert events[0].text.startswith("attempt 1 failed: node 0: exit code 1 of the launcher;")
     assert [event.text.split("; ")[-1] for event in events] == [
         "starting again, 1 restart left",
         "starting again, 0 restarts left",
@@ -671,7 +671,7 @@ def test_a_run_that_its_nodes_ended_at_the_time_limit_says_so_and_is_over(superv
     job = "launcher: forkserver\nrestarts: 3\ntime_limit: 90m\n"
     _, status, _ = supervise_with([went_on(2, BAD), late], job)
     assert (status.state, status.exit_code, status.attempt) == (State.FAILED, 124, 2)
-    assert status.failure.cause == "it was stopped at its time_limit of 90m"
+    assert status.failure.cause == "time_limit of 90m: the run was stopped"
 
 
 def test_a_pause_of_the_supervisor_is_no_node_s_fault(supervise_with, monkeypatch):
@@ -1286,7 +1286,7 @@ def test_a_run_that_failed_alone_says_what_attach_would_do(failed_alone):
     status = run.status()
     assert (status.state, status.exit_code) == (State.FAILED, 7)
     assert status.remark == (
-        f"it was not restarted (1 restart left): run `clusterkit attach {run.id}` to restart it"
+        f"not restarted (1 restart left): run `clusterkit attach {run.id}` to restart it"
     )
 
 
@@ -1420,7 +1420,7 @@ def test_a_lost_node_costs_no_restart(supervise_with, monkeypatch):
     assert [attempt for attempt, _ in backend.submitted] == [1, 2, 3, 4, 5]
     assert (status.state, status.attempt) == (State.SUCCEEDED, 5)
     assert events[0].text.startswith("attempt 1 has lost nodes: ")
-    assert events[0].text.endswith("starting again, which costs no restart")
+    assert events[0].text.endswith("starting again, which uses no restart")
 
 
 def test_what_an_agent_that_was_killed_left_is_ended_before_anything_else_starts(supervise_with):
@@ -1500,9 +1500,9 @@ def test_an_error_of_the_supervisor_is_tried_again_and_ends_nothing(supervise_wi
     backend, status, events = supervise_with([[observed(UP), observed(OK)]], kind=Troubled)
     assert (status.state, status.remark, backend.cancelled) == (State.SUCCEEDED, None, 0)
     assert [event.text for event in events] == [
-        "its supervisor tries again: KeyError: 'exit.json'",
-        "its supervisor tries again: ImportError: no name",
-        "its supervisor tries again: OSError: [Errno 5] x",
+        "supervisor error, retrying: KeyError: 'exit.json'",
+        "supervisor error, retrying: ImportError: no name",
+        "supervisor error, retrying: OSError: [Errno 5] x",
     ]
 
 
@@ -1517,7 +1517,7 @@ def test_status_shows_what_the_supervisor_cannot_do(supervise_with, monkeypatch)
     monkeypatch.setattr(Troubled, "errors", [KeyError("x")])
     monkeypatch.setattr("clusterkit.lifecycle.supervisor.LONGEST_PAUSE", 0.01)
     supervise_with([[observed(UP), observed(UP), observed(OK)]], kind=Told)
-    assert shown[:3] == [None, "its supervisor tries again: KeyError: 'x'", None]
+    assert shown[:3] == [None, "supervisor error, retrying: KeyError: 'x'", None]
 
 
 @pytest.mark.parametrize("state", [OK, BAD])
@@ -1613,7 +1613,7 @@ def test_an_attempt_that_cannot_be_recorded_at_all_does_not_start(supervise_with
     _, status, events = supervise_with([observed(BAD), observed(OK)], job, kind=Looking)
     assert begun == [(1, False), (1, True), *[(2, False)] * 4, (2, True)]
     assert (status.state, status.attempt, status.remark) == (State.SUCCEEDED, 2, None)
-    assert events[-1].text == "its supervisor tries again: RunFolderError: Read-only file system"
+    assert events[-1].text == "supervisor error, retrying: RunFolderError: Read-only file system"
 
 
 def test_a_supervisor_in_trouble_ends_when_the_run_s_folder_is_removed(supervise_with, monkeypatch):
@@ -1676,7 +1676,7 @@ def test_a_start_that_fails_once_costs_no_restart_but_that_of_the_first_attempt(
     stopped = observed(State.CANCELLED)
     backend, status, events = supervise_with([observed(BAD), stopped, ok], job, kind=Refusing)
     assert [attempt for attempt, _ in backend.submitted] == [1, 3]
-    told = f"attempt 2 could not be started: {error.message}; starting again, which costs no"
+    told = f"attempt 2 could not be started: {error.message}; starting again, which uses no"
     assert events[1].text.startswith(told)
     assert backend.cancelled_attempts == [2]  # some nodes may have started
     assert (status.state, status.attempt, status.restarts_left) == (State.SUCCEEDED, 3, 0)
@@ -1752,12 +1752,12 @@ def test_a_run_is_not_judged_by_another_machine_s_processes(folder, hand, monkey
     folder.write_json("run.json", {**submitted, "host": "login-2", "boot_id": "another"})
     status = reconcile(folder)
     assert status.state is State.UNKNOWN
-    assert "its processes are on login-2" in status.remark
+    assert "its processes run on login-2" in status.remark
     assert cancel(folder).state is State.UNKNOWN  # the supervisor there reads the mark
     assert folder.is_cancelled()
     assert stopped == []
     for verb in (api.Run(folder).attach, api.Run(folder).delete):
-        with pytest.raises(BadInput, match="its processes are on login-2"):
+        with pytest.raises(BadInput, match="its processes run on login-2"):
             verb()
     # This machine after a restart.
     folder.write_json("run.json", {**submitted, "boot_id": "another"})

@@ -184,7 +184,7 @@ def test_a_crash_that_faulthandler_saw_has_its_place(tmp_path):
         "import ctypes, faulthandler\nfaulthandler.enable()\nctypes.string_at(0)\n", tmp_path
     )
     assert found.exit_code == 139
-    assert found.cause == "crashed (SIGSEGV) in native code"
+    assert found.cause == "SIGSEGV: the rank crashed in native code"
     assert found.traceback == printed.rstrip()
     assert 'train.py", line 3' in found.traceback
     assert found.hint is None
@@ -197,17 +197,17 @@ def test_a_crash_that_faulthandler_saw_has_its_place(tmp_path):
             "import argparse\nparser = argparse.ArgumentParser()\n"
             "parser.add_argument('--lr', type=float)\nparser.parse_args()\n",
             ["--lr", "x"],
-            "exited with 2: train.py: error: argument --lr: invalid float value: 'x'",
+            "exit code 2: train.py: error: argument --lr: invalid float value: 'x'",
         ),
         (
             "import click\nclick.command()(lambda: None)()\n",
             ["--foo"],
-            "exited with 2: Error: No such option '--foo'.",
+            "exit code 2: Error: No such option '--foo'.",
         ),
         ("import os\nos.write(2, b'step 1\\ndisk check failed\\n')\nos._exit(3)\n", [],
-         "exited with 3; its last output: disk check failed"),
+         "exit code 3; last output: disk check failed"),
         ("import sys\nsys.exit('no data: /data is empty\\n  mount it first')\n", [],
-         "exited with 1; its last output: no data: /data is empty\n  mount it first"),
+         "exit code 1; last output: no data: /data is empty\n  mount it first"),
     ],
 )  # fmt: skip
 def test_without_a_traceback_the_line_that_says_why_is_the_cause(text, arguments, cause, tmp_path):
@@ -224,7 +224,9 @@ MISSING = (
     "    full_key: db.port\n    object_type=dict"
 )
 NOT_IN_STRUCT = "Key 'foo' is not in struct\n    full_key: db.foo\n    object_type=dict"
-KILLED = "killed by SIGKILL from outside (kill -9): the kernel counted no out-of-memory kill"
+KILLED = (
+    "SIGKILL: the rank was killed from outside (kill -9); the kernel counted no out-of-memory kill"
+)
 NOT_FOUND = """\
 mpirun was unable to launch the specified application as it could not access
 or execute an executable:
@@ -238,39 +240,39 @@ while attempting to start process rank 0."""
 @pytest.mark.parametrize(
     ("text", "code", "cause"),
     [
-        (f"step 5\n{TERMINATE}", -6, f"aborted (SIGABRT) in native code: {TERMINATE}"),
+        (f"step 5\n{TERMINATE}", -6, f"SIGABRT: the rank aborted in native code: {TERMINATE}"),
         ("python: x.c:12: main: Assertion `n > 0' failed.", 134,
-         "exited with 134: as a shell reports SIGABRT, or by itself: "
+         "exit code 134: SIGABRT as a shell reports it, or the program's own code: "
          "python: x.c:12: main: Assertion `n > 0' failed."),
         ("ValueError: of long ago", -9, KILLED),
-        (f"starting\n{BANNER}\n", 14, f"exited with 14: {MPIRUN}"),
-        (f"{'-' * 74}\n{NOT_FOUND}\n{'-' * 74}\n", 1, f"exited with 1: {NOT_FOUND}"),
+        (f"starting\n{BANNER}\n", 14, f"exit code 14: {MPIRUN}"),
+        (f"{'-' * 74}\n{NOT_FOUND}\n{'-' * 74}\n", 1, f"exit code 1: {NOT_FOUND}"),
         (f"Error executing job with overrides: []\n{TRACEBACK}{MISSING}\n{HYDRA}", 1, MISSING),
         (f"Error executing job with overrides: []\n{MISSING}\n{HYDRA}", 1,
-         f"exited with 1: {MISSING}"),
+         f"exit code 1: {MISSING}"),
         (f"Could not override 'db.foo'.\n{NOT_IN_STRUCT}\n{HYDRA}", 1,
-         f"exited with 1: {NOT_IN_STRUCT}"),
+         f"exit code 1: {NOT_IN_STRUCT}"),
         (f"│ train.py:7 in main │\n╰{'─' * 20}╯\nValueError: boxed by rich", 1,
-         "exited with 1: ValueError: boxed by rich"),
+         "exit code 1: ValueError: boxed by rich"),
         (f"Usage: train [OPTIONS]\n╭─ Error {'─' * 12}╮\n│ No such option: --foo │\n╰{'─' * 20}╯",
-         2, "exited with 2: No such option: --foo"),
+         2, "exit code 2: No such option: --foo"),
         (f"disk check failed\n{'=' * 40}\n", 3,
-         "exited with 3; its last output: disk check failed"),
+         "exit code 3; last output: disk check failed"),
         (f"+{'-' * 20}+\n| loss | 0.25 |\n+{'-' * 20}+\n", 3,
-         "exited with 3; its last output: loss | 0.25"),
+         "exit code 3; last output: loss | 0.25"),
         ("step 5\nrun.sh: 12: exec: frobnicate: not found", 127,
-         "exited with 127: run.sh: 12: exec: frobnicate: not found"),
+         "exit code 127: run.sh: 12: exec: frobnicate: not found"),
         ("step 5\nrun.sh: line 3: frobnicate: command not found", 127,
-         "exited with 127: run.sh: line 3: frobnicate: command not found"),
+         "exit code 127: run.sh: line 3: frobnicate: command not found"),
         ("/venv/bin/python3: No module named my.train", 1,
-         "exited with 1: /venv/bin/python3: No module named my.train"),
+         "exit code 1: /venv/bin/python3: No module named my.train"),
         ("cp: cannot stat '/x': No such file or directory", 1,
-         "exited with 1: cp: cannot stat '/x': No such file or directory"),
+         "exit code 1: cp: cannot stat '/x': No such file or directory"),
         ("usage: accelerate <command> [<args>] launch [-h]\n"
          "accelerate <command> [<args>] launch: error: unrecognized arguments: --foo", 2,
-         "exited with 2: accelerate <command> [<args>] launch: error: unrecognized "
+         "exit code 2: accelerate <command> [<args>] launch: error: unrecognized "
          "arguments: --foo"),
-        ("----\n\n====", 3, "exited with 3"),
+        ("----\n\n====", 3, "exit code 3"),
     ],
 )  # fmt: skip
 def test_rulers_and_advice_are_no_cause(text, code, cause):
@@ -280,7 +282,7 @@ def test_rulers_and_advice_are_no_cause(text, code, cause):
 
 def test_an_error_that_was_printed_long_before_the_end_is_not_the_cause():
     lines = said("OSError: trying once more", at=1.0) + said("no data", at=60.0)
-    assert failure(lines, 3).cause == "exited with 3; its last output: no data"
+    assert failure(lines, 3).cause == "exit code 3; last output: no data"
 
 
 def handled(code, *, asked=False):
@@ -293,9 +295,9 @@ def handled(code, *, asked=False):
 @pytest.mark.parametrize(
     ("code", "asked", "cause"),
     [
-        (5, False, "exited with 5; the last traceback that it printed: KeyError: 'survived'"),
-        (5, True, "exited with 5; the last traceback that it printed: KeyError: 'survived'"),
-        (-9, False, f"{KILLED}; the last traceback that it printed: KeyError: 'survived'"),
+        (5, False, "exit code 5; last traceback printed: KeyError: 'survived'"),
+        (5, True, "exit code 5; last traceback printed: KeyError: 'survived'"),
+        (-9, False, f"{KILLED}; last traceback printed: KeyError: 'survived'"),
         (1, False, "KeyError: 'survived'"),  # as after an exception that nobody caught
         (-6, False, "KeyError: 'survived'"),  # the interpreter's end aborts now and then
         (-15, True, "KeyError: 'survived'"),  # it hung there, and was ended
@@ -313,7 +315,7 @@ def test_a_program_that_prints_a_traceback_and_goes_on(tmp_path):
         "os._exit(5)\n",
         tmp_path,
     )
-    assert found.cause == "exited with 5; the last traceback that it printed: KeyError: 'x'"
+    assert found.cause == "exit code 5; last traceback printed: KeyError: 'x'"
 
 
 def test_of_a_rank_that_handled_an_exception_long_ago_the_end_counts():
@@ -357,7 +359,7 @@ TAKEN = (
 def test_the_error_of_a_launcher_that_started_no_rank_is_shown(text, code, error):
     nodes = [NodeStatus(node=0, host="h", state=State.FAILED, exit_code=code, ended_at=10.0)]
     found = diagnose(nodes, said(text, rank=None))
-    assert (found.rank, found.cause) == (None, f"its launcher exited with {code}: {error}")
+    assert (found.rank, found.cause) == (None, f"exit code {code} of the launcher: {error}")
     assert (found.traceback is None) == (TRACEBACK not in text)
 
 
@@ -366,7 +368,7 @@ def test_what_a_launcher_reports_of_its_ranks_is_not_its_error(other):
     nodes = [NodeStatus(node=0, host="h", state=State.FAILED, exit_code=1, ended_at=10.0)]
     lines = said(f"this node waits\n{globals()[other]}\nbye", rank=None)
     found = diagnose(nodes, lines)
-    assert (found.cause, found.traceback) == ("its launcher exited with 1", None)
+    assert (found.cause, found.traceback) == ("exit code 1 of the launcher", None)
 
 
 # ---------------------------------------------------------------- torchrun's own traceback

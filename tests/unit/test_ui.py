@@ -245,7 +245,7 @@ def test_the_summary_tells_what_nodes_remark():
 
 
 def test_the_summary_tells_who_ended_a_run_that_nobody_cancelled_here():
-    removed = "PyTorchJob r1 is gone: somebody deleted it"
+    removed = "NotFound: PyTorchJob r1 was deleted by a user"
     assert f"  note      {removed}" in View().summary(status(State.CANCELLED, remark=removed))
 
 
@@ -341,8 +341,8 @@ def test_what_is_waited_for_is_shown_with_the_time_that_it_has_taken(monkeypatch
     monkeypatch.setattr(spinner, "DELAY_SECONDS", 0.0)
     with spinner.spinner("looking at cluster [lab]") as told:
         shows(stderr, r"looking at cluster \[lab\]  \d+ s")
-        told.update("waits: job 7: other jobs go first")
-        shows(stderr, r"waits: job 7: other jobs go first  \d+ s")
+        told.update("waits: Priority: jobs with a higher priority go first")
+        shows(stderr, r"waits: Priority: jobs with a higher priority go first  \d+ s")
         told.report_sent("h0", 0, 2_000_000)
         shows(stderr, "0 bytes of 2.0 MB")
 

@@ -116,7 +116,7 @@ def test_a_node_that_falls_silent_ends_the_others(nodes, silent):
     nodes.agents[silent].send_signal(signal.SIGSTOP)
     other = nodes.agents[1 - silent]
     assert other.wait(60) == 143
-    why = ("node 0 does not answer for 2 s", "node 1 does not answer node 0 for 2 s")[silent]
+    why = ("node 0 has not answered for 2 s", "node 1 has not answered node 0 for 2 s")[silent]
     assert nodes.exit_of(1 - silent)["reason"] == f"stopped: {why}"
     nodes.agents[silent].kill()
 

@@ -132,7 +132,7 @@ def test_a_thread_that_fails_starts_again_and_its_failures_are_reported_once(
     assert said.qsize() == limits.WORKER_REPORTS == 3
     first = said.get()
     assert first.startswith("TypeError: one (test_worker.py:")
-    assert "): the watch failed on this node and starts again; its ranks run on." in first
+    assert "): the watch failed on this node and is restarted; the ranks are not affected." in first
     assert [said.get().partition(" (")[0] for _ in range(2)] == ["KeyError: 2", "OSError: 3"]
     err = capsys.readouterr().err
     assert err.count("TypeError: one") == 1
@@ -163,8 +163,8 @@ limits.WORKER_PAUSE = 0.0
 @pytest.mark.parametrize(
     ("module", "owner", "name", "what"),
     [
-        ("watch", "Watch", "_receive", "the detection of hangs and slow ranks"),
-        ("usage", "Usage", "measure", "the measuring of CPUs, memory and GPUs"),
+        ("watch", "Watch", "_receive", "detecting hangs and slow ranks"),
+        ("usage", "Usage", "measure", "measuring CPU, memory and GPU usage"),
         ("client", "Client", "_connect", "the connection to node 0"),
         ("client", "Client", "_talk", "the connection to node 0"),
         ("coordinator", "Server", "_decide", "the coordination of all nodes"),
@@ -186,7 +186,7 @@ def test_a_run_goes_on_and_shows_that_a_thread_of_its_agent_failed(
         assert [agents.agents[node].wait(WAIT) for node in range(2)] == [0, 0]
         (remark,) = agents.exit_of(0)["remarks"]
         assert remark.startswith("RuntimeError: broken by a test (<string>:")
-        assert f"): {what} failed on this node and starts again; " in remark
+        assert f"): {what} failed on this node and is restarted; " in remark
         assert remark in agents.log_of(0)
         assert agents.exit_of(1)["remarks"] == []
     finally:

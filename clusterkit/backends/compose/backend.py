@@ -40,7 +40,7 @@ class ComposeBackend(Backend[ComposeCluster], SupportsCleanup):
     command = "docker"
     init_note = IMAGE_NOTE.format("nodes'")
     unsupported: ClassVar[dict[str, str]] = {
-        "launcher=mpirun": "its containers have no login for mpirun; `torchrun` needs none"
+        "launcher=mpirun": "its containers run no sshd for mpirun; torchrun needs none"
     }
 
     def probe(

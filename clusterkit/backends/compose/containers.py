@@ -71,17 +71,17 @@ class Container(Struct, frozen=True, kw_only=True):
             return f"its container could not be started: {self.error}"
         last_line = f": {self.last_line}" if self.last_line else ""
         if self.exit_code == 137:
-            return f"its container was killed from outside (docker kill, exit code 137){last_line}"
+            return f"SIGKILL: its container was killed from outside (docker kill){last_line}"
         if self.exit_code == 143:
-            return f"its container was stopped from outside (docker stop, exit code 143){last_line}"
-        return f"its container ended with exit code {self.exit_code}{last_line}"
+            return f"SIGTERM: its container was stopped from outside (docker stop){last_line}"
+        return f"exit code {self.exit_code} of its container{last_line}"
 
     def oom_reason(self) -> str:
         if not self.memory:
-            return "killed by the kernel: this machine was out of memory"
+            return "OOMKilled: this machine ran out of memory"
         unit, scale = ("GiB", 2**30) if self.memory >= 2**30 else ("MiB", 2**20)
         limit = f"{self.memory / scale:g} {unit}"
-        return f"killed by the kernel: over its container's memory limit of {limit}"
+        return f"OOMKilled: its container used more than its memory limit of {limit}"
 
 
 def docker_of(plan: Plan, transport: Transport) -> Docker:
@@ -111,9 +111,11 @@ def inspect(handle: RunHandle, transport: Transport) -> dict[int, Container]:
     try:
         found = [json.decode(line, type=Container, strict=False) for line in lines]  # labels: text
     except MsgspecError as error:
-        raise Unavailable(f"docker's answer cannot be read: {error}") from None
+        raise Unavailable(f"docker inspect gave invalid output: {error}") from None
     if done.exit_code == 0 and len(found) < len(names):
-        raise Unavailable("docker's answer lacks containers, and names none that is missing")
+        raise Unavailable(
+            "docker inspect left out containers and did not say that they are missing"
+        )
     for container in found:
         if container.run_dir == plan.run_dir and container.attempt <= handle.attempt:
             containers[container.node] = container

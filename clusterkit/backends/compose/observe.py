@@ -95,10 +95,12 @@ def _container_state(
             return _failed(saved)
         if (reason := saved.interruption()) is not None:
             return NativeState(state=State.FAILED, reason=reason)
-        return NativeState(state=State.CANCELLED, reason="killed: it did not stop when asked to")
+        return NativeState(
+            state=State.CANCELLED, reason="SIGKILL: it did not stop within stop_grace"
+        )
     if live is None:
         if files.begun:
-            reason = "its container is gone: it was removed from outside"
+            reason = "its container was removed from outside (docker rm)"
             return NativeState(state=State.FAILED, reason=reason)
         return NativeState(state=State.PENDING)
     state = STATES.get(live.state, State.UNKNOWN)
@@ -156,7 +158,9 @@ def observation(
         if status.state in _UNREPORTED and status.reason and unreported:
             # The agent has reported nothing, or only that it was asked to end.
             hint = (
-                None if status.state is State.FAILED else "is docker up? `docker info` says why not"
+                None
+                if status.state is State.FAILED
+                else "`docker info` says why; is the docker engine running?"
             )
             causes.append(
                 NodeCause(

@@ -38,7 +38,9 @@ def place(job: JobSpec, cluster: ComposeCluster, facts: Facts, run_id: str) -> C
     """Implement `clusterkit.backends.base.Backend.place`."""
     engine, host = facts.engine, facts.hosts[0]
     if engine is None:
-        raise BadInput("facts: no docker engine is named", hint="use those of a compose run")
+        raise BadInput(
+            "--facts is not from a docker compose cluster", hint="use those of a compose run"
+        )
     least, most = job.node_range
     nodes = most + job.spares
     device, device_origin = device_of(job, [host])

@@ -126,7 +126,7 @@ def _info(docker: Docker) -> dict[str, Any]:
         error = error or done.stderr.strip()
         if "permission denied" in error.lower():
             raise Unavailable(
-                f"you may not use the docker engine at {docker.socket}",
+                f"permission denied: you may not use the docker engine at {docker.socket}",
                 hint="sudo usermod --append --groups docker $USER, then log in again",
             )
         if re.search(r"Cannot connect|connection refused|no such file", error, re.IGNORECASE):
@@ -135,7 +135,7 @@ def _info(docker: Docker) -> dict[str, Any]:
                 hint="sudo systemctl start docker, or `context:` in the cluster entry",
             )
         raise Unavailable(
-            f"the docker engine at {docker.socket} says: {' '.join(error.split()) or 'nothing'}",
+            f"the docker engine at {docker.socket} failed: {' '.join(error.split()) or 'nothing'}",
             hint="`docker info` shows more",
         )
     plugins = (info.get("ClientInfo") or {}).get("Plugins") or ()
@@ -299,8 +299,8 @@ def _refusal(
         ),
         (
             "exec format error",
-            f"image: {image} was built for another kind of processor",
-            "build it on this machine, or for it: docker build --platform",
+            f"exec format error: image {image} was built for another CPU architecture",
+            "build it on this machine or with docker build --platform",
         ),
         (
             "",

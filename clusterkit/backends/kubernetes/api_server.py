@@ -31,7 +31,9 @@ RENEW_SECONDS = 5.0
 """Least time between two readings of a kubeconfig whose credentials were not accepted."""
 PARALLEL_REQUESTS = 8
 APPLY_PATCH = "application/apply-patch+yaml"
-_BETWEEN = "a proxy, or a login that has expired: `kubectl get --raw /version` should fail too"
+_BETWEEN = (
+    "check the proxy and the login to the cluster: `kubectl get --raw /version` should fail too"
+)
 
 
 class Refusal(Unavailable):
@@ -225,13 +227,13 @@ class AnswerStream:
 def _refusal(status: int, answer: bytes, host: str, *, web_page: bool) -> Unavailable:
     if web_page or status < 400:
         return Unreadable(
-            f"HTTP {status}: not the API server answers at {host}, but "
-            "something in between: it sends a web page, or to another address",
+            f"HTTP {status}: a proxy answers at {host} instead of the API server, with a web "
+            "page or a redirect",
             hint=_BETWEEN,
         )
     if status == 401:
         return Unavailable(
-            f"the API server {host} does not accept your credentials",
+            f"Unauthorized: the API server {host} does not accept your credentials",
             hint="they may have expired: log in to the cluster again",
         )
     try:
@@ -351,8 +353,8 @@ def _decoded(text: str, path: str) -> Object:
 def _unreadable(path: str, expected: str) -> Unreadable:
     """Return the error that what was expected is not what was sent for a path."""
     return Unreadable(
-        f"the answer to {path.partition('?')[0]} is not {expected}: something in between answers "
-        "for the API server",
+        f"the answer to {path.partition('?')[0]} is not {expected}: a proxy may answer instead of "
+        "the API server",
         hint=_BETWEEN,
     )
 

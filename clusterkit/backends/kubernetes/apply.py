@@ -177,7 +177,7 @@ def _another_run(each: Object, existing: Object, namespace: str) -> BadInput:
     return BadInput(
         f"another run has this id: {each['kind']} {each['metadata']['name']} in namespace "
         f"{namespace}, made{f' by {user}' if user else ''} at {meta.get('creationTimestamp')}",
-        hint="another --run-id; `clusterkit attach` takes up a run that is there",
+        hint="another --run-id; `clusterkit attach` takes over an existing run",
     )
 
 
@@ -345,7 +345,7 @@ def _await_gone(plan: Plan, objects: RunObjects) -> frozenset[str]:
         if now > deadline:
             names = sorted(each["metadata"]["name"] for each in items)
             more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-            raise Unavailable(f"pods that do not end: {', '.join(names[:MAX_NAMED])}{more}")
+            raise Unavailable(f"pods that do not terminate: {', '.join(names[:MAX_NAMED])}{more}")
         time.sleep(POLL_SECONDS)
 
 

@@ -282,7 +282,7 @@ def choose(job: JobSpec, cluster: KubernetesCluster, facts: KubernetesFacts) -> 
             )
         name, origin = usable[0], "launcher: mpirun" if mpi else "the cluster serves it"
         if name == "job":
-            origin = "the cluster serves no kind of its own for training"
+            origin = "the cluster has no training operator"
     flavor = FLAVORS[name]
     if (mpi and name != "mpijob") or (name == "mpijob" and job.started_by not in _MPI):
         raise BadInput(

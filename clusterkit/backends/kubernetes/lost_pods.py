@@ -115,7 +115,7 @@ def poll(pods: str, selector: str, seconds: float, silent: dict[Any, float]) -> 
         key = (meta["uid"], since)
         silent[key] = before.get(key, now)
         if now >= silent[key] + seconds:
-            print(f"{meta['name']}: its node does not answer: removed by force", flush=True)
+            print(f"{meta['name']}: NotReady: its node does not answer; force-deleted", flush=True)
             with contextlib.suppress(OSError):  # removed by another, or tried again
                 force(ask, f"{pods}/{meta['name']}", meta["uid"], held=False)
     return not all(map(ended, listed))

@@ -36,8 +36,8 @@ from clusterkit.transport import Transport
 
 _PREVENTS = re.compile("Fail|Error|Exceed|Invalid|Forbidden|Denied|NotFound|Missing")
 ENDED_ELSEWHERE = (
-    "nothing of it is left in the cluster: it was taken up elsewhere (`clusterkit attach`) and has "
-    "ended there, or somebody deleted it"
+    "NotFound: the run has no objects left in the cluster: it was attached elsewhere (`clusterkit "
+    "attach`) and has ended there, or a user deleted them"
 )
 
 
@@ -183,7 +183,7 @@ def _removal(job: Object | None, objects: RunObjects) -> str | None:
     if job is not None and "deletionTimestamp" not in job.get("metadata", {}):
         return None
     return (
-        f"{objects.flavor.kind} {objects.name} is gone: somebody deleted it, or the run was "
+        f"NotFound: {objects.flavor.kind} {objects.name} was deleted by a user, or the run was "
         "cancelled or has ended on another machine"
     )
 

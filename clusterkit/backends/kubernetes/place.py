@@ -197,16 +197,17 @@ def _remarks(
 ) -> tuple[Note, ...]:
     cluster, remarks = shape.cluster, []
     if not job.elastic:
-        lost = "replaced, and the run goes on" if shape.rejoin else "ends the run"
+        lost = "replaced, and the run continues" if shape.rejoin else "ends the run"
         remarks.append(Note("lost_pod", lost, rejoin_origin))
     if shape.name != run_id:
-        reason = f"Kubernetes does not take {run_id} as a service's name"
+        reason = f"{run_id} is not a valid name of a Service"
         remarks.append(Note("name", shape.name, reason))
     if kube.most_gpus is not None and shape.gpus > kube.most_gpus:
-        text = f"no node has more than {kube.most_gpus} {cluster.gpu_resource} now: pods wait "
-        remarks.append(
-            Note("", f"{text}until one has {shape.gpus}, as of a pool scaled to zero", "")
+        text = (
+            f"no node has more than {kube.most_gpus} {cluster.gpu_resource} now: pods wait until "
+            f"one has {shape.gpus}, as intended if its node pool scales from zero"
         )
+        remarks.append(Note("", text, ""))
     if job.checkpoint is not None and not cluster.shared:
         text = "checkpoints go with their pods: `shared` names a volume of all pods"
         remarks.append(Note("", text, ""))
@@ -228,8 +229,8 @@ def _watched(cluster: KubernetesCluster, flavor: str, *, replaces: bool) -> tupl
         return False, "no lost pod is replaced"
     if flavor != "pytorchjob":
         raise BadInput(
-            f"watcher: flavor {flavor} can have none: its pods have random names, and a finalizer "
-            "that goes only with the right to change every pod of the namespace",
+            f"watcher: flavor {flavor} cannot have one: its pods have random names and a finalizer "
+            "that only the right to change every pod of the namespace can remove",
             hint="flavor: pytorchjob; or watcher: false: `submit` and `attach` do the same",
             cluster="watcher",
         )
@@ -320,7 +321,7 @@ def _program(
         return cluster.workdir, origin, _in_image(job, cluster)
     found = facts.project
     if found is None:
-        raise BadInput("facts: no project is named", hint="use those of a run with code: copied")
+        raise BadInput("--facts has no project", hint="use those of a run with code: copied")
     inside = posixpath.relpath(job.workdir or found.root, found.root)
     workdir = posixpath.normpath(posixpath.join(run_dir, "project", inside))
     program = job.program

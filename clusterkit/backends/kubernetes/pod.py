@@ -17,12 +17,13 @@ from clusterkit.agent import OVER_TIME_LIMIT, STOPPED
 from clusterkit.backends.kubernetes.lost_pods import conditions_of, unix, unreachable_since
 from clusterkit.backends.kubernetes.objects import ATTEMPT, ROLE
 
-PREEMPTED = "preempted for a pod of higher priority"
+PREEMPTED = "Preempted: by a pod of higher priority"
 _DISRUPTIONS = {
     "PreemptionByScheduler": f"{PREEMPTED}: {{message}}",
-    "EvictionByEvictionAPI": "evicted: its node is being drained",
-    "TerminationByKubelet": "evicted by its node: {node}",
-    "DeletionByTaintManager": "its node is gone or tainted",
+    "EvictionByEvictionAPI": "Evicted: its node is being drained",
+    "TerminationByKubelet": "Evicted: {node}",
+    "DeletionByTaintManager": "DeletionByTaintManager: its node is gone or has a taint that "
+    "the pod does not tolerate",
 }
 """By the reason of a pod's condition DisruptionTarget."""
 _CREATING = (None, "ContainerCreating", "PodInitializing")
@@ -238,7 +239,10 @@ def _waiting(
     whose = "its container" if name == container else f"its container {name}"
     reason, message = waits[name].get("reason"), str(waits[name].get("message") or "")
     if reason is None:
-        return "its container is being created" if scheduled else "not scheduled yet", False
+        return (
+            f"ContainerCreating: {whose} is being created" if scheduled else "not scheduled yet",
+            False,
+        )
     specs = (*(spec.get("initContainers") or ()), *(spec.get("containers") or ()))
     image = _named(specs, name).get("image")
     since = unix(scheduled.get("lastTransitionTime"))
@@ -247,16 +251,21 @@ def _waiting(
     needed = name == container or any(each["name"] == name for each in inits)
     stuck = needed and reason in STUCK_REASONS
     if reason == "InvalidImageName":
-        return f"image name {image} is not valid", stuck
+        return f"InvalidImageName: {image} is not the name of an image", stuck
     if reason in ("ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull"):
-        cause = f"image {image} cannot be pulled: {_pull_error(reason, message)}"
+        # A pull that fails is ErrImagePull and ImagePullBackOff in turn: one name for both.
+        term = "ErrImageNeverPull" if reason == "ErrImageNeverPull" else "ImagePullBackOff"
+        cause = f"{term}: image {image} cannot be pulled: {_pull_error(reason, message)}"
         return cause, stuck or (needed and seconds > PULL_SECONDS)
     if reason in STUCK_REASONS:
-        cause = f"{whose} cannot be created: {message or reason}"
+        cause = f"{reason}: {whose} cannot be created{f': {message}' if message else ''}"
         return cause, stuck and _TRIED_AGAIN.search(message) is None
     if reason in _CREATING:
         for_seconds = f" for {seconds:.0f} s" if seconds >= 5 else ""
-        return f"{whose} is being created, or its image pulled{for_seconds}", False
+        return (
+            f"ContainerCreating: {whose} is being created or its image pulled{for_seconds}",
+            False,
+        )
     said = f"{reason}{f': {message}' if message else ''}"
     return said if name == container else f"{whose}: {said}", False
 
@@ -268,7 +277,7 @@ def _init_failure(status: Mapping[str, Any]) -> str | None:
         return None
     said = str(ended.get("message") or "").strip().rpartition("\n")[2]
     more = f": {said}" if said else ""
-    return f"its init container {status['name']} failed with exit code {code}{more}"
+    return f"Init:Error: init container {status['name']} failed with exit code {code}{more}"
 
 
 def _unscheduled(scheduled: Mapping[str, Any]) -> str:
@@ -278,20 +287,20 @@ def _unscheduled(scheduled: Mapping[str, Any]) -> str:
     message = message.partition(" preemption:")[0].partition(" no new claims")[0]
     message = message.removesuffix(" not found").rstrip("., ")
     if _NODES.match(message):
-        return f"no node for it: {message}"
+        return f"Unschedulable: {message}"
     return f"not scheduled yet{f': {message}' if message else ''}"
 
 
 def _pull_error(reason: str, message: str) -> str:
     low = message.lower()
     if reason == "ErrImageNeverPull":
-        return "it is not on the node, and image_pull_policy is Never"
+        return "it is not on the node and image_pull_policy is Never"
     if "unauthorized" in low or "authorization failed" in low or "denied" in low:
-        return "the registry wants credentials (image_pull_secrets), or does not have it"
+        return "the registry needs credentials (image_pull_secrets) or does not have the image"
     if "not found" in low or "manifest unknown" in low:
-        return "the registry does not have it"
+        return "the registry does not have the image"
     if re.search(r"no such host|dial tcp|i/o timeout|connection refused|failed to do request", low):
-        return "its registry does not answer"
+        return "the registry does not answer"
     return message.rpartition(": ")[2] or reason
 
 
@@ -306,5 +315,5 @@ def _disruption(document: Mapping[str, Any]) -> str | None:
     if status.get("reason") == "DeadlineExceeded":
         return OVER_TIME_LIMIT
     if status.get("reason") == "Evicted":
-        return f"evicted: {status.get('message') or 'its node was short of something'}"
+        return f"Evicted: {status.get('message') or 'its node ran out of a resource'}"
     return None

@@ -20,8 +20,9 @@ PHASES: Mapping[str, State] = {
     "Succeeded": State.SUCCEEDED,
     "Failed": State.FAILED,
 }
-DELETED = "its pod was deleted, by somebody or by the cluster"
-REPLACEMENT = "another one takes its place"
+DELETED = "its pod was deleted by a user or by the cluster"
+REPLACEMENT = "another pod replaces it"
+NOT_READY = "NotReady: node {} of the cluster does not answer"
 NOT_BEGUN = "it had not begun"
 _PROBE = re.compile(r"(Liveness|Startup) probe failed")
 
@@ -36,12 +37,16 @@ def cause_from_events(events: Sequence[Mapping[str, Any]], namespace: str) -> st
             case "Preempted" if related.get("name"):
                 other = related.get("namespace", namespace)
                 of = "" if other == namespace else f" of namespace {other}"
-                return f"preempted for pod {related['name']}{of}, whose priority is higher"
+                return f"Preempted: by pod {related['name']}{of}, whose priority is higher"
             case "Killing":
                 killed = True
             case "Unhealthy" if _PROBE.match(message):
                 probe = message
-    return f"ended by its node: {probe}" if killed and probe is not None else None
+    return (
+        f"Unhealthy: the kubelet killed the container: {probe}"
+        if killed and probe is not None
+        else None
+    )
 
 
 def needs_events(pod: Pod) -> bool:
@@ -128,12 +133,12 @@ class Rejoin(Struct, frozen=True):
         if pod.removed_by == OVER_TIME_LIMIT:
             return None
         if pod.state is PodState.UNREACHABLE:
-            reason = f"node {pod.host} of the cluster does not answer"
+            reason = NOT_READY.format(pod.host)
             if self.forced:
-                return f"{reason}; another pod takes its place"
+                return f"{reason}; {REPLACEMENT}"
             return (
                 f"{reason} (replace_lost: false): kubectl delete pod {pod.name} --force "
-                "--grace-period=0 lets another pod take its place"
+                "--grace-period=0 has another pod replace it"
             )
         if pod.removed:
             return f"{pod.removed_by or 'its pod was removed'}; {REPLACEMENT}"
@@ -189,18 +194,18 @@ def native_state(
     if pod.state is PodState.REPLACED:
         return state(State.FAILED, f"its pod was replaced: {pod.removed_by or 'it was deleted'}")
     if pod.on_lost_node:
-        reason = f"node {pod.host} of the cluster does not answer"
+        reason = NOT_READY.format(pod.host)
         return state(State.FAILED if pod.gone else State.UNKNOWN, reason)
     if pod.gone:
         if pod.stuck:
             return state(State.FAILED, pod.waits_for)
         if removed_by_clusterkit:
-            late = "killed: it did not stop when asked to"
+            late = "SIGKILL: it did not stop within stop_grace"
             return state(State.CANCELLED, late if pod.started else NOT_BEGUN)
         if replaceable:
             return state(State.PENDING, f"its pod was removed; {REPLACEMENT}")
-        cause = pod.removed_by or "somebody deleted it, or the namespace"
-        return state(State.FAILED, f"its pod is gone: {cause}")
+        gone = "its pod was deleted by a user or with its namespace"
+        return state(State.FAILED, pod.removed_by or gone)
     # While a sidecar waits, say for its image, the pod of a node that runs is Pending.
     phase = "Running" if pod.started and pod.phase == "Pending" else pod.phase
     found = PHASES.get(phase, State.UNKNOWN)
@@ -217,11 +222,11 @@ def _ended(pod: Pod, *, removed_by_clusterkit: bool) -> NativeState:
     if reason is None and pod.reason == "OOMKilled":
         reason = _out_of_memory(pod)
     elif reason is None and pod.reason in ("StartError", "ContainerCannotRun"):
-        reason = f"its container could not be started: {message}"
+        reason = f"{pod.reason}: its container could not be started: {message}"
     elif reason is None and pod.exit_code == 137:
-        reason = "its container was killed (exit code 137) and reported nothing"
+        reason = "SIGKILL: its container was killed (exit code 137) and reported nothing"
     elif reason is None and message:
-        reason = f"exited with {pod.exit_code}: {message.rpartition(chr(10))[2]}"
+        reason = f"exit code {pod.exit_code}: {message.rpartition(chr(10))[2]}"
     return NativeState(
         state=State.SUCCEEDED if pod.exit_code == 0 else State.FAILED,
         reason=reason,
@@ -233,8 +238,9 @@ def _ended(pod: Pod, *, removed_by_clusterkit: bool) -> NativeState:
 
 def _out_of_memory(pod: Pod) -> str:
     limit = pod.memory_limit
-    cause = f"over its pod's memory limit of {limit}" if limit else "its node was full"
-    return f"OOMKilled: its node ran out of memory: {cause}"
+    if limit:
+        return f"OOMKilled: its container used more than its memory limit of {limit}"
+    return "OOMKilled: its node ran out of memory"
 
 
 def causes(
@@ -252,7 +258,7 @@ def causes(
             hint = "a larger `memory` in the cluster entry, or a smaller batch.micro"
             found.append(NodeCause(node=node, words=_out_of_memory(pod), hint=hint))
         elif pod.on_lost_node and pod.name not in removed_by_clusterkit:
-            words = f"node {pod.host} of the cluster does not answer"
+            words = NOT_READY.format(pod.host)
             hint = (
                 f"`kubectl describe node {pod.host}` says why; `kubectl cordon` keeps pods off it"
             )

@@ -133,19 +133,19 @@ class SlurmBackend(
         deadline = time.monotonic() + plan.stop_grace + GRACE_SECONDS
         signalled: set[int] = set()
         try:
-            while jobs := [job for job in jobs_of(plan, transport) if not job.means.final]:
+            while jobs := [job for job in jobs_of(plan, transport) if not job.state.final]:
                 for job in jobs:
                     if job.completing:
                         continue  # Slurm is ending it already
                     _write_reason(handle, job, reason, transport)
-                    if job.means is not State.RUNNING or time.monotonic() > deadline:
+                    if job.state is not State.RUNNING or time.monotonic() > deadline:
                         _scancel(transport, host, job)
                     elif job.id not in signalled:
                         # The batch script passes this on to the agents, with the reason.
                         _scancel(transport, host, job, "--batch", "--signal=USR1")
                     signalled.add(job.id)
                 if time.monotonic() > deadline + SLURM_SECONDS:
-                    names = ", ".join(f"{job.id} is {job.state} and" for job in jobs)
+                    names = ", ".join(f"{job.id} is {job.slurm_state} and" for job in jobs)
                     raise Unavailable(f"job {names} does not end")
                 time.sleep(POLL_SECONDS)
         except ClusterkitError as error:

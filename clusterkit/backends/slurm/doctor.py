@@ -38,7 +38,7 @@ Verdict = tuple[Level, str, str | None]
 class SlurmSubject(Struct, frozen=True, kw_only=True):
     """A cluster entry and the job to check it for."""
 
-    way: ClassVar[str] = "slurm"
+    kind: ClassVar[str] = "slurm"
     cluster: str
     entry: SlurmCluster
     job: JobSpec
@@ -63,9 +63,9 @@ def _partition(subject: SlurmSubject, transport: Transport) -> Verdict:
     wanted = subject.job.node_range[0] + subject.job.spares
     having = f"{usable} of {pluralize(there, 'node')} of partition {name} can be used"
     if there < wanted:
-        return "fail", f"{having}, the job wants {wanted}", f"--nodes {there}"
+        return "fail", f"{having}, the job needs {wanted}", f"--nodes {there}"
     if usable < wanted:
-        return "warn", f"{having}, the job wants {wanted}: it would wait", "`sinfo -R` says why"
+        return "warn", f"{having}, the job needs {wanted}: it would wait", "`sinfo -R` says why"
     return "ok", having, None
 
 
@@ -117,14 +117,14 @@ def _compute(subject: SlurmSubject, transport: Transport) -> Verdict:
             "a disk that all nodes see under the same path",
         )
     if done.exit_code:
-        return "skip", shortened(f"no node was free to look at: {done.error}"), None
+        return "skip", shortened(f"no idle node to check: {done.error}"), None
     return "ok", f"seen on {answer}", None
 
 
 CHECKS = tuple(map(Check, (_partition, _admission, _folder, _compute)))
 
 
-def look(
+def run_checks(
     subject: SlurmSubject, transport: Transport, checks: Sequence[Check], progress: Progress
 ) -> Report:
     """Run the checks. Nothing in the cluster is changed."""

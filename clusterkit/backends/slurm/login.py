@@ -48,7 +48,7 @@ def transport(cluster: SlurmCluster) -> Transport:
         login_node = None
     if login_node is None or name == HERE:
         raise BadInput(
-            f"ssh: {name} is no login node on another machine",
+            f"ssh: {name} is not a login node on another machine",
             hint="[user@]host[:port]; on a login node itself, leave it out",
             cluster="ssh",
         )

@@ -41,7 +41,7 @@ CHANGED_SECONDS, WAITING_SECONDS, RUNNING_SECONDS = 1.0, 5.0, 30.0
 changed, while the job waits, and while it runs."""
 _SIGNALLED = (143, -15, 137, -9)
 """Exit codes of processes ended by SIGTERM or SIGKILL."""
-REQUEUED = "Slurm ended its job, and starts it again"
+REQUEUED = "Slurm requeued its job"
 """Reason for the failure of a node whose agent was killed because the job is requeued."""
 LATE_SECONDS = 15.0
 """How late a file server may show the files that a node wrote before its job ended."""
@@ -105,7 +105,7 @@ def status(handle: RunHandle, transport: Transport) -> Observation | None:
         job = newest(handle, transport) if silent is None else None
     except Unavailable as error:
         silent = error.message
-    if silent is None and not files.ended and (job is None or job.means.final):
+    if silent is None and not files.ended and (job is None or job.state.final):
         silent = login.copy_once(handle, transport)  # the nodes may have ended since
         files = read(handle) or files
     return observation(handle, files, job, silent=silent)
@@ -146,7 +146,7 @@ def observation(
         next_attempt=seen.next_attempt or (handle.attempt + 1 if look.requeued else None),
         causes=(*causes, *seen.causes),
         queued=silent is not None
-        or (job is not None and not job.means.final and not (job.completing and files.ended)),
+        or (job is not None and not job.state.final and not (job.completing and files.ended)),
     )
 
 
@@ -163,13 +163,13 @@ class AttemptView:
     @property
     def requeued(self) -> bool:
         """Whether the job is back in Slurm's queue, or has begun another attempt since."""
-        waits = self.job is not None and self.job.means is State.PENDING
+        waits = self.job is not None and self.job.state is State.PENDING
         return self.files.next is not None or (waits and self.files.begun)
 
     @property
     def over(self) -> bool:
         """Whether no agent of the attempt runs any more."""
-        gone = self.job is None or self.job.means.final
+        gone = self.job is None or self.job.state.final
         return self.requeued or (gone and self.silent is None and not self.files_delayed)
 
     def node(self, number: int) -> NodeStatus:
@@ -180,7 +180,7 @@ class AttemptView:
         """Return what Slurm's job says of a node."""
         job, begun = self.job, files.begun
         cancelled = (
-            job is not None and job.means is State.CANCELLED and not self.removed_by_clusterkit
+            job is not None and job.state is State.CANCELLED and not self.removed_by_clusterkit
         )
         ended = State.CANCELLED if cancelled else State.FAILED
         if files.exit is not None:
@@ -192,12 +192,12 @@ class AttemptView:
                 id_ = self.files.submitted.decode(errors="replace").strip()
                 reason = f"job {id_} left Slurm's queue before it started"
                 return NativeState(state=State.FAILED, reason=reason)
-        elif job.means is State.UNKNOWN:
-            reason = f"Slurm reports job {job.id} as {job.state}"
+        elif job.state is State.UNKNOWN:
+            reason = f"Slurm reports job {job.id} as {job.slurm_state}"
             return NativeState(state=State.UNKNOWN, reason=reason)
         elif self.requeued:
             return NativeState(state=State.FAILED, reason=REQUEUED)
-        elif job.means is State.PENDING:
+        elif job.state is State.PENDING:
             return NativeState(state=State.PENDING, reason=job.waiting)
         # If the job ended by itself, the loss of an agent is the better reason.
         elif self.over and (job.ended_by_slurm or not begun):
@@ -223,7 +223,7 @@ class AttemptView:
             return NativeState(state=ended, ended_by=job.ending)
         ending = not (self.over or self.removed_by_clusterkit) and self.files.ended_by_slurm
         if ending and node.state is not State.SUCCEEDED:
-            return NativeState(state=State.RUNNING, reason="Slurm is ending its job")
+            return NativeState(state=State.RUNNING, reason="Slurm is stopping its job")
         return NativeState(state=node.state, ended_by=by)
 
 
@@ -236,7 +236,7 @@ def newest(handle: RunHandle, transport: Transport) -> Job | None:
         Unavailable: the controller does not answer.
     """
     if jobs := jobs_of(handle.plan, transport):
-        return max(jobs, key=lambda job: (not job.means.final, job.id))
+        return max(jobs, key=lambda job: (not job.state.final, job.id))
     recorded = (read_from(handle.folder.file(f"job-{handle.attempt}")) or b"").strip()
     if not recorded.isdigit():
         return None
@@ -280,7 +280,7 @@ class JobPoller:
         except Unavailable as error:
             self.error = error.message
         self._pending, self.files = None, files
-        running = self.job is not None and self.job.means is State.RUNNING and self.error is None
+        running = self.job is not None and self.job.state is State.RUNNING and self.error is None
         # Without node 0 the job is about to end, or to be requeued.
         steady = running and files.nodes[0].exit is None and not files.ended_by_slurm
         self._due = now + (RUNNING_SECONDS if steady else WAITING_SECONDS)
@@ -312,7 +312,7 @@ class SlurmMonitor:
         behind = login.behind(self._copying)
         silent = poller.error if behind is None else behind
         if silent is not None or files == poller.files:
-            over = silent is None and (poller.job is None or poller.job.means.final)
+            over = silent is None and (poller.job is None or poller.job.state.final)
             self._over_since = (self._over_since or now) if over else None
             waited = now - (self._over_since or now)
             self._last = observation(

@@ -203,7 +203,7 @@ def place(job: JobSpec, cluster: SlurmCluster, facts: Facts, run_id: str) -> Slu
     """Implement `clusterkit.backends.base.Backend.place`."""
     found, host = facts.slurm, facts.hosts[0]
     if found is None:
-        raise BadInput("facts: no partition is named", hint="use those of a slurm run")
+        raise BadInput("--facts is not from a Slurm cluster", hint="use those of a slurm run")
     least, most = job.node_range
     nodes = most + job.spares
     device, device_origin = device_of(job, [host])
@@ -267,7 +267,7 @@ def _options(
     outlives_nodes = job.elastic or job.spares > 0
     if cluster.container is not None and cluster.container_with == "pyxis" and outlives_nodes:
         raise BadInput(
-            "nodes: a run that outlives one of them asks Slurm, which a pyxis image cannot",
+            "nodes: a run that survives the loss of a node calls Slurm, which a pyxis image cannot",
             hint=f"--nodes {nodes} without spares, or container_with: apptainer",
             job="spares" if job.spares else "nodes",
         )
@@ -300,8 +300,8 @@ def _check_room(job: JobSpec, found: SlurmFacts) -> None:
     if most + job.spares > room:
         spares = f" and {pluralize(job.spares, 'spare')}" if job.spares else ""
         raise BadInput(
-            f"nodes: {most}{spares} are wanted, "
-            f"partition {found.partition} gives {pluralize(room, 'node')}",
+            f"nodes: {most}{spares} needed, "
+            f"partition {found.partition} allows {pluralize(room, 'node')}",
             hint=f"--nodes {room - job.spares}, or another partition"
             if room > job.spares
             else "fewer spares, or another partition",
@@ -322,7 +322,7 @@ def _time(job: JobSpec, cluster: SlurmCluster, found: SlurmFacts) -> tuple[str |
     asked = minutes(limit)
     if asked is None:
         raise BadInput(
-            f"time: {limit} is not a time of Slurm's",
+            f"time: {limit} is not a Slurm time limit",
             hint="minutes, hours:minutes:seconds, days-hours:minutes:seconds",
             cluster="time",
         )

@@ -122,7 +122,7 @@ def assumed(cluster: SlurmCluster, job: JobSpec) -> Facts:
     port, watch_port = default_ports(cluster.port)
     host = assumed_host(host_of(cluster), "", cpus, gpus, python_of(job, cluster))
     return Facts(
-        home=folder(cluster), hosts=(host,), port=port, port_origin="not asked whether it is free",
+        home=folder(cluster), hosts=(host,), port=port, port_origin="not probed",
         interface=cluster.interface or "", watch_port=watch_port,
         slurm=SlurmFacts(
             version="", partition=cluster.partition or "(default)",

@@ -45,74 +45,78 @@ STATES: Mapping[str, State] = {
 }
 """Slurm's states of a job; any other is UNKNOWN."""
 _ENDS = {
-    "TIMEOUT": "it came to the end of Slurm's time limit",
-    "NODE_FAIL": "Slurm lost one of its nodes",
-    "PREEMPTED": "Slurm preempted it for another job",
-    "BOOT_FAIL": "one of its nodes could not be booted",
-    "DEADLINE": "it came to its deadline",
-    "OUT_OF_MEMORY": "it was over its memory limit",
-    "CANCELLED": "it was cancelled (scancel)",
-    "REVOKED": "another cluster has taken it",
+    "TIMEOUT": "job {} reached its Slurm time limit",
+    "NODE_FAIL": "one of the nodes of job {} failed",
+    "PREEMPTED": "Slurm preempted job {} for another one",
+    "BOOT_FAIL": "one of the nodes of job {} failed to boot",
+    "DEADLINE": "job {} reached its deadline",
+    "OUT_OF_MEMORY": "job {} used more than its memory limit",
+    "CANCELLED": "job {} was cancelled (scancel)",
+    "REVOKED": "a sibling cluster of the federation started job {}",
 }
 _WAITS = {
-    "None": "Slurm has not looked at it yet",
-    "Priority": "other jobs go first",
-    "Resources": "the nodes that it needs are in use",
-    "BeginTime": "Slurm holds a job back for two minutes before it starts it again",
+    "None": "Slurm has not scheduled it yet",
+    "Priority": "jobs with a higher priority go first",
+    "Resources": "the nodes it needs are in use",
+    "BeginTime": "Slurm starts a requeued job after two minutes at the earliest",
     "Dependency": "it depends on another job",
     "PartitionDown": "its partition is down",
-    "PartitionInactive": "its partition is closed",
-    "PartitionConfig": "its partition never gives so much: too many nodes, or too much time",
-    "PartitionNodeLimit": "it asks for more nodes than its partition gives",
-    "PartitionTimeLimit": "it asks for more time than its partition gives",
-    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
+    "PartitionInactive": "its partition is inactive",
+    "PartitionConfig": "it exceeds the node or time limit of its partition",
+    "PartitionNodeLimit": "it needs more nodes than its partition allows",
+    "PartitionTimeLimit": "it needs more time than its partition allows",
+    "ReqNodeNotAvail": "nodes it needs are down, drained or reserved",
     "Reservation": "its reservation has not begun",
-    "Licenses": "a licence that it needs is in use",
-    "JobHeldUser": "somebody holds it: scontrol release",
+    "Licenses": "a license it needs is in use",
+    "JobHeldUser": "a user holds it: scontrol release",
     "JobHeldAdmin": "an administrator holds it",
-    "BadConstraints": "no node is as it asks for",
-    "launch failed requeued held": "it could not be started, and is held: scontrol release",
+    "BadConstraints": "no node meets its constraints",
+    "launch failed requeued held": "its launch failed and it is held: scontrol release",
 }
-_LIMITS = {"QOS": "a limit of its QOS", "Assoc": "a limit of its account", "Max": "a limit"}
+_LIMITS = {
+    "QOS": "it exceeds a limit of its QOS",
+    "Assoc": "it exceeds a limit of its account",
+    "Max": "it exceeds a limit",
+}
 
 
 class Job(Struct, frozen=True, kw_only=True):
     """A job as `squeue` shows it."""
 
     id: int
-    state: str
+    slurm_state: str
     """Slurm's name of the state."""
     start: str = ""
     reason: str = ""
 
     @property
-    def means(self) -> State:
-        return STATES.get(self.state, State.UNKNOWN)
+    def state(self) -> State:
+        return STATES.get(self.slurm_state, State.UNKNOWN)
 
     @property
     def completing(self) -> bool:
         """Whether the job has ended, but perhaps not all of its processes."""
-        return self.state == COMPLETING
+        return self.slurm_state == COMPLETING
 
     @property
     def waiting(self) -> str:
-        """A sentence on why the job waits."""
+        """Why the job is pending, in a sentence."""
         reason = self.reason.strip("()").partition(",")[0]
         limits = (text for prefix, text in _LIMITS.items() if reason.startswith(prefix))
         known = _WAITS.get(reason) or next(limits, None)
-        text = f"job {self.id}: {f'{known} ({reason})' if known else reason or 'no reason'}"
+        text = f"{reason or 'no reason given'}{f': {known}' if known else ''} (job {self.id})"
         return f"{text}; expected to start {self.start}" if self.start[:1].isdigit() else text
 
     @property
     def ended_by_slurm(self) -> bool:
         """Whether Slurm or a user ended the job."""
-        return self.state in _ENDS
+        return self.slurm_state in _ENDS
 
     @property
     def ending(self) -> str:
         """A sentence on how the job ended."""
-        known = _ENDS.get(self.state)
-        return f"job {self.id} ended: {f'{known} ({self.state})' if known else self.state}"
+        known = _ENDS.get(self.slurm_state, "job {} ended")
+        return f"{self.slurm_state}: {known.format(self.id)}"
 
 
 def parse(text: str, folder: str) -> list[Job]:
@@ -121,7 +125,7 @@ def parse(text: str, folder: str) -> list[Job]:
     lines = [line.strip() for line in text.splitlines()]
     rows = [line.removesuffix(end).split("|", 3) for line in lines if line.endswith(end)]
     return [
-        Job(id=int(row[0]), state=row[1], start=row[2], reason=row[3])
+        Job(id=int(row[0]), slurm_state=row[1], start=row[2], reason=row[3])
         for row in rows
         if len(row) == 4 and row[0].isdigit()
     ]
@@ -158,7 +162,7 @@ def ended_job(number: int, host: str, transport: Transport) -> Job | None:
         # "CANCELLED by 1000" names who did it; a job that was requeued has several rows.
         states = [row.split()[0] for row in rows if row.split()]
         if states and STATES.get(states[-1], State.UNKNOWN).final:
-            return Job(id=number, state=states[-1])
+            return Job(id=number, slurm_state=states[-1])
     return None
 
 

@@ -106,7 +106,7 @@ def resolve(host: Host) -> Target:
     user = host.user or option("user", user_name() or "")
     if not user:
         raise Unavailable(
-            f"host {host.name}: no user to log in as: user id {os.getuid()} has no name here",
+            f"host {host.name}: no user name: uid {os.getuid()} has no passwd entry here",
             hint="set `user` of the host, or LOGNAME",
         )
     address = option("hostname", name)
@@ -199,14 +199,14 @@ def _ask_once(arguments: tuple[str, ...], period: int) -> _Options:
     try:
         pwd.getpwuid(os.getuid())
     except KeyError:
-        raise _NoOpenSsh(f"it refuses user id {os.getuid()}, which has no name here") from None
+        raise _NoOpenSsh(f"it refuses uid {os.getuid()}, which has no passwd entry here") from None
     try:
         done = subprocess.run(
             ["ssh", "-G", "-T", *arguments], stdin=subprocess.DEVNULL, capture_output=True,
             text=True, errors="surrogateescape", timeout=CONFIG_TIMEOUT,
         )  # fmt: skip
     except FileNotFoundError:
-        raise _NoOpenSsh("there is no `ssh` in PATH") from None
+        raise _NoOpenSsh("`ssh` is not in PATH") from None
     except subprocess.TimeoutExpired:
         raise Unavailable(
             f"`{shell.join(['ssh', '-G', *arguments])}` has not ended within {CONFIG_TIMEOUT:g} s",

@@ -88,7 +88,7 @@ def _no_handshake(target: Target, error: Exception, timeout: float) -> HostUnrea
     reason = f"{target}: the SSH connection{proxy} failed: {term}"
     look = f"`ssh -v -p {target.port} {target.login} true` shows where it ends"
     if said and not said.startswith(("SSH-", *_DROPPED)):
-        reason += f": what answers at port {target.port} is no SSH server, it says {said!r}"
+        reason += f": what answers at port {target.port} is not an SSH server, it sent {said!r}"
         look = "name the port of its sshd: `ansible_port` in the inventory, Port in ~/.ssh/config"
     elif isinstance(error, (EOFError, ConnectionResetError)) or "banner" in str(error):
         reason += f": it dropped {BANNER_TRIES} connections in a row" + (
@@ -282,7 +282,7 @@ def _refused(target: Target, detail: object) -> LoginRefused:
         "makes its own, for which a key must do)"
     )
     return LoginRefused(
-        f"{target} does not let user {target.user} in: {detail}"
+        f"{target} refuses user {target.user}: Permission denied: {detail}"
         + (shared if target.control_path else ""),
         hint=f"ssh-copy-id {key}-p {target.port} {target.login}, "
         "or name the right `ansible_user` and `ansible_ssh_private_key_file`",
@@ -326,7 +326,7 @@ def _private_key(
             return _load_key(str(path), path.stat().st_mtime)
     except (paramiko.PasswordRequiredException, TypeError):  # TypeError: cryptography's
         problem = f"key {path} is protected by a passphrase"
-        remedy = f"ssh-add {shell.quote(str(path))} hands it to your SSH agent"
+        remedy = f"ssh-add {shell.quote(str(path))} adds it to your SSH agent"
         needed = needed and not target.agent  # the agent may hold it
     except FileNotFoundError:
         if not needed:
@@ -337,11 +337,11 @@ def _private_key(
         remedy = "it must belong to you"
     except UnsupportedAlgorithm as error:  # a security key's: sk-ssh-ed25519 or sk-ecdsa
         problem = f"key {path} can only be used through an SSH agent ({error})"
-        remedy = f"ssh-add {shell.quote(str(path))} hands it to your SSH agent"
+        remedy = f"ssh-add {shell.quote(str(path))} adds it to your SSH agent"
         needed = needed and not target.agent
     except (paramiko.SSHException, paramiko.pkey.UnknownKeyType, ValueError):
         problem = f"{path} is not a private key"
-        remedy = "name the private half, not the .pub file"
+        remedy = "give the private key, not the .pub file"
     if needed:
         raise HostUnreachable(f"{target}: {problem}", hint=remedy)
     problems.append(f"{problem} ({remedy})")

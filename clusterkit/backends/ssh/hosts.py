@@ -131,7 +131,7 @@ def _all_devices(host: Host) -> list[int]:
         return list(host.devices)
     if host.slots is None:
         raise BadInput(
-            f"exclude: it is not known how many GPUs {host.name} has",
+            f"exclude: the number of GPUs of {host.name} is not known",
             hint="give it `slots` in the inventory, or name the wanted ones with include",
         )
     return list(range(host.slots))
@@ -167,7 +167,7 @@ def check_host_count(cluster: SshCluster, job: JobSpec, count: int) -> None:
     spares = f" and {pluralize(job.spares, 'spare')}" if job.spares else ""
     room = count - job.spares
     raise BadInput(
-        f"nodes: {least}{spares} are wanted, the cluster has {pluralize(count, 'host')}"
+        f"nodes: {least}{spares} needed, the cluster has {pluralize(count, 'host')}"
         f" ({join_some([host.name for host in cluster.hosts], 4)})",
         hint=f"{f'--nodes {room}' if room > 0 else 'fewer spares'}, or more hosts in the inventory",
         job="nodes",

@@ -204,7 +204,7 @@ class _Plain:
                 raise self._needs_ansible(here, f"`{key}` is text")
             if inner is not None and not isinstance(inner, dict):
                 raise self.document.error(
-                    here, "a mapping is wanted: `name:` on lines of their own"
+                    here, "a mapping is needed: `name:` on lines of their own"
                 )
             if key == "vars":
                 self.vars.setdefault(name, {}).update(inner or {})

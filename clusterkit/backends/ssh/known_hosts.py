@@ -214,23 +214,25 @@ def check_key(target: Target, key: paramiko.PKey, known: Sequence[KnownKey]) -> 
     if previous := [each for each in valid if each.kind == kind]:
         fingerprints = ", ".join(map(_fingerprint, previous))
         raise HostKeyProblem(
-            f"{target}: its host key has changed: known is {kind} {fingerprints}, "
-            f"now it offers {offered}",
-            hint="another machine answers there, or it was installed anew: only in the second "
-            f"case, ssh-keygen -R {shell.quote(target.key_name)} -f {shell.quote(file)} && {add}",
+            f"{target}: its host key has changed: known_hosts has {kind} {fingerprints}, "
+            f"the host offers {offered}",
+            hint="another machine answers there, or the host was reinstalled. Only if it was "
+            f"reinstalled: ssh-keygen -R {shell.quote(target.key_name)} -f {shell.quote(file)} "
+            f"&& {add}",
         )
     if valid:
         kinds = ", ".join(dict.fromkeys(each.kind for each in valid))
         raise HostKeyProblem(
-            f"{target}: its host key is not the known one: known_hosts has one of type {kinds}, "
-            f"it offers {offered}",
+            f"{target}: host key verification failed: known_hosts has a key of type {kinds}, "
+            f"the host offers {offered}",
             hint=f"compare the fingerprint on the host, then {add}",
         )
     missing = "" if os.path.exists(file) else f", there is no file {file}"
     if any(each.authority for each in known):
         missing = ", and it has no certificate of an authority (@cert-authority) in known_hosts"
     raise HostKeyProblem(
-        f"{target}: its host key is not known{missing}: it offers {offered}",
+        f"{target}: host key verification failed: its key is not known{missing}; "
+        f"it offers {offered}",
         hint="compare the fingerprint on the host (ssh-keygen -lf /etc/ssh/ssh_host_*.pub), "
         f"then {add}",
     )

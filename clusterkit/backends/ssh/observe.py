@@ -73,7 +73,7 @@ def _judge(view: NodeView, lost_after: float) -> NodeStatus:
         log=view.files.get("agent.log", b""),
     )
     if silence is not None and (error := view.error) is not None and not finished:
-        answer = "it answers, but there is no report" if error.answered else "no answer"
+        answer = "it answers, but sends no report" if error.answered else "no answer"
         reason = f"{error.message} ({answer} for {silence:.0f} s)"
         if error.answered and error.hint:
             reason += f"; {error.hint}"

@@ -50,7 +50,9 @@ def place(job: JobSpec, cluster: SshCluster, facts: Facts, run_id: str) -> Place
     shared = posixpath.join(cluster.shared, "runs", run_id) if cluster.shared else None
     remarks = _version_notes(hosts)
     if nodes < most:
-        remarks.append(Note("", f"{most} nodes are wanted, {pluralize(nodes, 'host')} there", ""))
+        remarks.append(
+            Note("", f"{most} nodes requested, {pluralize(nodes, 'host')} available", "")
+        )
     return Placement(
         job=copied,
         topology=topology,
@@ -148,7 +150,7 @@ def _interface_notes(facts: Facts, hosts: tuple[HostFacts, ...]) -> list[Note]:
             Note(
                 "",
                 f"no interface of {join_some(without, 4)} carries the address it was reached at: "
-                "gloo and NCCL choose by themselves (`interface:` names one)",
+                "gloo and NCCL choose an interface themselves (`interface:` sets one)",
                 "",
             )
         ]

@@ -113,8 +113,8 @@ class SshStream(Stream):
             except TimeoutError:
                 if left <= 0 and not self._started:
                     raise SubmitFailed(
-                        f"host {self._host}: the login shell has not run the command",
-                        hint=f"perhaps {_START_FILES}",
+                        f"host {self._host}: the login shell did not run the command",
+                        hint=f"possible cause: {_START_FILES}",
                     ) from None
                 if left <= 0:
                     raise SubmitFailed(f"host {self._host} no longer answers") from None

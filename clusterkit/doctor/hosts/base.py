@@ -71,7 +71,7 @@ class Needs(Struct, frozen=True, kw_only=True):
 class HostSubject(Struct, frozen=True, kw_only=True):
     """Hosts to examine, and the requirements of the job."""
 
-    way: ClassVar[str] = "hosts"
+    kind: ClassVar[str] = "hosts"
     cluster: str
     hosts: tuple[Machine, ...]
     """In order; the first is the head, with rank 0 and the rendezvous."""
@@ -215,7 +215,7 @@ def _failed(host: str, answer: Answer, output: Output | None, timeout: float) ->
         return fail(host, answer.lost.message, None)
     if output is None:
         complaint = shortened(answer.stderr.strip().rpartition("\n")[2])
-        cause = "no answer: the host's output was cut short"
+        cause = "no answer: the host's output was truncated"
         return warn(host, f"{cause}: {complaint}" if complaint else cause, None)
     if output.timed_out == "D":
         cause = f"no answer within {timeout:g} s: a disk or a mount does not answer"
@@ -256,7 +256,7 @@ def check(*collectors: Collector[Any], **options: Any) -> Callable[[Judge], Host
 
 
 def one_host(subject: HostSubject) -> str | None:
-    return "one host has no others" if len(subject.hosts) == 1 else None
+    return "needs two hosts or more" if len(subject.hosts) == 1 else None
 
 
 def not_over_ssh(subject: HostSubject) -> str | None:

@@ -82,5 +82,5 @@ def parse(stdout: str, host: str) -> Answer:
     for line in lines:
         with contextlib.suppress(msgspec.MsgspecError):
             return msgspec.json.decode(line[len(runner.MARK) :], type=Answer)
-    error = SubmitFailed(f"host {host}: what it answered was cut short") if lines else None
+    error = SubmitFailed(f"host {host}: its answer was truncated") if lines else None
     return Answer(error=error)

@@ -27,7 +27,7 @@ SLOW_AFTER = 3.0
 """Seconds that the slowest host may take to answer before the timeouts of all are extended."""
 
 
-def look(
+def run_checks(
     subject: HostSubject, transport: Transport, checks: Sequence[HostCheck], progress: Progress
 ) -> Report:
     """Run the checks on every host, without changing anything there."""
@@ -55,7 +55,7 @@ def judge(check: HostCheck, answers: Mapping[str, Answer], subject: HostSubject)
     verdicts = [*seen.unread, *judged]
     for host, answer in answers.items():
         if host not in seen.of:
-            reason = "it did not answer" if answer.error else "no Python runs there"
+            reason = "it did not answer" if answer.error else "no Python runs on it"
             verdicts.append(skip(host, reason))
     faulty = {verdict.host for verdict in verdicts if verdict.level in ("warn", "fail")}
     kept = [each for each in verdicts if each.level != "ok" or each.host not in faulty]

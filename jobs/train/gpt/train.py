@@ -83,9 +83,11 @@ def train(
             **mesh.facts(args.strategy, args.schedule, batch.accumulation),
         )  # fmt: skip
 
-        def tell(step: int, rate: float, seconds: float, numbers: Any, **more: float) -> float:
+        def report_step(
+            step: int, rate: float, seconds: float, read_numbers: Any, **more: float
+        ) -> float:
             """Report a step's numbers once they are there; returns whether anybody must stop."""
-            loss, norm, stop, written = numbers()
+            loss, norm, stop, written = read_numbers()
             if written == 1.0:
                 checkpoints.finish(world)
             notes.update(loss=loss, first_loss=notes.get("first_loss", loss))
@@ -101,7 +103,7 @@ def train(
             return stop
 
         notes: dict[str, Any] = dict(resumed.notes) if resumed else {}
-        stop, waiting = 0.0, None  # the step whose numbers are still on their way
+        stop, unreported = 0.0, None  # the step whose numbers are still on their way
         reporter.phase("first_step")
         for step in range(first, args.steps + 1):
             started = time.perf_counter()
@@ -132,18 +134,18 @@ def train(
             # One collective tells the loss, whether anyone must stop, and whether all have
             # written. Its numbers are read one step later: the GPUs have their next step by then.
             norm = math.nan if norm is None else norm
-            numbers = world.mean_later(loss, norm, asked_to_stop(), checkpoints.written())
+            read_numbers = world.mean_later(loss, norm, asked_to_stop(), checkpoints.written())
             if trace is not None:
                 trace.step()
-            if waiting is not None:
-                stop, waiting = tell(*waiting), None
+            if unreported is not None:
+                stop, unreported = report_step(*unreported), None
             last = step == args.steps or stop > 0
             evaluates = args.eval_every and (last or step % args.eval_every == 0)
             saves = checkpoints.due(step, last=last)
             if not (last or evaluates or saves or step == first):
-                waiting = step, rate, time.perf_counter() - started, numbers
+                unreported = step, rate, time.perf_counter() - started, read_numbers
                 continue
-            numbers()  # now, because something else waits for this step
+            read_numbers()  # now, because something else waits for this step
             seconds = time.perf_counter() - started
             if step == first:
                 held = optimizer_parameters(training.optimizer)
@@ -152,7 +154,7 @@ def train(
             evaluated = {}
             if evaluates:
                 evaluated["eval_loss"] = world.mean(training.evaluate(batches.held_out()))[0]
-            stop = max(stop, tell(step, rate, seconds, numbers, **evaluated))
+            stop = max(stop, report_step(step, rate, seconds, read_numbers, **evaluated))
             if saves:
                 checkpoints.save(step, training.save, world, notes)
             if last:

@@ -407,7 +407,7 @@ def test_a_node_over_its_memory_limit_is_named(start: Start, engine: Any) -> Non
     failure = status.failure
     assert failure is not None, status
     assert (failure.node, failure.rank, failure.exit_code) == (1, 1, 137)
-    assert failure.cause == "killed by the kernel: over its container's memory limit of 128 MiB"
+    assert failure.cause == "OOMKilled: its container used more than its memory limit of 128 MiB"
     assert "memory" in (failure.hint or "")
     assert left_over(engine) == []
 

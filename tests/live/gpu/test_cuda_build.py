@@ -113,7 +113,7 @@ def test_ranks_start_as_fast_on_a_host_with_gpus(
 ) -> None:
     """What is imported ahead brings no thread and no handle of a GPU, and never calls cuInit."""
     seen, log, calls = on_emulated_host(*job)
-    assert f"imported ahead: {ahead}\n" in log
+    assert f"preloaded: {ahead}\n" in log
     assert len(seen) == 2
     (server,) = {each["server"] for each in seen}
     for each in seen:

@@ -58,7 +58,7 @@ def test_a_node_that_is_gone_is_named_and_its_pods_are_removed(fault, remedy, su
         cluster(fault, "node-2")
         failure = failed(run)
         assert failure.node == lost
-        assert failure.cause == "node node-2 of the cluster does not answer"
+        assert failure.cause == "NotReady: node node-2 of the cluster does not answer"
         assert kube.kubectl("get", "pods", "-o", "name") == ""
     finally:
         mend(remedy, kube)
@@ -138,7 +138,7 @@ def test_a_pod_that_is_preempted_says_by_whom(submit, begun, kube):
         file.write_text(json.dumps(pod))
         kube.kubectl("create", "-f", str(file))
         failure = failed(run)
-        assert failure.cause == "preempted for pod urgent, whose priority is higher"
+        assert failure.cause == "Preempted: by pod urgent, whose priority is higher"
         kube.kubectl("delete", "pod", "urgent", "--grace-period=0", "--force")
     finally:
         kube.kubectl("delete", "priorityclass", priority)
@@ -150,7 +150,7 @@ def test_a_pod_whose_probe_fails_says_which(submit):
     failure = failed(submit("touch /tmp/alive; sleep 5; rm /tmp/alive; exec sleep 3600",
                             on={"patch": patch}))  # fmt: skip
     assert failure.cause.startswith(
-        "ended by its node: Liveness probe failed: cat: /tmp/alive: No "
+        "Unhealthy: the kubelet killed the container: Liveness probe failed: cat: /tmp/alive: No "
     )
 
 
@@ -158,7 +158,7 @@ def test_a_pod_that_writes_too_much_is_evicted_and_says_so(submit):
     script = "[ $RANK = 1 ] && head -c 60M /dev/zero >/tmp/big; exec sleep 3600"
     failure = failed(submit(script, on={"resources": {"ephemeral-storage": "20Mi"}}))
     assert failure.node == 1
-    assert re.match(r"evicted.*ephemeral local storage.*20Mi", failure.cause), failure
+    assert re.match(r"Evicted.*ephemeral local storage.*20Mi", failure.cause), failure
 
 
 def test_a_namespace_that_is_deleted_under_the_run(submit, begun, kube):

@@ -220,7 +220,7 @@ def test_a_pod_that_is_deleted_is_named(submit, begun, kube):
     kube.kubectl("delete", "pod", f"{run.id}-worker-1", "--wait=false")
     failure = failed(run)
     assert (failure.node, failure.cause) == (
-        1, "its pod was deleted, by somebody or by the cluster",
+        1, "its pod was deleted by a user or by the cluster",
     )  # fmt: skip
 
 
@@ -232,7 +232,7 @@ def test_a_node_that_is_drained_is_told_from_a_deleted_pod(submit, begun, kube):
             "drain", node, "--force", "--ignore-daemonsets", "--delete-emptydir-data",
             "--pod-selector", f"clusterkit/run={run.id}",
         )  # fmt: skip
-        assert failed(run).cause == "evicted: its node is being drained"
+        assert failed(run).cause == "Evicted: its node is being drained"
     finally:
         kube.kubectl("uncordon", node)
 
@@ -245,15 +245,15 @@ def test_memory_beyond_the_limit_is_named_with_the_limit(submit):
     )
     failure = failed(run)
     assert failure.node == 1
-    assert failure.cause.endswith("over its pod's memory limit of 200Mi")
+    assert failure.cause.endswith("used more than its memory limit of 200Mi")
 
 
 @pytest.mark.parametrize(
     ("on", "words"),
     [
-        ({"cpus": 64}, r"no node for it: 0/2 nodes are available: 2 Insufficient cpu"),
+        ({"cpus": 64}, r"Unschedulable: 0/2 nodes are available: 2 Insufficient cpu"),
         ({"volumes": [{"claim": "none", "path": "/x"}]}, r'persistentvolumeclaim "none"'),
-        ({"image": "nowhere.example/no:1"}, r"image nowhere.example/no:1 cannot be pulled"),
+        ({"image": "nowhere.example/no:1"}, r"ImagePullBackOff: image nowhere.example/no:1 cannot"),
     ],
     ids=["too-large", "no-volume", "no-image"],
 )
@@ -325,7 +325,7 @@ def test_with_the_job_goes_all_that_was_made_for_it(submit, begun, kube):
     kube.kubectl("delete", "pytorchjob", run.id)
     status = run.wait(120)
     assert (status.state, status.failure) == (State.CANCELLED, None), status
-    assert f"PyTorchJob {run.id} is gone: somebody deleted it" in (status.remark or "")
+    assert f"PyTorchJob {run.id} was deleted by a user" in (status.remark or "")
 
 
 # ---------------------------------------------------------------- bad input, and rights

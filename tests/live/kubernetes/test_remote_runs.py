@@ -96,7 +96,7 @@ def test_a_run_whose_submitter_is_gone_is_taken_up_from_elsewhere(
     assert sorted(texts(found)) == before == sorted(
         f"line {i} of {rank}" for i in (1, 2, 3) for rank in (0, 1)
     )  # fmt: skip
-    assert [event.text for event in found.events()] == ["taken up on this machine, in attempt 1"]
+    assert [event.text for event in found.events()] == ["attached on this machine in attempt 1"]
     # A second time it is one of this machine's own.
     assert taken(run.id).path == found.path
     assert found.cancel().state is State.CANCELLED
@@ -114,7 +114,7 @@ def test_a_run_that_succeeded_elsewhere_has_not_failed_here(submit, begun, kube,
     assert found.wait(60).state is State.SUCCEEDED
     status = run.status()
     assert status.state is State.UNKNOWN
-    assert "taken up elsewhere" in status.nodes[0].reason
+    assert "attached elsewhere" in status.nodes[0].reason
 
 
 def test_another_home_s_run_of_the_same_id_is_left_alone(submit, begun, elsewhere, kube):
@@ -201,7 +201,9 @@ def test_secrets_are_asked_for(submit, begun, elsewhere, kube, monkeypatch):
     monkeypatch.delenv("API_TOKEN")
     with pytest.raises(BadInput, match="API_TOKEN is not set in your environment") as refused:
         api.attach(run.id, cluster="k8s", clusters_file=kube.file)
-    assert refused.value.hint == f"a restart of run {run.id} needs it: export API_TOKEN=..."
+    assert (
+        refused.value.hint == f"a restart of run {run.id} needs this secret: export API_TOKEN=..."
+    )
     assert not (home / "runs" / run.id).exists()
 
 
@@ -250,7 +252,7 @@ def test_the_commands(submit, begun, kube, elsewhere, monkeypatch):
     elsewhere()
     theirs = clusterkit("ls", "--cluster", "k8s")
     assert theirs.returncode == 0, theirs.stderr
-    assert theirs.stdout.split()[-1] == (user or "somebody")
+    assert theirs.stdout.split()[-1] == (user or "unknown")
     (listed,) = json.loads(clusterkit("ls", "--cluster", "k8s", "--json").stdout)
     assert (listed["run"], listed["state"], listed["user"]) == (run.id, "RUNNING", user)
     assert (listed["here"], listed["nodes_asked"]) == (False, 2)

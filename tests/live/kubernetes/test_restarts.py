@@ -49,7 +49,7 @@ def test_a_killed_rank_starts_all_again_in_the_same_pods(flavor, submit, begun, 
     launcher = LAUNCHERS.get(flavor, "forkserver")
     run = begun(submit(FOREVER, restarts=1, launcher=launcher, on={"flavor": flavor}))
     supervisors.kill(run)
-    assert "its nodes start failed ranks again (1 restart left)" in (run.status().remark or "")
+    assert "its nodes restart failed ranks (1 restart left)" in (run.status().remark or "")
     before = pods_of(kube, run)
     kill_rank_1(kube, run)
     status = run.wait(60, until=lambda s: s.attempt == 2)
@@ -150,4 +150,4 @@ def test_a_run_whose_job_is_gone_is_not_known_to_have_failed(submit, begun, kube
     kube.kubectl("wait", "pod", "-l", f"clusterkit/run={run.id}", *gone, check=False)
     status = run.wait(60)
     assert status.state is State.UNKNOWN  # it may have been taken up elsewhere
-    assert "taken up elsewhere" in (status.remark or "")
+    assert "attached elsewhere" in (status.remark or "")

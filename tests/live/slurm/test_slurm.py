@@ -81,7 +81,7 @@ def test_who_cancels_the_job_by_hand_cancels_the_run(slurm: Slurm, train: Train)
     slurm.run("scancel", f"--name={run.id}")
     status = run.wait(60)
     assert status.state is State.CANCELLED
-    assert "it was cancelled (scancel)" in (status.nodes[0].reason or "")
+    assert "was cancelled (scancel)" in (status.nodes[0].reason or "")
 
 
 def test_a_run_waits_in_the_queue_says_why_and_needs_nobody_to_watch(

@@ -82,7 +82,7 @@ def test_a_sound_host_passes(judged, look):
         (down("mlx5_9"), "1 of 8 ports down: mlx5_9/1 (DOWN, Polling)", "ibstat mlx5_9"),
         (down("mlx5_4", "2: INIT", "5: LinkUp"), "mlx5_4/1: INIT: no subnet manager", "opensm"),
         (slow("mlx5_3"), "mlx5_3/1 runs at 100 Gb/sec (2X HDR), others at 400 Gb/sec", "mlx5_3"),
-        ([(OPEN, CLOSED)], "network cards cannot read the memory of GPUs", "nvidia-peermem"),
+        ([(OPEN, CLOSED)], "no GPUDirect RDMA", "nvidia-peermem"),
     ],
 )
 def test_what_makes_a_host_slow_is_named(judged, look, changes, cause, remedy):
@@ -121,7 +121,7 @@ def test_a_host_without_cards_among_others_is_told(judged, look):
         (None, "inactive", "4 NVSwitch chips, but no fabric manager: CUDA fails with error 802",
          "nvidia-fabricmanager-580 && "),
         (VERSION("575.57.08"), "failed",
-         "fabric manager 575.57.08, but driver 580.95.05: they have to be equal",
+         "fabric manager 575.57.08, but driver 580.95.05: they must be equal",
          "version 580.95.05"),
         (VERSION("580.95.05"), "inactive", "the fabric manager is inactive", "enable --now"),
     ],
@@ -166,5 +166,5 @@ def test_agents_that_logind_would_end_at_the_logout_are_told(judged, answer, use
     )["h0"]
     assert found.level == level
     if level == "fail":
-        assert found.cause == "KillUserProcesses=yes: logind ends the runs of ann at its logout"
+        assert found.cause == "KillUserProcesses=yes: systemd-logind ends the runs of ann at logout"
         assert "KillUserProcesses=no" in (found.remedy or "")

@@ -12,7 +12,7 @@ import pytest
 from clusterkit import backends
 from clusterkit.backends.kubernetes import api_server
 from clusterkit.backends.kubernetes.api_server import KubeTransport, Refusal
-from clusterkit.backends.kubernetes.doctor import CHECKS, look
+from clusterkit.backends.kubernetes.doctor import CHECKS, run_checks
 from clusterkit.backends.kubernetes.doctor.base import (
     CLUSTER,
     ClusterAnswers,
@@ -196,10 +196,10 @@ def test_somebody_who_may_look_at_nothing_is_told_so(check):
     [
         ("v1.34.4", "2026-02-10T12:00:00Z", "ok", "v1.34.4, built 2026-02, 9 months ago"),
         ("v1.36.0", "", "ok", "v1.36.0"),
-        ("v1.33.1", "", "ok", "v1.33.1; clusterkit was tried with 1.34"),
-        ("v1.31.0+k3s1", "", "warn", "by 3 versions; Kubernetes' project supports 3"),
+        ("v1.33.1", "", "ok", "v1.33.1; clusterkit was tested with 1.34"),
+        ("v1.31.0+k3s1", "", "warn", "3 versions older than the 1.34"),
         ("v1.26.9", "", "fail", "older than 1.27, which clusterkit needs"),
-        ("master", "", "warn", "cannot tell how old that is"),
+        ("master", "", "warn", "unknown version"),
     ],
 )
 def test_the_version(version, built, level, words):
@@ -228,7 +228,8 @@ def test_every_right_that_is_missing_is_named():
     found = only(judged("rights", replies=replies))
     assert found.level == "fail"
     assert found.cause == (
-        "admin may not, in namespace default: create pytorchjobs; patch secrets; get pods/log"
+        "Forbidden: in namespace default admin may not create pytorchjobs; patch secrets; get "
+        "pods/log"
     )
     assert found.remedy.splitlines()[1].endswith("--role clusterkit-submitter --user admin")
     replies["who"][ALONE].document["status"]["userInfo"]["username"] = "system:serviceaccount:a:b"
@@ -238,15 +239,15 @@ def test_every_right_that_is_missing_is_named():
 def test_a_watcher_needs_rights_of_its_own_and_is_planned_where_the_entry_has_one():
     replies, count = documents(), len(run_rights("pytorchjob"))
     assert only(judged("rights", replies=replies)).cause == (
-        f"admin may do all {count} things needed"
+        f"admin has all {count} permissions needed"
     )
     denied = only(judged("rights", subject_of(watcher=True), replies))
-    assert "admin may not, in namespace" in denied.cause
+    assert "admin may not" in denied.cause
     assert "roles" in denied.cause
     watched(replies)
     count += len(watcher_rights())
     assert only(judged("rights", subject_of(watcher=True), replies)).cause == (
-        f"admin may do all {count} things needed"
+        f"admin has all {count} permissions needed"
     )
     assert only(judged("plan", replies=replies)).cause == "2 pods"
     assert only(judged("plan", WAITS, replies)).cause == "3 pods"
@@ -302,7 +303,7 @@ def test_nodes_that_are_not_well():
             condition.update(status="Unknown", message="Kubelet stopped posting node status.")
     node(replies, 1)["spec"]["unschedulable"] = True
     found = {finding.host: finding for finding in judged("nodes", replies=replies)}
-    assert found["node-1"].cause == "not ready: Kubelet stopped posting node status."
+    assert found["node-1"].cause == "NotReady: Kubelet stopped posting node status."
     assert found["node-2"].remedy == "kubectl uncordon node-2"
     assert found[CLUSTER].level == "fail"
 
@@ -312,7 +313,7 @@ def test_taints_and_selectors():
     node(replies)["spec"]["taints"] = [{"key": "team", "value": "b", "effect": "NoSchedule"}]
     found = {finding.host: finding for finding in judged("nodes", replies=replies)}
     assert found["node-1"].level == "skip"
-    assert found["node-1"].cause == "it takes no pods of the job: taint team=b:NoSchedule"
+    assert found["node-1"].cause == "taint team=b:NoSchedule: the job's pods do not tolerate it"
     assert found["node-2"].level == "ok"
     told = only(judged("nodes", subject_of(topology_key="rack"), replies))
     assert told.cause == "no node has the labels rack"
@@ -326,7 +327,7 @@ def test_a_node_short_of_disk():
         if condition["type"] == "DiskPressure":
             condition["status"] = "True"
     found = judged("nodes", replies=replies)
-    assert found[0].cause == "short of disk: pods may be evicted"
+    assert found[0].cause == "DiskPressure: its pods may be evicted"
 
 
 def test_gpus_that_are_there():
@@ -340,15 +341,15 @@ def test_gpus_that_are_not_well():
     replies = with_gpus(documents(), 7, capacity=8)
     job = JobSpec(name="any", command=("true",), gpus_per_node=4)
     found = judged("gpus", subject_of(job), replies)
-    assert found[0].cause == "1 of 8 GPUs are not well, says the device plugin"
+    assert found[0].cause == "the device plugin reports 1 of 8 GPUs unhealthy"
 
 
 def test_a_cluster_without_a_device_plugin():
     job = JobSpec(name="any", command=("true",), gpus_per_node=8, device="cuda")
     told = only(judged("gpus", subject_of(job)))
     assert told.level == "warn"
-    assert "no node that takes the job's pods knows of nvidia.com/gpu" in told.cause
-    assert "right where a pool is scaled to zero" in told.cause
+    assert "no node for the job's pods offers nvidia.com/gpu" in told.cause
+    assert "if its node pool scales from zero" in told.cause
     assert only(judged("plan", subject_of(job))).level == "ok"
     assert only(judged("gpus")).level == "skip"
 
@@ -388,7 +389,7 @@ def claim(phase="Bound", modes=("ReadWriteMany",), storage="shared"):
     ("reply", "level", "words"),
     [
         (claim(), "ok", "claim data: ReadWriteMany"),
-        (claim(modes=["ReadWriteOnce"]), "fail", "pods on several nodes cannot write to it"),
+        (claim(modes=["ReadWriteOnce"]), "fail", "pods on several nodes cannot all write to it"),
         (claim("Pending"), "fail", "claim data is not bound"),
         (claim("Pending", storage="fast"), "fail", "the cluster has no storage class fast"),
         (claim("Lost"), "fail", "its volume is gone"),
@@ -432,7 +433,7 @@ def test_pod_security_in_the_api_server_s_own_words():
         "pod-security.kubernetes.io/enforce"
     ] = "restricted"
     assert only(judged("admission", replies=replies)).cause == (
-        "the namespace enforces restricted; it takes a pod (worker), PyTorchJob"
+        "pod security: the namespace enforces restricted; it accepts a pod (worker), PyTorchJob"
     )
     replies["rehearsal"]["worker"] = Reply(reason="Forbidden", detail=REFUSED)
     told = only(judged("admission", replies=replies))
@@ -442,11 +443,12 @@ def test_pod_security_in_the_api_server_s_own_words():
     replies["rehearsal"]["worker"] = Reply(reason="Forbidden", detail=not_allowed)
     told = only(judged("admission", replies=replies))
     assert told.cause == (
-        "the namespace enforces restricted, which clusterkit's pods pass; it takes PyTorchJob; "
-        "pods were not tried: you may not create them yourself"
+        "pod security: the namespace enforces restricted, which clusterkit's pods meet; it accepts "
+        "PyTorchJob; "
+        "pods were not tried: no permission to create pods"
     )
     patched = subject_of(patch={"hostNetwork": True})
-    assert "clusterkit's pods pass" not in only(judged("admission", patched, replies)).cause
+    assert "clusterkit's pods meet" not in only(judged("admission", patched, replies)).cause
     replies["rehearsal"]["PyTorchJob"] = Reply(reason="Forbidden", detail=not_allowed)
     assert only(judged("admission", patched, replies)).level == "skip"
 
@@ -546,7 +548,7 @@ class Api(KubeTransport):
 def test_every_question_changes_nothing():
     server = Api(lambda path: '{"items": []}')
     subject = subject_of(image_pull_secrets=("regcred",), volumes=DATA)
-    look(subject, server, CHECKS, lambda *_: None)
+    run_checks(subject, server, CHECKS, lambda *_: None)
     for method, path, body in server.asked:
         if method == "GET":
             assert body is None
@@ -562,7 +564,7 @@ def test_a_server_that_is_away_is_asked_once():
         raise Unavailable("the API server https://x does not answer: timed out")
 
     server = Api(answer)
-    report = look(subject_of(), server, list(CHECKS), lambda *_: None)
+    report = run_checks(subject_of(), server, list(CHECKS), lambda *_: None)
     assert len(server.asked) == 1
     assert [f.check for f in report.findings if f.level == "fail"] == ["api-server"]
     assert report.findings[0].cause == "the API server https://x does not answer: timed out"
@@ -573,13 +575,13 @@ def test_bad_input_is_no_finding():
         raise BadInput("context: kubeconfig has no context 'x'")
 
     with pytest.raises(BadInput):
-        look(subject_of(), Api(answer), list(CHECKS), lambda *_: None)
+        run_checks(subject_of(), Api(answer), list(CHECKS), lambda *_: None)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "<html>", '"x"'])
 def test_what_is_not_readable_is_no_traceback(text):
     server = Api(lambda path: text)
-    report = look(subject_of(), server, list(CHECKS), lambda *_: None)
+    report = run_checks(subject_of(), server, list(CHECKS), lambda *_: None)
     assert report.findings[0].level == "fail"
 
 
@@ -591,14 +593,14 @@ def test_what_is_not_readable_is_no_traceback(text):
 def test_answers_of_any_shape_are_no_traceback(document):
     server = Api(lambda path: json.dumps(document))
     subject = subject_of(volumes=DATA, image_pull_secrets=("x",))
-    report = look(subject, server, list(CHECKS), lambda *_: None)
+    report = run_checks(subject, server, list(CHECKS), lambda *_: None)
     assert {finding.check for finding in report.findings} == set(report.checks)
 
 
 def test_only_what_the_checks_need_is_asked():
     server = Api(lambda path: '{"items": []}')
     checks = [check for check in CHECKS if check.name == "kind"]
-    look(subject_of(), server, checks, lambda *_: None)
+    run_checks(subject_of(), server, checks, lambda *_: None)
     paths = [path for _, path, _ in server.asked]
     assert "/apis" in paths
     assert not any("persistentvolumeclaims" in path or "dryRun" in path for path in paths)
@@ -612,7 +614,7 @@ def test_the_report_says_what_everything_is():
                     return json.dumps(reply["document"])
         return '{"items": [], "gitVersion": "v1.34.4"}'
 
-    report = look(subject_of(), Api(answer), list(CHECKS), lambda *_: None)
+    report = run_checks(subject_of(), Api(answer), list(CHECKS), lambda *_: None)
     assert report.hosts == (CLUSTER, "node-1", "node-2")
     assert report.summary().startswith("k8s: cluster and 2 nodes, 10 checks: ")
 

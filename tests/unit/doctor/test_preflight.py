@@ -138,7 +138,7 @@ def test_every_check_sees_this_machine(tmp_path):
     report = doctor.examine(
         subject(2, workdir=str(work), shared=str(shared), needs=Needs(deepspeed=True)), Hosts()
     )
-    unseen = ("could not run", "invalid output", "cut short")
+    unseen = ("could not run", "invalid output", "truncated")
     assert not [f for f in report.findings if any(words in f.cause for words in unseen)]
     assert level(report, "shared", "h0") == level(report, "shared", "h1") == "ok"
     assert level(report, "workdir", "h0") == "ok"
@@ -217,7 +217,7 @@ def test_a_host_whose_output_is_cut_short_did_not_answer():
     report = doctor.examine(subject(1), Torn(), only=["reachable", "python", "shm"])
     causes = [(f.check, f.level, f.cause) for f in report.findings]
     assert causes == [
-        ("reachable", "fail", "host h0: what it answered was cut short"),
+        ("reachable", "fail", "host h0: its answer was truncated"),
         ("python", "skip", "it did not answer"), ("shm", "skip", "it did not answer"),
     ]  # fmt: skip
 

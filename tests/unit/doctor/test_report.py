@@ -208,7 +208,7 @@ def test_a_submit_is_refused_with_the_same_words():
     found = report(Finding("packages", "h6", "fail", "torch 2.12.0", "pip install torch==2.13.0"))
     error = refusal(found)
     assert error.exit_code == EXIT_REFUSED
-    assert error.message == "cluster lab is not fit: packages on h6: torch 2.12.0"
+    assert error.message == "cluster lab failed its checks: packages on h6: torch 2.12.0"
     assert error.message.partition("fit: ")[2] in found.table()
     assert error.hint.splitlines()[0] == "h6: pip install torch==2.13.0"
     assert "clusterkit doctor --cluster lab" in error.hint

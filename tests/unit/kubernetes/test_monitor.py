@@ -273,7 +273,8 @@ def test_what_a_pod_shows_while_it_is_deleted_does_not_hide_why_it_never_began(
         (node,) = observation(handle, known, transport).nodes
         assert (node.state, node.exit_code) == (State.FAILED, None)
         assert node.reason == (
-            "image a/b:1 cannot be pulled: it is not on the node, and image_pull_policy is Never"
+            "ErrImageNeverPull: image a/b:1 cannot be pulled: it is not on the node and "
+            "image_pull_policy is Never"
         )
         write_removed(handle, Removed(frozenset({"demo-1-worker-0"}), complete=True))
 
@@ -286,7 +287,7 @@ def test_what_was_not_seen_to_end_and_is_gone_has_ended_nobody_knows_how(server,
     server.job = None
     (node,) = BACKEND.status(handle, transport).nodes
     assert (node.state, node.host) == (State.UNKNOWN, "node-1")
-    assert "taken up elsewhere" in node.reason
+    assert "attached elsewhere" in node.reason
     write_removed(handle, Removed(frozenset({"demo-1-worker-0"}), complete=True))
     assert BACKEND.status(handle, transport).state is State.CANCELLED
 
@@ -296,8 +297,8 @@ def test_a_pod_that_is_removed_by_force_from_a_node_that_does_not_answer_says_so
 ):
     pods = read_pods(handle, RunObjects(handle.plan, transport), [server.pod])
     gone, name = known_after(pods, {}, handle.plan), frozenset(pods)
-    for lost, reason in ((name, "node node-1 of the cluster does not answer"),
-                         (frozenset(), "killed: it did not stop when asked to")):  # fmt: skip
+    for lost, reason in ((name, "NotReady: node node-1 of the cluster does not answer"),
+                         (frozenset(), "SIGKILL: it did not stop within stop_grace")):  # fmt: skip
         write_removed(handle, Removed(ended=name, lost=lost, complete=True))
         (node,) = observation(handle, gone, transport).nodes
         assert node.reason == reason
@@ -481,7 +482,7 @@ def test_whoever_deletes_the_job_ends_the_run(how, restarts, server, transport, 
         monitor.close()
     assert seen.state is State.CANCELLED
     assert seen.removed == seen.nodes[0].reason
-    assert seen.removed.startswith("PyTorchJob demo-1 is gone: somebody deleted it, or the run")
+    assert seen.removed.startswith("NotFound: PyTorchJob demo-1 was deleted by a user, or the run")
 
 
 def test_a_job_that_is_not_served_for_a_moment_is_not_gone(server, transport, run_of):

@@ -101,24 +101,26 @@ def waiting(reason, message=""):
          (State.FAILED, 143, DELETED)),
         (
             document("Failed", ended(137, "", "OOMKilled")),
-            (State.FAILED, 137, "OOMKilled: its node ran out of memory: over its pod's memory "
-             "limit of 200Mi"),
+            (State.FAILED, 137, "OOMKilled: its container used more than its memory limit of "
+             "200Mi"),
         ),
         (
             document("Failed", ended(137)),
-            (State.FAILED, 137, "its container was killed (exit code 137) and reported nothing"),
+            (State.FAILED, 137, "SIGKILL: its container was killed (exit code 137) and reported "
+             "nothing"),
         ),
         (
             document("Failed", ended(69, "the name x did not resolve within 120 s\n")),
-            (State.FAILED, 69, "exited with 69: the name x did not resolve within 120 s"),
+            (State.FAILED, 69, "exit code 69: the name x did not resolve within 120 s"),
         ),
         (
             document("Failed", ended(128, "exec: nothing: not found", "StartError")),
-            (State.FAILED, 128, "its container could not be started: exec: nothing: not found"),
+            (State.FAILED, 128, "StartError: its container could not be started: exec: nothing: "
+             "not found"),
         ),
         (
             document("Failed", reason="Evicted", message="The node was low on resource: memory."),
-            (State.FAILED, None, "evicted: The node was low on resource: memory."),
+            (State.FAILED, None, "Evicted: The node was low on resource: memory."),
         ),
         (document("Failed", reason="DeadlineExceeded"), (State.FAILED, None, OVER_TIME_LIMIT)),
         (document("Confused"), (State.UNKNOWN, None, "Kubernetes reports its pod as 'Confused'")),
@@ -190,7 +192,7 @@ def test_a_container_that_the_kubelet_starts_again_has_not_ended(policy):
 def test_what_an_init_container_waits_for_is_what_the_node_waits_for():
     told = document("Pending", waiting("PodInitializing"), conditions=[SCHEDULED])
     told = beside(told, PULLS, "istio-init", init=True)
-    words = "image mesh/proxy:1 cannot be pulled: its registry does not answer"
+    words = "ImagePullBackOff: image mesh/proxy:1 cannot be pulled: the registry does not answer"
     assert seen(told, now=T0 + 59) == (State.PENDING, None, words)
     assert seen(told, now=T0 + 61) == (State.FAILED, None, words)
     told = document("Pending", waiting("ContainerCreating"), conditions=[SCHEDULED])
@@ -204,7 +206,7 @@ def test_what_an_init_container_waits_for_is_what_the_node_waits_for():
 
 def test_an_init_container_that_failed_is_why_a_node_never_began():
     told = beside(document("Failed", waiting("PodInitializing")), FAULT, "fetch", init=True)
-    words = "its init container fetch failed with exit code 3"
+    words = "Init:Error: init container fetch failed with exit code 3"
     assert seen(told) == (State.FAILED, None, words)
 
 
@@ -220,7 +222,7 @@ SLOW = "failed to sync secret cache: timed out waiting for the condition"
                 "0/4 nodes are available: 1 Insufficient nvidia.com/gpu, 3 node(s) had untolerated "
                 "taint(s). no new claims to deallocate, preemption: 0/4 nodes are available: 4 No "
                 "preemption victims found for incoming pod.")]),
-            "no node for it: 0/4 nodes are available: 1 Insufficient nvidia.com/gpu, 3 node(s) had "
+            "Unschedulable: 0/4 nodes are available: 1 Insufficient nvidia.com/gpu, 3 node(s) had "
             "untolerated taint(s)",
             State.PENDING,
         ),
@@ -230,38 +232,42 @@ SLOW = "failed to sync secret cache: timed out waiting for the condition"
         ),
         (
             document("Pending", waiting("ContainerCreating"), conditions=[SCHEDULED]),
-            "its container is being created, or its image pulled for 40 s", State.PENDING,
+            "ContainerCreating: its container is being created or its image pulled for 40 s",
+            State.PENDING,
         ),
         (
             document("Pending", waiting("ErrImagePull", 'failed to pull: "a/b:1": not found'),
                      conditions=[SCHEDULED]),
-            "image a/b:1 cannot be pulled: the registry does not have it", State.PENDING,
+            "ImagePullBackOff: image a/b:1 cannot be pulled: the registry does not have the image",
+            State.PENDING,
         ),
         (
             document("Pending", waiting("ImagePullBackOff", "dial tcp: lookup x: no such host"),
                      conditions=[SCHEDULED]),
-            "image a/b:1 cannot be pulled: its registry does not answer", State.PENDING,
+            "ImagePullBackOff: image a/b:1 cannot be pulled: the registry does not answer",
+            State.PENDING,
         ),
         (
             document("Pending", waiting("ErrImagePull", "pull access denied, unauthorized"),
                      conditions=[SCHEDULED]),
-            "image a/b:1 cannot be pulled: the registry wants credentials (image_pull_secrets), or "
-            "does not have it",
+            "ImagePullBackOff: image a/b:1 cannot be pulled: the registry needs credentials "
+            "(image_pull_secrets) or does not have the image",
             State.PENDING,
         ),
         (
             document("Pending", waiting("InvalidImageName"), conditions=[SCHEDULED]),
-            "image name a/b:1 is not valid", State.FAILED,
+            "InvalidImageName: a/b:1 is not the name of an image", State.FAILED,
         ),
         (
             document("Pending", waiting("CreateContainerConfigError", 'secret "r" not found'),
                      conditions=[SCHEDULED]),
-            'its container cannot be created: secret "r" not found', State.FAILED,
+            'CreateContainerConfigError: its container cannot be created: secret "r" not found',
+            State.FAILED,
         ),
         (
             document("Pending", waiting("CreateContainerConfigError", SLOW),
                      conditions=[SCHEDULED]),
-            f"its container cannot be created: {SLOW}", State.PENDING,
+            f"CreateContainerConfigError: its container cannot be created: {SLOW}", State.PENDING,
         ),
     ],
 )  # fmt: skip
@@ -278,10 +284,14 @@ def test_an_image_is_waited_for_only_so_long():
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
-        ("EvictionByEvictionAPI", "evicted: its node is being drained"),
-        ("PreemptionByScheduler", "preempted for a pod of higher priority: by pod x"),
-        ("TerminationByKubelet", "evicted by its node: by pod x"),
-        ("DeletionByTaintManager", "its node is gone or tainted"),
+        ("EvictionByEvictionAPI", "Evicted: its node is being drained"),
+        ("PreemptionByScheduler", "Preempted: by a pod of higher priority: by pod x"),
+        ("TerminationByKubelet", "Evicted: by pod x"),
+        (
+            "DeletionByTaintManager",
+            "DeletionByTaintManager: its node is gone or has a taint that "
+            "the pod does not tolerate",
+        ),
     ],
 )
 def test_why_the_cluster_removes_a_pod_is_told_from_a_delete(reason, words):
@@ -298,10 +308,10 @@ def test_no_pod_is_judged_by_what_was_seen_of_it_last():
     assert seen(None) == (State.PENDING, None, None)
     assert seen(None, waits="a quota") == (State.PENDING, None, "a quota")
     assert seen(None, done) == (State.SUCCEEDED, 0, None)
-    gone = "its pod is gone: somebody deleted it, or the namespace"
+    gone = "its pod was deleted by a user or with its namespace"
     assert seen(None, running) == (State.FAILED, None, gone)
     assert seen(None, running, replaced=True)[0] is State.PENDING
-    late = "killed: it did not stop when asked to"
+    late = "SIGKILL: it did not stop within stop_grace"
     assert seen(None, running, removed_by_clusterkit=True) == (State.CANCELLED, None, late)
     unborn = document("Pending")
     assert seen(None, unborn, removed_by_clusterkit=True) == (
@@ -321,7 +331,7 @@ def test_a_pod_in_another_s_place_is_a_failure_unless_the_run_is_elastic():
 LEAVING = {"deletionTimestamp": AT}
 TAINTED = {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"}
 STOPPED = words_of(143, "stopped on request")
-REMOVED = "its pod was removed; another one takes its place"
+REMOVED = "its pod was removed; another pod replaces it"
 
 
 @pytest.mark.parametrize(
@@ -372,15 +382,15 @@ def test_one_that_has_done_its_work_stays_done():
 
 def test_one_whose_node_is_gone_is_removed_by_force_or_somebody_is_told_to():
     told = document(state=RUNS, conditions=[TAINTED], meta=LEAVING)
-    silent = "node node-1 of the cluster does not answer"
+    silent = "NotReady: node node-1 of the cluster does not answer"
     assert seen(told, lost=True, rejoin=GOES_ON) == (
-        State.PENDING, None, f"{silent}; another pod takes its place",
+        State.PENDING, None, f"{silent}; another pod replaces it",
     )  # fmt: skip
     state, _, words = seen(told, lost=True, rejoin=Rejoin(forced=False))
     assert state is State.PENDING
     assert words == (
         f"{silent} (replace_lost: false): kubectl delete pod r-worker-0 --force --grace-period=0 "
-        "lets another pod take its place"
+        "has another pod replace it"
     )
 
 
@@ -392,7 +402,10 @@ def test_what_clusterkit_itself_ends_is_not_waited_for():
 def test_the_record_of_a_pod_keeps_the_keys_that_pods_json_has_had():
     pod = read_pod(document("Pending", waiting("InvalidImageName"), conditions=[SCHEDULED]), INDEX)
     written = msgspec.to_builtins(pod)
-    assert (written["words"], written["hopeless"]) == ("image name a/b:1 is not valid", True)
+    assert (written["words"], written["hopeless"]) == (
+        "InvalidImageName: a/b:1 is not the name of an image",
+        True,
+    )
     assert {"last_words", "silent_since", "limit", "state", "held"} <= set(written)
     assert msgspec.convert(written, Pod) == pod
     old = {**written, "leaving": True, "gone": "deleted", "lost": False}
@@ -415,9 +428,9 @@ def test_a_lost_node_is_named():
     assert seen(told, lost=True) == (
         State.UNKNOWN,
         None,
-        "node node-1 of the cluster does not answer",
+        "NotReady: node node-1 of the cluster does not answer",
     )
-    gone = "node node-1 of the cluster does not answer"
+    gone = "NotReady: node node-1 of the cluster does not answer"
     assert seen(None, told, lost=True, removed_by_clusterkit=True) == (State.FAILED, None, gone)
 
 
@@ -446,10 +459,10 @@ def event(reason, message="", **related):
 def test_a_preempted_pod_s_events_say_for_whom():
     other = event("Preempted", kind="Pod", name="urgent", namespace="theirs")
     assert cause_from_events([other, event("Killing", "Stopping container x")], "ours") == (
-        "preempted for pod urgent of namespace theirs, whose priority is higher"
+        "Preempted: by pod urgent of namespace theirs, whose priority is higher"
     )
     own = event("Preempted", kind="Pod", name="urgent", namespace="ours")
-    assert cause_from_events([own], "ours") == "preempted for pod urgent, whose priority is higher"
+    assert cause_from_events([own], "ours") == "Preempted: by pod urgent, whose priority is higher"
     assert cause_from_events([event("Preempted"), event("Killing", name="x")], "ours") is None
 
 
@@ -460,7 +473,8 @@ def test_a_pod_whose_probe_failed_is_told_which_and_why():
         event("Killing", "Stopping container pytorch"),
     ]
     assert cause_from_events(events, "ours") == (
-        "ended by its node: Liveness probe failed: cat: /tmp/alive: No such file or directory"
+        "Unhealthy: the kubelet killed the container: Liveness probe failed: cat: /tmp/alive: No "
+        "such file or directory"
     )
     assert cause_from_events(events[:2], "ours") is None
     assert cause_from_events([events[0], events[2]], "ours") is None
@@ -533,5 +547,5 @@ def test_a_node_that_is_lost_has_the_remedy_of_a_cluster():
     pod = read_pod(document(state=RUNS), INDEX)
     pod = msgspec.structs.replace(pod, state=PodState.UNREACHABLE)
     (cause,) = causes([pod])
-    assert cause.words == "node node-1 of the cluster does not answer"
+    assert cause.words == "NotReady: node node-1 of the cluster does not answer"
     assert "kubectl describe node node-1" in cause.hint

@@ -152,10 +152,10 @@ def documents_of(plan):
 @pytest.mark.parametrize(
     ("flavor", "full", "changes", "words"),
     [
-        ("pytorchjob", True, {}, "replaced, and the run goes on (checkpoints lie in a volume"),
-        ("job", True, {}, "replaced, and the run goes on"),
-        ("trainjob", True, {}, "replaced, and the run goes on"),
-        ("jobset", True, {}, "replaced, and the run goes on"),
+        ("pytorchjob", True, {}, "replaced, and the run continues (checkpoints lie in a volume"),
+        ("job", True, {}, "replaced, and the run continues"),
+        ("trainjob", True, {}, "replaced, and the run continues"),
+        ("jobset", True, {}, "replaced, and the run continues"),
         ("pytorchjob", False, {}, "ends the run (its checkpoints go with its pods)"),
         ("pytorchjob", False, {"checkpoint": None, "restarts": 1}, "(restarts: the job may begin"),
         ("pytorchjob", False, {"checkpoint": None}, "ends the run (the job would begin anew"),
@@ -211,7 +211,7 @@ def test_a_watcher_is_opted_for_and_may_delete_the_run_s_own_pods_alone(flavor, 
 
     assert roles() == roles(watcher="auto") == []
     if flavor in ("job", "jobset", "trainjob"):
-        with pytest.raises(BadInput, match=f"watcher: flavor {flavor} can have none"):
+        with pytest.raises(BadInput, match=f"watcher: flavor {flavor} cannot have one"):
             roles(watcher=True)
     elif flavor == "pytorchjob":
         pods = {"apiGroups": [""], "resources": ["pods"]}

@@ -145,7 +145,7 @@ def test_another_page_is_refused_even_with_the_token(server, headers):
     for method, path in EVERY_PATH:
         answer = ask(server, path, method, **headers)
         assert answer.status == 403
-        assert answer.json["error"] == "another page asks"
+        assert answer.json["error"] == "cross-origin request refused"
         assert "Access-Control-Allow-Origin" not in answer.headers
 
 

@@ -18,10 +18,10 @@ from clusterkit.doctor.report import Progress, Report
 from clusterkit.errors import pluralize
 from clusterkit.transport import Transport
 
-__all__ = ["CHECKS", "look"]
+__all__ = ["CHECKS", "run_checks"]
 
 
-def look(
+def run_checks(
     subject: KubeSubject, transport: Transport, checks: Sequence[Check], progress: Progress
 ) -> Report:
     """Ask the API server, and judge what it answered. Nothing in the cluster is changed.

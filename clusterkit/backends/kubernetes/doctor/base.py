@@ -1,7 +1,7 @@
 """The base of checks of a Kubernetes cluster.
 
-There are no hosts to run anything on: a check reads from `Seen`, whose requests change nothing.
-They read objects, ask for access reviews, and create with ``dryRun=All``.
+There are no hosts to run anything on: a check reads from `ClusterAnswers`, whose requests change
+nothing. They read objects, ask for access reviews, and create with ``dryRun=All``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class KubeSubject:
         manifests: returns the objects of the job's plan for facts.
     """
 
-    way: ClassVar[str] = "kubernetes"
+    kind: ClassVar[str] = "kubernetes"
     port: ClassVar[int | None] = None
     cluster: str
     entry: KubernetesCluster
@@ -81,7 +81,7 @@ class Reply(Struct, frozen=True):
         """Return the verdict on objects that could not be read."""
         if self.reason == "Forbidden":
             return skip(f"unknown: no permission to list {objects}")
-        if self.reason == "Unasked":
+        if self.reason == "NotAsked":
             return skip("the API server did not answer")
         cause = f"unknown: {shortened(self.detail or self.reason)}"
         return skip(cause) if self.reason == "NotFound" else warn(cause)
@@ -102,7 +102,7 @@ UNEXPECTED = (KeyError, TypeError, ValueError, AttributeError, IndexError)
 
 
 def unexpected(error: Exception) -> str:
-    return f"the API server answered with something unexpected: {type(error).__name__} {error}"
+    return f"the API server sent an unexpected answer: {type(error).__name__} {error}"
 
 
 class ClusterAnswers(ClusterServer):
@@ -155,7 +155,7 @@ class ClusterAnswers(ClusterServer):
         with self._locks.setdefault(key, threading.Lock()):
             if key not in self._answers:
                 if self._unreachable:
-                    raise Refusal("", "Unasked")
+                    raise Refusal("", "NotAsked")
                 try:
                     self._answers[key] = super().request(method, path, body, content)
                 except ClusterkitError as error:

@@ -58,7 +58,7 @@ def compiler(answers: Answers) -> Iterator[Verdict]:
     for host, tools in answers.read(TOOLS).items():
         stale = [lock.path for lock in tools.locks if lock.age > STALE and not tools.building]
         if stale:
-            cause = f"a killed build has left {', '.join(stale)}: the next waits for it for ever"
+            cause = f"a killed build left {', '.join(stale)}: the next build waits for it forever"
             yield fail(host, cause, shell.join(["rm", *stale]))
         needed = (
             (tools.compiler, "C++ compiler", "g++"),
@@ -78,9 +78,7 @@ def compiler(answers: Answers) -> Iterator[Verdict]:
         yield ok(host, tools.compiler or "")
 
 
-_WITHOUT = (
-    "DeepSpeed cannot compile its operators (the jobs here do without them, other programs may not)"
-)
+_WITHOUT = "DeepSpeed cannot compile its operators (other programs than clusterkit's may need them)"
 
 
 def _wrong_nvcc(tools: Tools, cuda: tuple[int, int] | None) -> str:
@@ -91,7 +89,7 @@ def _wrong_nvcc(tools: Tools, cuda: tuple[int, int] | None) -> str:
         return ""
     differ = f"{tools.nvcc} is of CUDA {tools.release}, torch of CUDA {dotted(cuda)}"
     if tools.release.partition(".")[0] == str(cuda[0]):
-        return f"{differ}: operators that DeepSpeed compiles with it may not build"
+        return f"{differ}: operators that DeepSpeed compiles may fail to build"
     return f"{differ}: {_WITHOUT}"
 
 

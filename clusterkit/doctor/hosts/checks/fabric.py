@@ -52,14 +52,14 @@ def infiniband(answers: Answers) -> Iterator[Verdict]:
         yield from _ports(host, found.ports, seen)
         rates = [port.rate for port in found.ports.values() if port.state == "ACTIVE"]
         if found.gpus and rates and not found.direct:
-            cause = "network cards cannot read the memory of GPUs: all data goes through the CPU's"
+            cause = "no GPUDirect RDMA: network cards copy GPU data through host memory"
             load = "echo nvidia-peermem | sudo tee /etc/modules-load.d/nvidia-peermem.conf"
             yield warn(host, cause, f"sudo modprobe nvidia-peermem && {load}")
         if found.ports:
             usual = most_common(rates, "no rate")
             yield ok(host, f"{pluralize(len(rates), 'active port')}, {usual}")
         elif most:
-            cause = f"no InfiniBand, but {pluralize(most, 'port')} on another host: NCCL takes TCP"
+            cause = f"no InfiniBand, but {pluralize(most, 'port')} on another host: NCCL uses TCP"
             yield warn(host, cause, "lspci | grep -i infiniband; sudo modprobe mlx5_ib")
         else:
             yield skip(host, "no InfiniBand")
@@ -84,11 +84,11 @@ def _ports(host: str, ports: Mapping[str, Port], seen: Mapping[str, Fabric]) -> 
         if len(same) == 1 and rates.count(rate) == 1:
             best = max(best, usual)
         if rate < best:
-            cause = f"{name} runs at {port.rate}, others at {best:g} Gb/sec: NCCL takes its pace"
+            cause = f"{name} runs at {port.rate}, others at {best:g} Gb/sec: NCCL runs at its speed"
             yield warn(host, cause, f"ibstat {name.partition('/')[0]}  # the cable, or its ends")
     waits = [name for name, port in down.items() if port.state == "INIT"]
     if waits:
-        cause = f"{join_some(waits, 4)}: INIT: no subnet manager has set it up"
+        cause = f"{join_some(waits, 4)}: INIT: no subnet manager has configured it"
         yield warn(host, cause, "sudo systemctl enable --now opensm  # on one host, or a switch")
     if dead := [f"{n} ({p.state}, {p.physical})" for n, p in down.items() if n not in waits]:
         cause = f"{len(dead)} of {pluralize(len(ports), 'port')} down: {join_some(dead, 4)}"
@@ -118,7 +118,7 @@ def fabric_manager(answers: Answers) -> Iterator[Verdict]:
             cause = f"{told}, but no fabric manager: CUDA fails with error 802"
             yield fail(host, cause, install)
         elif version is not None and version[0] != found.driver:
-            cause = f"fabric manager {version[0]}, but driver {found.driver}: they have to be equal"
+            cause = f"fabric manager {version[0]}, but driver {found.driver}: they must be equal"
             yield fail(host, cause, install)
         elif found.active not in ("", "active"):
             cause = f"the fabric manager is {found.active}: CUDA fails with error 802"

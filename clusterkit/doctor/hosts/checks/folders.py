@@ -94,8 +94,8 @@ def workdir(answers: Answers) -> Iterator[Verdict]:
             cause = f"{folder.path} cannot be {verb} by {folder.user}: {folder.error}"
             yield fail(host, cause, _make_writable(folder))
         elif folder.pipe_error is not None:
-            cause = f"{folder.path} takes no named pipes ({folder.pipe_error}), "
-            cause += "through which logs of ranks go"
+            cause = f"{folder.path} does not support named pipes ({folder.pipe_error}), "
+            cause += "which carry the ranks' logs"
             yield fail(host, cause, "give the cluster entry a `workdir` on a local disk or on NFS")
         yield ok(host, folder.path if folder.exists else f"{folder.path} can be made")
 
@@ -134,7 +134,7 @@ REMOVE = Collector(collect.shared_remove, type(None), phase=3, where="head")
 
 
 def _no_shared_folder(subject: HostSubject) -> str | None:
-    return None if subject.shared else "the cluster entry names no shared folder"
+    return None if subject.shared else "the cluster entry has no shared folder"
 
 
 @check(WRITE, READ, REMOVE, quick=False, skip_reason=_no_shared_folder)
@@ -156,9 +156,9 @@ def shared(answers: Answers) -> Iterator[Verdict]:
             yield fail(host, f"{folder} cannot be read: {found.error}", mount)
         elif found.text is None:
             kind = found.file_system or "of an unknown kind"
-            cause = f"{folder} is not shared: what {head} writes is not there (it is {kind})"
+            cause = f"{folder} is not shared: files that {head} writes do not appear (it is {kind})"
             yield fail(host, cause, mount)
         elif found.text == "":
-            cause = f"{folder}: what {head} writes is there, but empty for a while"
+            cause = f"{folder}: what {head} writes appears empty for a while"
             yield warn(host, cause, f"sudo mount -o remount,noac {shell.quote(folder)}")
         yield ok(host, folder)

@@ -226,16 +226,16 @@ def _install(branch: int | str, installer: str) -> str:
 _RESET = "sudo nvidia-smi --gpu-reset -i {number}"
 _FABRIC = "sudo systemctl restart nvidia-fabricmanager; systemctl status nvidia-fabricmanager"
 _STATES: tuple[tuple[str, str, Level, str, str], ...] = (
-    ("retired_pages.pending", "yes", "fail", "broken memory pages wait to be retired", _RESET),
-    ("remapped_rows.pending", "yes|1", "warn", "broken rows of its memory wait to be replaced",
+    ("retired_pages.pending", "yes", "fail", "ECC: page retirement pending", _RESET),
+    ("remapped_rows.pending", "yes|1", "warn", "ECC: row remapping pending",
      _RESET),
-    ("remapped_rows.failure", "yes|1", "fail", "broken rows of its memory could not be replaced",
+    ("remapped_rows.failure", "yes|1", "fail", "ECC: row remapping failed",
      "have the GPU replaced"),
     ("fabric.state", "not started|in progress", "fail",
-     "the NVSwitch fabric manager has not set it up: no CUDA program starts", _FABRIC),
+     "fabric state: the fabric manager has not initialized it, so no CUDA program starts", _FABRIC),
     ("fabric.status", r"(?!success|\W*n/a|\W*not supported).+", "fail",
-     "the NVSwitch fabric manager could not set it up", _FABRIC),
-    ("compute_mode", "prohibited", "fail", "computing is prohibited",
+     "fabric state: the fabric manager failed to initialize it", _FABRIC),
+    ("compute_mode", "prohibited", "fail", "compute mode: Prohibited",
      "sudo nvidia-smi -i {number} -c DEFAULT"),
     ("mig.mode.current", "enabled", "warn",
      "MIG is enabled; NCCL cannot use MIG instances together",
@@ -280,10 +280,10 @@ def gpus(answers: Answers) -> Iterator[Verdict]:
             cause = f"{pluralize(count, 'healthy GPU')}, but {most} on other hosts"
             yield warn(host, cause, "nvidia-smi")
         elif (own := ", ".join(kinds[host])) != usual:
-            cause = f"{own}, but {usual} on the other hosts: the slowest sets the pace"
+            cause = f"{own}, but {usual} on the other hosts: the slowest GPU limits all"
             yield warn(host, cause, "nvidia-smi -L")
         elif len(kinds[host]) > 1:
-            cause = f"{names(gpu['name'] for gpu in nvidia.gpus)}: the slowest sets the pace"
+            cause = f"{names(gpu['name'] for gpu in nvidia.gpus)}: the slowest GPU limits all"
             yield warn(
                 host, cause, "nvidia-smi -L  # CUDA_VISIBLE_DEVICES chooses, by UUID or index"
             )
@@ -407,7 +407,7 @@ def _users(nvidia: Nvidia, uuid: str) -> str:
             owner = nvidia.owners.get(process["pid"])
             of = f" of {owner.user}" if owner and owner.user else ""
             names.append(f"{process['process_name']} (process {process['pid']}{of})")
-    return ", ".join(names) or "a process that cannot be seen from here"
+    return ", ".join(names) or "a process that is not visible here"
 
 
 def _free(nvidia: Nvidia) -> str:

@@ -52,13 +52,13 @@ def interface(answers: Answers) -> Iterator[Verdict]:
     usual = most_common((name for name, _ in used.values()), "")
     for host, (name, own) in used.items():
         if own.mtu != mtu:
-            cause = f"{name} has MTU {own.mtu}, the others {mtu}: large packets may vanish"
+            cause = f"{name} has MTU {own.mtu}, the others {mtu}: large packets may be lost"
             yield warn(host, cause, f"sudo ip link set dev {name} mtu {mtu}")
         elif own.speed != speed and own.speed is not None:
             cause = f"{name} runs at {own.speed} Mbit/s, the others at {speed}"
             yield warn(host, cause, f"sudo ethtool {name}")
         elif name != usual and subject.interface == "auto":
-            yield warn(host, f"talks over {name}, the others over {usual}", "ip route")
+            yield warn(host, f"uses interface {name}, the others {usual}", "ip route")
         yield ok(host, f"{name}, MTU {own.mtu}")
 
 
@@ -91,7 +91,7 @@ def _problem(
     if unreachable:
         return f"has no route to {', '.join(unreachable[:_SHOWN])}; it has {has}", "ip route"
     if name is None:
-        return f"none of its interfaces leads to the other hosts; it has {has}", "ip route"
+        return f"none of its interfaces reaches the other hosts; it has {has}", "ip route"
     if not interfaces[name].up:
         return f"{name} is down", f"sudo ip link set dev {name} up"
     own = parsed_address(machine.at)
@@ -101,5 +101,5 @@ def _problem(
     if own.is_loopback:
         return f"was reached at {own}, where the other hosts cannot reach it", remedy
     if own not in {parsed_address(text) for each in interfaces.values() for text in each.addresses}:
-        return f"the others are to reach it at {own}, which none of {has} has", remedy
+        return f"the others would use {own} to reach it, an address that none of {has} has", remedy
     return None

@@ -31,7 +31,7 @@ def reachable(answers: Answers) -> Iterator[Verdict]:
         error = answer.error
         if error is not None:
             if is_about_host_key(error.message):
-                yield skip(host, "its host key was not accepted")
+                yield skip(host, "host key verification failed")
                 continue
             timed_out = "did not end" in error.message
             remedy = f"does a mount hang? ssh {host} cat /proc/mounts" if timed_out else None
@@ -90,7 +90,7 @@ def user(answers: Answers) -> Iterator[Verdict]:
             cause = f"uid {user.uid} has no passwd entry; torch asks for its name"
             yield fail(host, cause, f"sudo useradd -u {user.uid} -m NAME")
         elif answers.subject.over_ssh and user.sudo is not None:
-            cause = f"commands run as {name} through sudo of {user.sudo}: nothing here needs sudo"
+            cause = f"commands run as {name} through sudo by {user.sudo}, which is not needed"
             yield warn(host, cause, "log in as the user of the ranks")
         elif not user.home_exists or not user.home_writable:
             state = "cannot be written to" if user.home_exists else "is not there"
@@ -99,9 +99,9 @@ def user(answers: Answers) -> Iterator[Verdict]:
             )
             yield warn(host, cause, shell.join(["sudo", "install", "-d", "-o", name, user.home]))
         elif answers.subject.shared is not None and user.uid != usual:
-            cause = f"{name} is number {user.uid}, but {usual} on the other hosts"
+            cause = f"{name} has uid {user.uid}, but {usual} on the other hosts"
             remedy = shell.join(["sudo", "usermod", "-u", str(usual), name])
-            yield fail(host, f"{cause}: they share a folder", remedy)
+            yield fail(host, f"{cause}, and the hosts share a folder", remedy)
         yield ok(host, f"{name}, no sudo")
 
 
@@ -133,6 +133,6 @@ def logout(answers: Answers) -> Iterator[Verdict]:
         only, excluded = (re.findall(r'"([^"]*)"', text) for text in [*lists, "", ""][:2])
         concerned = (not only or found.user in only) and found.user not in excluded
         if kills == "b true" and concerned:
-            cause = f"KillUserProcesses=yes: logind ends the runs of {found.user} at its logout"
+            cause = f"KillUserProcesses=yes: systemd-logind ends the runs of {found.user} at logout"
             yield fail(host, cause, _KEEP)
         yield ok(host, "they go on" if kills else "there is no logind")

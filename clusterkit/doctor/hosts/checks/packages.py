@@ -117,7 +117,7 @@ def python(answers: Answers) -> Iterator[Verdict]:
             cause = f"{python} is Python {version}; {dotted(OLDEST)} or newer is needed"
             yield fail(host, cause, remedy)
         elif found.bits != 64:
-            cause = f"{python} is a build for {found.bits} bits: there is no torch for it"
+            cause = f"{python} is a {found.bits}-bit build: torch has none for it"
             yield fail(host, cause, remedy)
         elif found.version != usual:
             cause = f"Python {version}, but {dotted(usual)} on the other hosts"
@@ -190,7 +190,7 @@ def packages(answers: Answers) -> Iterator[Verdict]:
                 level = answers.subject.needs.without_torch if name == "torch" else "fail"
                 yield Verdict(host, level, cause, install)
             elif name in found.gone:
-                cause = f"pip lists {name} {version}, but {python} does not find the package"
+                cause = f"pip lists {name} {version}, but {python} cannot import it"
                 remedy = _pip_install(python, {name: version}, "--force-reinstall", "--no-deps")
                 yield fail(host, cause, remedy)
             elif version != most and most != _NONE:

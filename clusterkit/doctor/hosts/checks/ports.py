@@ -119,7 +119,7 @@ def head_port(answers: Answers) -> Iterator[Verdict]:
 
 _NEIGHBOURS = (
     "sudo ufw status; sysctl net.ipv4.neigh.default.gc_thresh3  "
-    "# the kernel keeps no more neighbours than that"
+    "# the kernel's limit of neighbour entries"
 )
 
 
@@ -138,7 +138,7 @@ def mesh(answers: Answers) -> Iterator[Verdict]:
     for host, met in seen.items():
         errors = met.peer_errors
         if not errors:
-            yield skip(host, "it did not meet any other at the head")
+            yield skip(host, "it met no other host at the head")
             continue
         for error in sorted({error for error in errors.values() if error is not None}):
             peers = tuple(m.name for m in subject.hosts if errors.get(m.name) == error)

@@ -80,7 +80,7 @@ def shm(answers: Answers) -> Iterator[Verdict]:
             cause = f"{left}: NCCL and data loaders put their buffers there"
             remedy = "sudo mount -o remount,size=50% /dev/shm"
             if found.total >= SHM_WARN:
-                remedy = "ls -la /dev/shm  # rm what dead processes left"
+                remedy = "ls -la /dev/shm  # remove what ended processes left"
             yield Verdict(host, level, cause, remedy)
         yield ok(host, f"{size_text(found.free)} free")
 
@@ -127,10 +127,10 @@ def limits(answers: Answers) -> Iterator[Verdict]:
             yield Verdict(host, level, cause, _set_limit("nproc", "unlimited"))
         memlock = "unlimited" if soft.memlock is None else f"{soft.memlock // 1024} KiB"
         if soft.infiniband and soft.memlock is not None:
-            cause = f"memlock {memlock}: InfiniBand needs it unlimited"
+            cause = f"memlock {memlock}: InfiniBand needs unlimited"
             yield fail(host, cause, _set_limit("memlock", "unlimited"))
         if soft.core != 0 and not soft.core_pattern.startswith("|"):
-            cause = "core: a rank that aborts writes all its memory to the working folder"
+            cause = "core: a rank that aborts writes a core dump to the working folder"
             yield warn(host, cause, _set_limit("core", "0"))
         nofile = "unlimited" if soft.nofile is None else soft.nofile
         yield ok(host, f"nofile {nofile}, memlock {memlock}")

@@ -42,16 +42,17 @@ def api_server(seen: ClusterAnswers) -> Verdict:
     cause = version + _age(str(reply.document.get("buildDate", "")), seen.now)
     found = re.match(r"v?1\.(\d+)", version)
     if found is None:
-        return warn(f"{cause}: cannot tell how old that is")
+        return warn(f"{cause}: unknown version")
     minor = int(found[1])
     if minor < LEAST:
         return fail(f"{cause}: older than 1.{LEAST}, which clusterkit needs")
     if minor <= TRIED - SUPPORTED:
-        cause += f": older than the 1.{TRIED} that clusterkit was tried with, by "
-        cause += f"{pluralize(TRIED - minor, 'version')}; Kubernetes' project supports {SUPPORTED}"
-        return warn(cause)
+        return warn(
+            f"{cause}: {pluralize(TRIED - minor, 'version')} older than the 1.{TRIED} that "
+            f"clusterkit was tested with; the Kubernetes project supports {SUPPORTED}"
+        )
     if minor < TRIED:
-        cause += f"; clusterkit was tried with 1.{TRIED}"
+        cause += f"; clusterkit was tested with 1.{TRIED}"
     return ok(cause)
 
 
@@ -78,7 +79,7 @@ def namespace(seen: ClusterAnswers) -> Verdict:
     if reply.reason:
         return reply.unknown(f"namespace {name}")
     if (reply.document.get("status") or {}).get("phase") == "Terminating":
-        return fail(f"{name} is being deleted")
+        return fail(f"Terminating: namespace {name} is being deleted")
     return ok(name)
 
 
@@ -125,8 +126,8 @@ def rights(seen: ClusterAnswers) -> Verdict:
     except ClusterkitError as error:
         return no_answer(error).unknown("your own rights")
     if not missing:
-        return ok(f"{name} may do all {len(wanted)} things needed")
-    cause = f"{name} may not, in namespace {seen.namespace}: {missing}"
+        return ok(f"{name} has all {len(wanted)} permissions needed")
+    cause = f"Forbidden: in namespace {seen.namespace} {name} may not {missing}"
     here = ("-n", seen.namespace)
     account = who.removeprefix("system:serviceaccount:")
     whom = ("--user", who or "NAME") if account == who else ("--serviceaccount", account)

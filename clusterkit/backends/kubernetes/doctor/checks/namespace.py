@@ -38,7 +38,7 @@ def admission(seen: ClusterAnswers) -> Verdict | list[Verdict]:
     security, schema, webhooks, classes, accounts."""
     space = seen.reply(NAMESPACE)
     if space.reason == "NotFound":
-        return skip("there is no such namespace")
+        return skip("the namespace does not exist")
     kind = "" if seen.kind is None else seen.kind.kind
     found: dict[Verdict, list[str]] = {}
     taken, untried = [], False
@@ -57,15 +57,15 @@ def admission(seen: ClusterAnswers) -> Verdict | list[Verdict]:
         ]
     labels = (space.document.get("metadata") or {}).get("labels") or {}
     level = labels.get("pod-security.kubernetes.io/enforce")
-    cause = f"the namespace enforces {level or 'nothing'}"
+    cause = f"pod security: the namespace enforces {level or 'no level'}"
     if space.reason:
-        cause = "what the namespace enforces is unknown"
+        cause = "pod security: the level that the namespace enforces is unknown"
     if untried and level is not None and not seen.entry.patch:
-        cause += ", which clusterkit's pods pass"
-    not_tried = "not tried: you may not create them yourself"
+        cause += ", which clusterkit's pods meet"
+    not_tried = "not tried: no permission to create pods"
     if not taken:
         return skip(f"{cause}; {not_tried}" if untried else cause)
-    cause += f"; it takes {', '.join(taken)}"
+    cause += f"; it accepts {', '.join(taken)}"
     return ok(f"{cause}; pods were {not_tried}" if untried else cause)
 
 
@@ -77,7 +77,7 @@ _LIMIT_RANGE = re.compile(
     # The last: above the limit that a limit range gives to containers without one.
     r"(?:maximum|minimum) \S+ usage per|limit to request ratio per|less than or equal to \S+ limit"
 )
-_UNDECIDED = re.compile(r"Internal|Unavailable|Unread|Unasked|Timeout|TooMany|Conflict")
+_UNDECIDED = re.compile(r"Internal|Unavailable|Unread|NotAsked|Timeout|TooMany|Conflict")
 _AMOUNTS = "`cpus`, `memory` and `resources` of the cluster entry"
 
 
@@ -140,10 +140,10 @@ def _claim(volume: Claim, seen: ClusterAnswers) -> Verdict:
     spec, status = reply.document["spec"], reply.document.get("status") or {}
     phase, storage = status.get("phase"), _class(seen, spec.get("storageClassName"))
     if phase == "Lost":
-        return fail(f"{name}: its volume is gone", describe)
+        return fail(f"{name}: Lost: its volume is gone", describe)
     waits = storage is not None and storage.get("volumeBindingMode") == "WaitForFirstConsumer"
     if phase != "Bound" and not waits:
-        cause = f"{name} is not bound: no volume was found or made for it"
+        cause = f"{name} is not bound: no volume was found or provisioned for it"
         if storage is None and not seen.reply(CLASSES).reason:
             wanted = spec.get("storageClassName")
             cause += f"; the cluster has no storage class {wanted}" if wanted else "; it names no "
@@ -153,9 +153,9 @@ def _claim(volume: Claim, seen: ClusterAnswers) -> Verdict:
     several = seen.job.node_range[1] > 1
     cause = f"{name}: {', '.join(sorted(modes))}" + ("" if phase == "Bound" else ", not bound yet")
     if several and not modes & (_SEVERAL if volume.read_only else {"ReadWriteMany"}):
-        cause += f": pods on several nodes cannot {'read' if volume.read_only else 'write to'}"
+        verb = "read" if volume.read_only else "write to"
         remedy = "a claim with accessModes: [ReadWriteMany] (k8s/pvc.yaml)"
-        return fail(f"{cause} it together", remedy)
+        return fail(f"{cause}: pods on several nodes cannot all {verb} it", remedy)
     return ok(cause)
 
 

@@ -22,7 +22,7 @@ from clusterkit.backends.kubernetes.objects import Object, parse_amount
 from clusterkit.doctor.base import Verdict
 from clusterkit.errors import pluralize
 
-_PRESSURE = {"MemoryPressure": "memory", "DiskPressure": "disk", "PIDPressure": "process ids"}
+_PRESSURE = ("MemoryPressure", "DiskPressure", "PIDPressure")
 
 
 @check(NODES, of="nodes")
@@ -39,7 +39,7 @@ def nodes(seen: ClusterAnswers) -> Verdict | list[Verdict]:
     findings = [_node(node, seen) for node in found]
     if not any(finding.level == "ok" for finding in findings):
         causes = dict.fromkeys(finding.cause for finding in findings)
-        findings.append(fail(f"no node takes pods of the job: {'; '.join(causes)}"))
+        findings.append(fail(f"no node is schedulable for the job's pods: {'; '.join(causes)}"))
     return findings
 
 
@@ -49,20 +49,18 @@ def _node(node: Any, seen: ClusterAnswers) -> Verdict:
     if not is_ready(node):
         said = str((conditions.get("Ready", {})).get("message") or "it has never been ready")
         remedy = seen.kubectl("describe", "node", name)
-        return warn(f"not ready: {said}", remedy, host=name)
+        return warn(f"NotReady: {said}", remedy, host=name)
     if (node.get("spec") or {}).get("unschedulable"):
         remedy = seen.kubectl("uncordon", name)
-        return warn("it takes no pods (cordoned)", remedy, host=name)
+        return warn("SchedulingDisabled: it is cordoned", remedy, host=name)
     for taint in repelling(node, seen.entry):
         text = f"{taint.get('key')}={taint.get('value', '')}:{taint.get('effect')}"
         # On purpose, most of the time.
-        cause = f"it takes no pods of the job: taint {text.replace('=:', ':')}"
+        cause = f"taint {text.replace('=:', ':')}: the job's pods do not tolerate it"
         return skip(cause, host=name)
-    short = [
-        word for kind, word in _PRESSURE.items() if conditions.get(kind, {}).get("status") == "True"
-    ]
+    short = [kind for kind in _PRESSURE if conditions.get(kind, {}).get("status") == "True"]
     if short:
-        return warn(f"short of {' and '.join(short)}: pods may be evicted", host=name)
+        return warn(f"{', '.join(short)}: its pods may be evicted", host=name)
     return ok("ready", host=name)
 
 
@@ -71,7 +69,7 @@ def _taking(seen: ClusterAnswers) -> list[Object]:
     return [node for node in nodes_of(seen) if is_ready(node) and usable(node, seen.entry)]
 
 
-_WAITS = "Pods wait until a node has as many, which is right where a pool is scaled to zero"
+_WAITS = "Pods wait until a node has as many, as intended if its node pool scales from zero"
 
 
 @check(NODES, of="nodes, so not at their GPUs", planned=True)
@@ -82,17 +80,18 @@ def gpus(seen: ClusterAnswers) -> Verdict | list[Verdict]:
     wanted = _gpus_wanted(seen)
     if not any(resource in (each["status"].get("capacity") or {}) for each in found):
         if wanted == 0:
-            return skip("no GPUs are asked for: ranks run on CPUs")
-        cause = f"no node that takes the job's pods knows of {resource}: "
-        cause += "is the device plugin up, and does `gpu_resource` name what it offers? "
-        return warn(cause + _WAITS)
+            return skip("no GPUs requested: ranks run on CPUs")
+        return warn(
+            f"no node for the job's pods offers {resource}: is the device plugin running, and does "
+            f"`gpu_resource` name its resource? {_WAITS}"
+        )
     findings = []
     for node in found:
         name, offered = node["metadata"]["name"], gpu_count(node, seen.entry)
         capacity = int(parse_amount((node["status"].get("capacity") or {}).get(resource, 0)))
         if offered < capacity:
-            cause = f"{capacity - offered} of {pluralize(capacity, 'GPU')} are not well, "
-            findings.append(warn(f"{cause}says the device plugin", host=name))
+            bad = f"{capacity - offered} of {pluralize(capacity, 'GPU')}"
+            findings.append(warn(f"the device plugin reports {bad} unhealthy", host=name))
         if offered < wanted:
             cause = f"{pluralize(offered, 'GPU')}; a pod of the job needs {wanted}"
             findings.append(skip(cause, host=name))
