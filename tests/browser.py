@@ -28,6 +28,7 @@ class Page:
 
     def __init__(self, address: str) -> None:
         self._address = address
+        self._windows: list[Page] = []
         self._socket = websocket.create_connection(address, timeout=SECONDS, suppress_origin=True)
         self._number = 0
         self.complaints: list[str] = []
@@ -63,7 +64,9 @@ class Page:
     def window(self) -> Page:
         """Another window of the same browser: unlike a tab, it is seen beside this one."""
         target = self.call("Target.createTarget", url="about:blank", newWindow=True)["targetId"]
-        return Page(f"{self._address.rpartition('/')[0]}/{target}")
+        made = Page(f"{self._address.rpartition('/')[0]}/{target}")
+        self._windows.append(made)
+        return made
 
     def open(self, address: str) -> None:
         self.call("Page.navigate", url=address)
@@ -105,6 +108,8 @@ class Page:
         path.write_bytes(base64.b64decode(data))
 
     def close(self) -> None:
+        for each in self._windows:
+            each.close()
         self._socket.close()
 
 
