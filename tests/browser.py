@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,27 +126,30 @@ def browser(profile: Path) -> Iterator[Page]:
         "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-extensions",
         "--disable-background-networking", "--disable-component-update", "--disable-sync",
     ]  # fmt: skip
-    process = subprocess.Popen(
-        [command, *options, "about:blank"], stderr=subprocess.PIPE, text=True, errors="replace",
-    )  # fmt: skip
-    assert process.stderr is not None
-    with process.stderr as said:
-        try:
-            port = next(
-                match[1]
-                for line in said
-                if (match := re.search(r"listening on ws://[^:]+:(\d+)", line))
-            )
-            page = Page(_tab(int(port)))
+    # It leaves folders there, with a socket in one: the path must be short.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+        process = subprocess.Popen(
+            [command, *options, "about:blank"], stderr=subprocess.PIPE, text=True,
+            errors="replace", env=os.environ | {"TMPDIR": temporary},
+        )  # fmt: skip
+        assert process.stderr is not None
+        with process.stderr as said:
             try:
-                yield page
+                port = next(
+                    match[1]
+                    for line in said
+                    if (match := re.search(r"listening on ws://[^:]+:(\d+)", line))
+                )
+                page = Page(_tab(int(port)))
+                try:
+                    yield page
+                finally:
+                    with contextlib.suppress(OSError, RuntimeError, websocket.WebSocketException):
+                        page.call("Browser.close")
+                    page.close()
             finally:
-                with contextlib.suppress(OSError, RuntimeError, websocket.WebSocketException):
-                    page.call("Browser.close")
-                page.close()
-        finally:
-            process.terminate()
-            process.wait(SECONDS)
+                process.terminate()
+                process.wait(SECONDS)
 
 
 def _tab(port: int) -> str:
