@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ class Page:
 
     def __init__(self, address: str) -> None:
         self._address = address
+        self._windows: list[Page] = []
         self._socket = websocket.create_connection(address, timeout=SECONDS, suppress_origin=True)
         self._number = 0
         self.complaints: list[str] = []
@@ -63,7 +66,9 @@ class Page:
     def window(self) -> Page:
         """Another window of the same browser: unlike a tab, it is seen beside this one."""
         target = self.call("Target.createTarget", url="about:blank", newWindow=True)["targetId"]
-        return Page(f"{self._address.rpartition('/')[0]}/{target}")
+        made = Page(f"{self._address.rpartition('/')[0]}/{target}")
+        self._windows.append(made)
+        return made
 
     def open(self, address: str) -> None:
         self.call("Page.navigate", url=address)
@@ -105,6 +110,8 @@ class Page:
         path.write_bytes(base64.b64decode(data))
 
     def close(self) -> None:
+        for each in self._windows:
+            each.close()
         self._socket.close()
 
 
@@ -119,27 +126,30 @@ def browser(profile: Path) -> Iterator[Page]:
         "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-extensions",
         "--disable-background-networking", "--disable-component-update", "--disable-sync",
     ]  # fmt: skip
-    process = subprocess.Popen(
-        [command, *options, "about:blank"], stderr=subprocess.PIPE, text=True, errors="replace",
-    )  # fmt: skip
-    assert process.stderr is not None
-    with process.stderr as said:
-        try:
-            port = next(
-                match[1]
-                for line in said
-                if (match := re.search(r"listening on ws://[^:]+:(\d+)", line))
-            )
-            page = Page(_tab(int(port)))
+    # It leaves folders there, with a socket in one: the path must be short.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as temporary:
+        process = subprocess.Popen(
+            [command, *options, "about:blank"], stderr=subprocess.PIPE, text=True,
+            errors="replace", env=os.environ | {"TMPDIR": temporary},
+        )  # fmt: skip
+        assert process.stderr is not None
+        with process.stderr as said:
             try:
-                yield page
+                port = next(
+                    match[1]
+                    for line in said
+                    if (match := re.search(r"listening on ws://[^:]+:(\d+)", line))
+                )
+                page = Page(_tab(int(port)))
+                try:
+                    yield page
+                finally:
+                    with contextlib.suppress(OSError, RuntimeError, websocket.WebSocketException):
+                        page.call("Browser.close")
+                    page.close()
             finally:
-                with contextlib.suppress(OSError, RuntimeError, websocket.WebSocketException):
-                    page.call("Browser.close")
-                page.close()
-        finally:
-            process.terminate()
-            process.wait(SECONDS)
+                process.terminate()
+                process.wait(SECONDS)
 
 
 def _tab(port: int) -> str:
