@@ -90,7 +90,7 @@ def command(output: Path | None, as_json: bool, **options: Any) -> int:
         click.echo(f"drawn: {plots.draw_bandwidth(report, output)}", err=True)
     if report.wrong:
         click.echo(
-            f"{pluralize(report.wrong, 'element')}had wrong results: do not train on this cluster",
+            f"{pluralize(report.wrong, 'element')} had wrong results: do not train on this cluster",
             err=True,
         )
         return EXIT_FAILURE

@@ -382,7 +382,7 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, Any], type[ClusterkitError], str]
                           "socket at unix:///var/run/docker.sock")}, Unavailable,
      "you may not use the docker engine"),
     ({}, {"info": (1, "\x00\xff not json", "something\nnever seen\n")}, Unavailable,
-     "the docker engine at unix:///var/run/docker.sock says: something never seen"),
+     "the docker engine at unix:///var/run/docker.sock failed: something never seen"),
     ({}, {"info": (0, "[]", "")}, Unavailable, "failed: nothing"),
     ({}, {"info": (0, without("ClientInfo"), "")}, Unavailable, "has no compose plugin"),
     ({}, {"info": (0, json.dumps(INFO | {"ClientInfo": {"Plugins": None}}), "")}, Unavailable,
@@ -677,7 +677,7 @@ def test_containers_of_a_later_attempt_are_ignored(handle: RunHandle) -> None:
 def test_a_malformed_answer_is_none_and_ends_no_run(handle: RunHandle, text: str) -> None:
     engine = FakeEngine()
     engine.answer = Completed((), 0, text, "")
-    with pytest.raises(Unavailable, match="docker's answer"):
+    with pytest.raises(Unavailable, match="docker inspect"):
         inspect(handle, engine)
 
 

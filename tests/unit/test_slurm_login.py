@@ -69,7 +69,7 @@ def test_a_login_node_is_named_as_ssh_does(text, address, user, port):
 
 @pytest.mark.parametrize("text", ["localhost", "a b@c@d", "login:port", "login:0", "@login", "a;b"])
 def test_what_is_no_login_node_is_refused(text):
-    with pytest.raises(BadInput, match="no login node on another machine"):
+    with pytest.raises(BadInput, match="not a login node on another machine"):
         backends.transport_for(SlurmCluster(ssh=text))
 
 

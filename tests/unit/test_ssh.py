@@ -606,7 +606,7 @@ def test_a_user_of_the_configuration_is_quoted_in_what_is_to_be_copied(sshd, hom
 
 def test_no_key_at_all(sshd, home):
     message, hint, _ = refusal(sshd.host(identity=None))
-    assert "in: no key to try" in message
+    assert "Permission denied: no key to try" in message
     assert "ssh-copy-id" in hint
 
 
@@ -677,7 +677,7 @@ def test_the_agent_that_the_configuration_names(sshd, agent, home, monkeypatch):
         assert transport.run("h0", ["echo", "in"]).stdout == "in\n"
     monkeypatch.setenv("SSH_AUTH_SOCK", path)
     configured(home, "IdentityAgent none\n")
-    assert "in: no key to try" in refusal(sshd.host(identity=None))[0]
+    assert "Permission denied: no key to try" in refusal(sshd.host(identity=None))[0]
 
 
 def test_a_public_file_says_which_of_the_agent_s_keys_is_meant(sshd, agent, home):

@@ -1186,7 +1186,7 @@ def test_one_that_cannot_start_says_why(made):
     words = r"did not start: run .*: facts.json is damaged"
     with pytest.raises(SubmitFailed, match=words) as error, made.acquire_supervisor_lock() as lock:
         supervise.spawn(made, lock)
-    assert error.value.hint == f"look into {made.path} by hand"
+    assert error.value.hint == f"inspect {made.path} by hand"
 
 
 def test_one_that_breaks_while_it_starts_says_of_what(made, monkeypatch):
