@@ -159,41 +159,41 @@ RANKS: tuple[tuple[Failure, str], ...] = (
 # ---------------------------------------------------------------- what platforms report
 
 PLATFORMS: tuple[Entry, ...] = (
-    Entry("OOMKilled: its node ran out of memory: ...",
+    Entry("OOMKilled: its node ran out of memory",
           "Kubernetes ended the container because of a memory limit.",
           "a larger `memory` in the cluster entry, or a smaller batch.micro"),
     Entry("image ... cannot be pulled: ...",
           "Kubernetes: the node's container runtime did not get the image.",
           "check the name in `image`, `image_pull_secrets`, and that the nodes reach the registry"),
-    Entry("no node for it: ...", "Kubernetes has no node with room for the pod, and says why.",
+    Entry("Unschedulable: ...", "Kubernetes has no node with room for the pod, and says why.",
           "fewer `gpus_per_node`, less `memory`, or tolerations in the cluster entry"),
     Entry("suspended: waits for its Kueue queue", "Kueue has not admitted the job yet.",
           "nothing; `kubectl get workloads` shows the queue"),
     Entry("no controller has updated ...; is its operator running?",
           "The object is there, but no operator has acted on it.",
           "start the operator, or `flavor: job`, which needs none"),
-    Entry("evicted: its node is being drained", "An administrator empties the node.",
+    Entry("Evicted: its node is being drained", "An administrator empties the node.",
           "nothing with restarts left: another pod takes its place"),
-    Entry("preempted for pod ..., whose priority is higher", "Kubernetes gave the place to "
+    Entry("Preempted: by pod ..., whose priority is higher", "Kubernetes gave the place to "
           "another pod.", "wait, or a PriorityClass in the cluster entry"),
     Entry("its namespace, ..., is being deleted", "All objects in it end.",
           "submit to another namespace"),
     Entry("its container was stopped from outside (docker stop)", "Somebody or docker itself ended "
           "the container.", "`docker events --since 1h` shows what happened"),
-    Entry("its container is gone: it was removed from outside", "Somebody removed the container.",
+    Entry("its container was removed from outside (docker rm)", "Somebody removed the container.",
           "submit again"),
     Entry("job ... left Slurm's queue before it started", "It was cancelled, or cannot run.",
           "`sacct --jobs ID` and `scontrol show job ID` show why"),
-    Entry("Slurm ended its job, and starts it again", "A preemption or a failed node: Slurm "
+    Entry("Slurm requeued its job", "A preemption or a failed node: Slurm "
           "requeued the job.", "nothing; the run continues as another attempt"),
     Entry("its agent ended without reporting an exit code", "The agent was killed, or its host was "
           "restarted.", "`restarts: N` in the job starts the nodes again"),
     Entry("it was stopped at its time_limit", "The run has used up `time_limit` of the job.",
           "raise time_limit; another run can resume from this one's checkpoint"),
-    Entry("failed twice in the same way: ...", "Two attempts in a row failed with the same "
+    Entry("failed twice with the same error: ...", "Two attempts in a row failed with the same "
           "exception at the same step; a third would, too.", "fix the program; `clusterkit rerun "
           "RUN` starts it again"),
-    Entry("the run ended, and no node reported why", "All records of its end are missing.",
+    Entry("no exit code: the run ended and no node reported one", "All records of its end are missing.",
           "`clusterkit logs RUN` shows the last output"),
     Entry("slow: ...", "The others wait for this rank in every step. What slows its node down "
           "is named if it is known.", "look at that node: `clusterkit doctor`, `clusterkit bench`"),
