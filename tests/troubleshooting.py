@@ -193,7 +193,8 @@ PLATFORMS: tuple[Entry, ...] = (
     Entry("failed twice with the same error: ...", "Two attempts in a row failed with the same "
           "exception at the same step; a third would, too.", "fix the program; `clusterkit rerun "
           "RUN` starts it again"),
-    Entry("no exit code: the run ended and no node reported one", "All records of its end are missing.",
+    Entry("no exit code: the run ended and no node reported one", "All records of its end are "
+          "missing.",
           "`clusterkit logs RUN` shows the last output"),
     Entry("slow: ...", "The others wait for this rank in every step. What slows its node down "
           "is named if it is known.", "look at that node: `clusterkit doctor`, `clusterkit bench`"),
