@@ -61,15 +61,15 @@ def any_job(request, demo):
 # ---------------------------------------------------------------- registration
 
 
-def test_every_backend_of_the_registry_is_staged_here(staged_names):
+def test_every_registered_backend_has_contract_stage(staged_names):
     assert staged_names == set(backends.NAMES)
 
 
-def test_every_backend_has_a_kind_of_cluster_entry():
+def test_every_backend_has_cluster_entry_type():
     assert set(CLUSTER_TYPES) == set(backends.NAMES)
 
 
-def test_a_backend_is_what_its_name_says(stage):
+def test_backend_type_of_name_is_concrete_and_has_summary(stage):
     kind = backends.backend_type(stage.name)
     assert issubclass(kind, Backend)
     assert kind.name == stage.name
@@ -77,7 +77,7 @@ def test_a_backend_is_what_its_name_says(stage):
     assert not kind.__abstractmethods__
 
 
-def test_what_a_backend_cannot_do_is_named_by_field_and_reason(stage):
+def test_unsupported_features_are_job_fields_with_reason(stage):
     fields = {field.name for field in msgspec.structs.fields(JobSpec)}
     for field, reason in type(stage.backend).unsupported.items():
         assert field.partition("=")[0] in fields
@@ -87,14 +87,14 @@ def test_what_a_backend_cannot_do_is_named_by_field_and_reason(stage):
 # ---------------------------------------------------------------- 1, 2: purity
 
 
-def test_a_plan_is_the_same_for_ever(stage, any_job):
+def test_planning_same_job_twice_gives_identical_plan(stage, any_job):
     first, second = stage.plan(any_job), stage.plan(any_job)
     assert first == second
     assert first.to_json() == second.to_json()
     assert first.to_text() == second.to_text()
 
 
-def test_planning_touches_nothing_of_the_outside_world(stage, any_job, forbidden):
+def test_planning_does_not_touch_files_env_processes_clock_or_random(stage, any_job, forbidden):
     expected, facts = stage.plan(any_job), stage.facts_of()
     with forbidden():
         plan = stage.plan(any_job, facts)
@@ -103,7 +103,7 @@ def test_planning_touches_nothing_of_the_outside_world(stage, any_job, forbidden
     assert (text, document) == (expected.to_text(), expected.to_json())
 
 
-def test_the_ban_on_the_outside_world_works(forbidden):
+def test_forbidden_fixture_catches_files_env_processes_clock_and_random(forbidden):
     for touch in (
         lambda: open("/dev/null"),  # noqa: SIM115 (it is never opened)
         lambda: Path("/").exists(),
@@ -120,7 +120,7 @@ def test_the_ban_on_the_outside_world_works(forbidden):
             touch()
 
 
-def test_the_ban_holds_for_who_plans_and_not_for_a_thread_of_another_test(forbidden):
+def test_forbidden_fixture_does_not_affect_other_threads(forbidden):
     begin = threading.Event()
 
     def others():
@@ -143,14 +143,14 @@ def test_the_ban_holds_for_who_plans_and_not_for_a_thread_of_another_test(forbid
     assert found == ("", True, os.environ["PATH"], True, 0, True)
 
 
-def test_planning_changes_neither_job_nor_cluster_nor_facts(stage, any_job):
+def test_planning_does_not_modify_job_cluster_or_facts(stage, any_job):
     facts, cluster = stage.facts_of(), stage.cluster()
     before = copy.deepcopy((any_job, cluster, facts))
     stage.plan(any_job, facts, cluster=cluster)
     assert (any_job, cluster, facts) == before
 
 
-def test_a_plan_does_not_share_what_it_is_made_of_with_the_job(stage, demo):
+def test_plan_is_unaffected_by_later_changes_to_job(stage, demo):
     job = demo(deepspeed={"zero_optimization": {"stage": 1}}, env={"A": "1"})
     plan = stage.plan(job)
     before = plan.to_json()
@@ -161,7 +161,7 @@ def test_a_plan_does_not_share_what_it_is_made_of_with_the_job(stage, demo):
 
 @pytest.mark.parametrize("path", JOB_FILES, ids=lambda path: path.stem)
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_every_job_file_of_the_repository_has_a_plan(stage, path, nodes, monkeypatch):
+def test_every_repository_job_file_can_be_planned(stage, path, nodes, monkeypatch):
     monkeypatch.chdir(ROOT)
     job = msgspec.structs.replace(loader.load_job(path), nodes=nodes)
     plan = stage.plan(job)
@@ -169,7 +169,7 @@ def test_every_job_file_of_the_repository_has_a_plan(stage, path, nodes, monkeyp
     assert plan == stage.plan(job)
 
 
-def test_a_plan_survives_the_run_folder(stage, any_job):
+def test_plan_round_trips_through_json(stage, any_job):
     plan = stage.plan(any_job)
     assert msgspec.json.decode(plan.to_json(), type=Plan) == plan
 
@@ -192,7 +192,7 @@ def dump_dir(tmp_path):
     return folder
 
 
-def test_every_rank_sees_the_whole_contract(stage, demo, run_nodes, dump_dir):
+def test_every_rank_gets_all_environment_variables_and_workdir(stage, demo, run_nodes, dump_dir):
     job = demo(nodes=2, gpus_per_node=2, env={"DUMP_DIR": str(dump_dir)})
     plan = stage.plan(job)
     assert run_nodes(stage, plan) == [0, 0]
@@ -216,9 +216,7 @@ def test_every_rank_sees_the_whole_contract(stage, demo, run_nodes, dump_dir):
         assert one["cwd"] == str(PROGRAMS)
 
 
-def test_values_arrive_at_the_ranks_exactly_as_written(
-    stage, demo, run_nodes, dump_dir, ugly_values
-):
+def test_env_and_args_reach_ranks_unaltered(stage, demo, run_nodes, dump_dir, ugly_values):
     words = [*ugly_values.values(), "--", "-x", "--nproc", "7"]
     scripts_own = dict.fromkeys(
         ["run_dir", "node_dir", "slot", "pipe", "IS_HOST", "name"], "user's"
@@ -233,7 +231,7 @@ def test_values_arrive_at_the_ranks_exactly_as_written(
     assert seen["argv"] == words
 
 
-def test_folders_with_weird_names_and_a_very_long_job_name_work(
+def test_run_works_with_odd_folder_names_and_long_job_name(
     stage, demo, run_nodes, dump_dir, weird_tmp_path
 ):
     program = weird_tmp_path / "my $program's.py"
@@ -252,7 +250,7 @@ def test_folders_with_weird_names_and_a_very_long_job_name_work(
     assert seen["env"]["CLUSTERKIT_JOB"] == name
 
 
-def test_stale_variables_of_the_submitter_do_not_reach_the_ranks(stage, demo, run_nodes, dump_dir):
+def test_stale_torchrun_variables_of_submitter_do_not_reach_ranks(stage, demo, run_nodes, dump_dir):
     job = demo(gpus_per_node=2, env={"DUMP_DIR": str(dump_dir)})
     stale = {
         "RANK": "9", "LOCAL_RANK": "9", "WORLD_SIZE": "99", "LOCAL_WORLD_SIZE": "99",
@@ -275,7 +273,7 @@ def test_stale_variables_of_the_submitter_do_not_reach_the_ranks(stage, demo, ru
 TOKEN = "hunter2-Zq81-correct-horse"
 
 
-def test_a_secret_is_in_no_form_of_the_plan(stage, demo, monkeypatch):
+def test_plan_text_json_and_repr_omit_secret_value(stage, demo, monkeypatch):
     monkeypatch.setenv("API_TOKEN", TOKEN)
     plan = stage.plan(demo(secrets=("API_TOKEN",)))
     assert "API_TOKEN" in plan.to_text()
@@ -284,7 +282,7 @@ def test_a_secret_is_in_no_form_of_the_plan(stage, demo, monkeypatch):
     assert TOKEN not in repr(plan)
 
 
-def test_a_secret_reaches_the_ranks_and_no_file_of_the_run(
+def test_secret_reaches_ranks_but_no_file_of_run_folder(
     stage, demo, run_nodes, dump_dir, clusterkit_home
 ):
     job = demo(secrets=("API_TOKEN",), env={"DUMP_DIR": str(dump_dir)})
@@ -298,7 +296,7 @@ def test_a_secret_reaches_the_ranks_and_no_file_of_the_run(
         assert TOKEN.encode() not in path.read_bytes(), path
 
 
-def test_a_secret_is_in_no_argument_list_of_a_running_process(stage, demo, tmp_path):
+def test_secret_is_absent_from_command_lines_of_all_processes(stage, demo, tmp_path):
     ready, go = tmp_path / "ready", tmp_path / "go"
     os.mkfifo(ready)
     os.mkfifo(go)
@@ -329,7 +327,7 @@ def test_a_secret_is_in_no_argument_list_of_a_running_process(stage, demo, tmp_p
     assert not [command for command in shown if TOKEN.encode() in command]
 
 
-def test_the_steps_that_are_recorded_hold_no_secret(stage, demo, recording):
+def test_recorded_submit_steps_omit_secret_value(stage, demo, recording):
     records, plan = [], stage.plan(demo(secrets=("API_TOKEN",)))
     stage.begin(plan)
     stage.backend.submit(
@@ -342,9 +340,7 @@ def test_the_steps_that_are_recorded_hold_no_secret(stage, demo, recording):
     assert TOKEN not in repr(records)
 
 
-def test_nodes_that_watch_each_other_share_a_token_that_is_new_with_each_attempt(
-    stage, demo, recording
-):
+def test_nodes_that_watch_each_other_share_new_peer_token_per_attempt(stage, demo, recording):
     alone, several = stage.plan(demo()), stage.plan(demo(nodes=2))
     assert not any(PEER_TOKEN in step.secrets for step in alone.steps)
     watching = any("CLUSTERKIT_COORDINATOR=" in (file.text or "") for file in several.files)
@@ -365,7 +361,7 @@ def test_nodes_that_watch_each_other_share_a_token_that_is_new_with_each_attempt
 # ---------------------------------------------------------------- 6: capabilities
 
 
-def test_a_field_that_cannot_be_honoured_is_refused_by_name(stage, demo):
+def test_unsupported_job_field_is_refused_by_name(stage, demo):
     kind = type(stage.backend)
     everyone = [backends.backend_type(name) for name in backends.NAMES]
     check_capabilities(kind, demo(), everyone)
@@ -387,7 +383,7 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_name(stage, demo):
     ],
     ids=str,
 )
-def test_a_job_that_does_not_fit_is_refused_in_planning(stage, demo, fields):
+def test_planning_refuses_invalid_job_and_names_field(stage, demo, fields):
     with pytest.raises(BadInput, match=r"env\.RANK|args|batch|device|deepspeed"):
         stage.plan(demo(**fields))
 
@@ -396,7 +392,7 @@ def test_a_job_that_does_not_fit_is_refused_in_planning(stage, demo, fields):
 
 
 @pytest.mark.parametrize("name", ["x" * 200, "Weird Name_ü.v2", "--", "日本"])
-def test_any_job_name_gives_legal_names(stage, demo, name):
+def test_any_job_name_gives_valid_run_id_and_file_names(stage, demo, name):
     run_id = run_folder.new_run_id(name)
     plan = stage.plan(demo(name=name), run_id=run_id)
     assert run_folder.RUN_ID.match(plan.run_id)
@@ -422,7 +418,7 @@ def in_steps(plan, commands):
     return found + left
 
 
-def test_submitting_does_exactly_what_the_plan_says_in_order(stage, any_job, recording):
+def test_submit_executes_files_and_steps_of_plan_in_order_per_host(stage, any_job, recording):
     plan, transport = stage.plan(any_job), recording()
     stage.begin(plan)
     given = {name: Secret(name, TOKEN) for step in plan.steps for name in step.secrets}
@@ -453,7 +449,7 @@ def test_submitting_does_exactly_what_the_plan_says_in_order(stage, any_job, rec
     )
 
 
-def test_another_attempt_adds_nothing_but_its_number(stage, demo, recording):
+def test_submit_of_later_attempt_differs_only_in_attempt_number(stage, demo, recording):
     plan, first, third = stage.plan(demo()), recording(), recording()
     stage.begin(plan)
     stage.backend.submit(plan, first, attempt=1)
@@ -465,14 +461,14 @@ def test_another_attempt_adds_nothing_but_its_number(stage, demo, recording):
         assert other == (*one[:3], one[3] | {"CLUSTERKIT_ATTEMPT": "3"})
 
 
-def test_every_step_is_recorded(stage, demo, recording):
+def test_submit_records_every_step_of_plan(stage, demo, recording):
     plan, records = stage.plan(demo(nodes=2)), []
     stage.begin(plan)
     stage.backend.submit(plan, recording(), record=lambda step, outcome: records.append(step))
     assert sorted(records, key=plan.steps.index) == list(plan.steps)
 
 
-def test_a_command_that_cannot_be_started_fails_the_submit_and_is_recorded(stage, demo, recording):
+def test_submit_fails_and_records_command_that_cannot_start(stage, demo, recording):
     class Broken(recording):
         def start(self, host, argv, *, env=None):
             raise SubmitFailed(f"cannot start {argv[0]} on {host}: Permission denied")
@@ -491,7 +487,7 @@ def test_a_command_that_cannot_be_started_fails_the_submit_and_is_recorded(stage
     assert "Permission denied" in records[0]
 
 
-def test_the_recording_transport_is_a_whole_transport(recording):
+def test_recording_transport_has_every_transport_method(recording):
     wanted = {name for name in vars(Transport) if not name.startswith("_")}
     assert wanted <= set(dir(recording))
 
@@ -504,11 +500,11 @@ def handle(stage, demo):
     return stage.handle(stage.plan(demo(nodes=2)))
 
 
-def test_a_run_that_nobody_knows_has_no_status(stage, handle):
+def test_status_of_unknown_run_is_none(stage, handle):
     assert stage.backend.status(handle, stage.transport) is None
 
 
-def test_a_run_that_has_not_begun_is_pending(stage, handle):
+def test_status_of_run_before_first_node_starts_is_pending(stage, handle):
     stage.begin(handle.plan)
     seen = stage.backend.status(handle, stage.transport)
     assert isinstance(seen, Observation)
@@ -516,7 +512,7 @@ def test_a_run_that_has_not_begun_is_pending(stage, handle):
     assert [node.state for node in seen.nodes] == [State.PENDING, State.PENDING]
 
 
-def test_every_known_native_word_is_a_state(stage, handle):
+def test_status_maps_every_known_native_state(stage, handle):
     for attempt, (state, native) in enumerate(stage.NATIVE.items(), 1):
         handle = stage.handle(handle.plan, attempt)
         stage.begin(handle.plan)
@@ -527,7 +523,7 @@ def test_every_known_native_word_is_a_state(stage, handle):
         assert {node.state for node in seen.nodes} == {State[state]}
 
 
-def test_a_native_word_that_means_nothing_is_unknown_and_no_exception(stage, handle):
+def test_status_maps_unrecognized_native_state_to_unknown(stage, handle):
     for attempt, native in enumerate(stage.GARBAGE, 1):
         handle = stage.handle(handle.plan, attempt)
         stage.begin(handle.plan)
@@ -538,7 +534,7 @@ def test_a_native_word_that_means_nothing_is_unknown_and_no_exception(stage, han
         assert seen.state is State.UNKNOWN, native
 
 
-def test_states_are_told_per_attempt(stage, handle):
+def test_status_is_separate_for_each_attempt(stage, handle):
     stage.begin(handle.plan)
     second = stage.handle(handle.plan, 2)
     for node in (0, 1):
@@ -548,9 +544,7 @@ def test_states_are_told_per_attempt(stage, handle):
     assert stage.backend.status(second, stage.transport).state is State.SUCCEEDED
 
 
-def test_a_real_run_is_seen_to_have_succeeded_and_cancelling_it_changes_nothing(
-    stage, demo, run_nodes, dump_dir
-):
+def test_cancel_leaves_status_of_succeeded_run_unchanged(stage, demo, run_nodes, dump_dir):
     job = demo(nodes=2, env={"DUMP_DIR": str(dump_dir)})
     plan = stage.plan(job, cluster=stage.cluster(stop_grace=0.1))
     stage.begin(plan)
@@ -566,7 +560,7 @@ def test_a_real_run_is_seen_to_have_succeeded_and_cancelling_it_changes_nothing(
     assert stage.backend.status(stage.handle(plan), stage.transport) == seen
 
 
-def test_a_real_run_that_fails_is_seen_with_its_exit_code(stage, demo, run_nodes):
+def test_status_of_failed_run_has_exit_code_of_rank(stage, demo, run_nodes):
     plan = stage.plan(demo(program=None, command=("sh", "-c", "exit 7")))
     stage.begin(plan)
     assert run_nodes(stage, plan) == [7]
@@ -578,12 +572,12 @@ def test_a_real_run_that_fails_is_seen_with_its_exit_code(stage, demo, run_nodes
 # ---------------------------------------------------------------- 12: cancelling
 
 
-def test_cancelling_is_fine_to_repeat_and_on_a_run_that_never_was(stage, handle):
+def test_cancel_of_unknown_run_is_harmless_and_repeatable(stage, handle):
     stage.backend.cancel(handle, stage.transport)
     stage.backend.cancel(handle, stage.transport)
 
 
-def test_a_cancel_that_fails_says_so(stage, demo, recording):
+def test_cancel_that_fails_raises_unavailable_naming_run(stage, demo, recording):
     plan = stage.plan(demo())
     stage.begin(plan)
     stage.write_files(plan)
@@ -602,7 +596,7 @@ def test_a_cancel_that_fails_says_so(stage, demo, recording):
         ({"launcher": "mpirun"}, {"tools": {}}, "Open MPI"),
     ],
 )
-def test_a_missing_tool_is_unavailable_with_the_remedy(stage, demo, fields, host, missing):
+def test_planning_names_missing_launcher_tool_and_install_hint(stage, demo, fields, host, missing):
     with pytest.raises(Unavailable, match=f"needs {missing}") as error:
         stage.plan(demo(**fields), stage.facts_of(**host))
     assert error.value.exit_code == 125
@@ -612,7 +606,7 @@ def test_a_missing_tool_is_unavailable_with_the_remedy(stage, demo, fields, host
 # ---------------------------------------------------------------- 15: logs
 
 
-def test_logs_keep_rank_and_order_and_survive_a_torn_last_line(stage, handle):
+def test_logs_are_ordered_by_time_with_rank_despite_torn_last_line(stage, handle):
     stage.begin(handle.plan)
     stage.node_log(
         handle, 0, STAMP % 1 + b" 0 a\n" + STAMP % 4 + b" - b\n" + STAMP % 5 + b" 0 torn \xe2\x82"
@@ -629,7 +623,7 @@ def test_logs_keep_rank_and_order_and_survive_a_torn_last_line(stage, handle):
     assert [(x.node, x.rank, x.text) for x in lines if not x.time] == [(1, None, "2026-11-21T20")]
 
 
-def test_logs_of_one_node(stage, handle):
+def test_logs_can_be_limited_to_one_node(stage, handle):
     stage.begin(handle.plan)
     stage.node_log(handle, 0, STAMP % 1 + b" 0 a\n" + STAMP % 2 + b" - b\n")
     stage.node_log(handle, 1, STAMP % 3 + b" 1 c\n")
@@ -638,11 +632,11 @@ def test_logs_of_one_node(stage, handle):
     assert [line.text for line in stage.lines(handle, follow=lambda: False)] == ["a", "b", "c"]
 
 
-def test_a_run_without_logs_has_none(stage, handle):
+def test_logs_of_run_without_output_are_empty(stage, handle):
     assert stage.lines(handle) == []
 
 
-def test_a_python_that_the_job_names_is_the_one_or_refused(stage, demo):
+def test_job_python_is_used_and_refused_if_facts_name_another(stage, demo):
     named = demo(python="/opt/venv/bin/python")
     plan = stage.plan(named, stage.facts_of(python="/opt/venv/bin/python", python_origin="x"))
     assert str(next(note for note in plan.notes if note.name == "python")) == (
@@ -652,7 +646,7 @@ def test_a_python_that_the_job_names_is_the_one_or_refused(stage, demo):
         stage.plan(named, stage.facts_of(python="/q/py"))
 
 
-def test_python_is_the_one_that_the_facts_name(stage, demo):
+def test_planned_files_use_python_of_facts(stage, demo):
     plan = stage.plan(demo(), stage.facts_of(python="/opt/venv/bin/python"))
     text = "".join(file.text or "" for file in plan.files)
     assert "/opt/venv/bin/python" in text

@@ -219,13 +219,13 @@ def compare(path: Path, text: str, update: bool) -> None:
 @pytest.mark.parametrize(
     ("backend", "case"), [(b, case) for b in backends.NAMES for case in WHOLE if runs(b, case)]
 )
-def test_the_plan_is_letter_by_letter_the_same(backend, case, make_facts, pytestconfig):
+def test_plan_text_matches_golden_file(backend, case, make_facts, pytestconfig):
     text = whole(plan(backend, case, make_facts))
     compare(EXPECTED / backend / f"{case}.txt", text, pytestconfig.option.update_golden)
 
 
 @pytest.mark.parametrize("backend", backends.NAMES)
-def test_every_launcher_starts_as_the_table_says(backend, make_facts, pytestconfig):
+def test_launcher_notes_and_node_commands_match_golden_file(backend, make_facts, pytestconfig):
     cases = CASES if backend == "local" else [each for each in LAUNCHERS if runs(backend, each)]
     text = "\n".join(launcher(case, plan(backend, case, make_facts)) for case in cases)
     compare(EXPECTED / backend / "launchers.txt", text, pytestconfig.option.update_golden)
@@ -233,7 +233,7 @@ def test_every_launcher_starts_as_the_table_says(backend, make_facts, pytestconf
 
 @pytest.mark.parametrize("backend", backends.NAMES)
 @pytest.mark.parametrize("case", CASES)
-def test_every_script_of_a_plan_is_posix_shell_and_all_json_is_json(backend, case, make_facts):
+def test_plan_files_are_valid_posix_shell_scripts_and_json_objects(backend, case, make_facts):
     made = plan(backend, case, make_facts)
     scripts = [file for file in made.files if file.path.endswith(".sh")]
     assert scripts
@@ -248,12 +248,12 @@ def test_every_script_of_a_plan_is_posix_shell_and_all_json_is_json(backend, cas
 
 @pytest.mark.parametrize("backend", backends.NAMES)
 @pytest.mark.parametrize("case", CASES)
-def test_a_plan_as_json_is_the_same_plan(backend, case, make_facts):
+def test_plan_round_trips_through_json(backend, case, make_facts):
     made = plan(backend, case, make_facts)
     assert msgspec.json.decode(made.to_json(), type=type(made)) == made
 
 
-def test_no_expectation_is_left_over_from_a_case_that_is_gone(pytestconfig):
+def test_expected_folder_has_no_golden_file_without_case(pytestconfig):
     wanted = {
         EXPECTED / backend / f"{name}.txt"
         for backend in backends.NAMES

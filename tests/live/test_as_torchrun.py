@@ -143,7 +143,7 @@ def assert_alike(found: dict[str, Ended]) -> None:
 
 
 @pytest.mark.timeout(900)  # five runs of two ranks that import nearly all of torch
-def test_small_programs_give_the_same_and_draw_their_own(tmp_path: Path) -> None:
+def test_every_launcher_prints_same_as_torchrun_with_own_random_numbers(tmp_path: Path) -> None:
     found = Program(("checks.py", *WORDS), 2, tmp_path).run_all()
     drawn: dict[str, dict[str, tuple[str, int]]] = {}
     for how, each in found.items():
@@ -161,11 +161,11 @@ def test_small_programs_give_the_same_and_draw_their_own(tmp_path: Path) -> None
     assert_alike(found)
 
 
-def test_programs_end_alike_and_leave_the_same_files(tmp_path: Path) -> None:
+def test_every_launcher_ends_program_and_leaves_files_like_torchrun(tmp_path: Path) -> None:
     assert_alike(Program(("ends.py",), 18, tmp_path).run_all())
 
 
-def test_a_package_run_by_its_name(tmp_path: Path) -> None:
+def test_every_launcher_runs_package_like_torchrun(tmp_path: Path) -> None:
     assert_alike(Program(("-m", "pack", "--local_rank", "x"), 2, tmp_path).run_all())
 
 
@@ -182,5 +182,5 @@ def test_a_package_run_by_its_name(tmp_path: Path) -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_rank_fails_alike(way: str, tmp_path: Path) -> None:
+def test_every_launcher_reports_failed_rank_like_torchrun(way: str, tmp_path: Path) -> None:
     assert_alike(Program(("fails.py", way), 2, tmp_path).run_all())

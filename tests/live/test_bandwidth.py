@@ -57,7 +57,7 @@ def measuring(process: subprocess.Popen[str]) -> api.Run:
     pytest.fail("it ended before it measured")
 
 
-def test_collectives_on_two_nodes(bench: Bench, tmp_path: Path) -> None:
+def test_bench_measures_every_collective_on_two_nodes(bench: Bench, tmp_path: Path) -> None:
     process = bench("-n", 2, "--sizes", "4,64K", "--json", "-o", tmp_path / "bus.svg")
     out, err = process.communicate(timeout=SOON)
     assert process.returncode == 0, err
@@ -82,7 +82,7 @@ def test_collectives_on_two_nodes(bench: Bench, tmp_path: Path) -> None:
     assert api.get(report["run"]).status().state is State.SUCCEEDED
 
 
-def test_pairs_of_three_nodes(bench: Bench) -> None:
+def test_bench_pairwise_measures_every_pair_of_three_nodes(bench: Bench) -> None:
     process = bench("-n", 3, "--pairwise", "--sizes", "1K,64K", "--json")
     out, err = process.communicate(timeout=SOON)
     assert process.returncode == 0, err
@@ -95,7 +95,7 @@ def test_pairs_of_three_nodes(bench: Bench) -> None:
     assert pairs["judgement"].endswith(".")
 
 
-def test_a_rank_that_dies_is_named(bench: Bench) -> None:
+def test_bench_names_rank_that_was_killed(bench: Bench) -> None:
     process = bench("-n", 2, "--iterations", 100000)
     run = measuring(process)
     ranks = [
@@ -110,7 +110,7 @@ def test_a_rank_that_dies_is_named(bench: Bench) -> None:
     assert f"error: run {run.id} is FAILED: rank 1 on node 1 failed first: SIGKILL: the rank" in err
 
 
-def test_ctrl_c_ends_the_run_and_all_of_it(bench: Bench) -> None:
+def test_bench_ends_run_and_processes_on_ctrl_c(bench: Bench) -> None:
     process = bench("-n", 2, "--iterations", 100000)
     run = measuring(process)
     process.send_signal(signal.SIGINT)
@@ -120,7 +120,7 @@ def test_ctrl_c_ends_the_run_and_all_of_it(bench: Bench) -> None:
     assert agent.processes_of(str(run.path)) == []
 
 
-def test_what_only_the_ranks_can_refuse_is_explained(bench: Bench) -> None:
+def test_bench_explains_lack_of_memory_on_ranks(bench: Bench) -> None:
     """A size that fits into the machine's memory, but not into what is free of it."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     process = bench("-n", 2, "--sizes", total // 2 - (64 << 20), "--collectives", "broadcast")

@@ -14,7 +14,7 @@ SEED, FAULTS = 1, 35
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
 
-def test_runs_come_to_the_right_end_whatever_is_done_to_them() -> None:
+def test_local_runs_end_as_expected_under_random_faults() -> None:
     # On a busy machine an agent may see a rank's end after it was told of its peers' (docs).
     ids = [id for id in chosen(SEED, FAULTS, ["local"]) if id.split("/")[1] != "exit"]
     if os.geteuid() != 0:  # a disk that is full is a tmpfs, a rank out of memory one in a cgroup

@@ -70,7 +70,9 @@ ONE_MACHINE = [
 
 
 @pytest.mark.parametrize(("line", "ranks"), ONE_MACHINE)
-def test_a_command_line(line: str, ranks: int, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_converted_command_line_runs_like_original(
+    line: str, ranks: int, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = shell.split(line)
     if shutil.which(words[0]) is None:
         pytest.skip(f"{words[0]}: not installed")
@@ -81,7 +83,7 @@ def test_a_command_line(line: str, ranks: int, here: Path, monkeypatch: pytest.M
 
 
 @thorough
-def test_torchrun_on_two_nodes() -> None:
+def test_converted_torchrun_on_two_nodes_runs_like_original() -> None:
     words = [
         "torchrun", "--nnodes=2", "--nproc-per-node=2", "--rdzv-id=a", "--rdzv-backend=c10d",
         f"--rdzv-endpoint=127.0.0.1:{free_port()}", "told.py", "--lr", "1",
@@ -90,7 +92,7 @@ def test_torchrun_on_two_nodes() -> None:
 
 
 @thorough
-def test_a_config_of_accelerate(here: Path) -> None:
+def test_converted_accelerate_config_runs_like_original(here: Path) -> None:
     if importlib.util.find_spec("accelerate") is None:
         pytest.skip("accelerate: not installed")
     config = here / "config.yaml"

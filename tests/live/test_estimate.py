@@ -46,7 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
         pytest.param("zero3, bf16", marks=pytest.mark.thorough),
     ],
 )
-def test_the_measured_peak_is_within_a_tenth_of_the_predicted(name: str) -> None:
+def test_estimated_peak_memory_matches_measured_within_tolerance(name: str) -> None:
     (case,) = [case for case in check.CASES if case.name == name]
     compared = check.compare(case)
     assert abs(compared.difference) <= check.TOLERANCE, check.rows([compared])
@@ -56,7 +56,7 @@ def test_the_measured_peak_is_within_a_tenth_of_the_predicted(name: str) -> None
 @pytest.mark.parametrize(
     "kind", ["qwen2", pytest.param("llama", marks=pytest.mark.thorough), "gpt2"]
 )
-def test_formulas_from_a_config_agree_with_the_meta_device(kind: str, tmp_path: Path) -> None:
+def test_formulas_from_model_config_agree_with_meta_device(kind: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(KINDS[kind]))
     counted = models.hugging_face(str(tmp_path), 128)
     assert counted.origin == f"{kind}, counted on the meta device"
@@ -76,7 +76,7 @@ def test_formulas_from_a_config_agree_with_the_meta_device(kind: str, tmp_path: 
 
 
 @pytest.mark.timeout(600)
-def test_our_presets_are_as_large_as_the_model_they_stand_for() -> None:
+def test_gpt_presets_have_parameter_count_of_built_model() -> None:
     code = (
         "import torch\nfrom model import GPT, PRESETS\n"
         "with torch.device('meta'):\n"
@@ -90,14 +90,14 @@ def test_our_presets_are_as_large_as_the_model_they_stand_for() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_config_that_builds_no_model_is_one_clear_error(tmp_path: Path) -> None:
+def test_unknown_model_type_in_config_is_refused_without_traceback(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     with pytest.raises(models.BadInput, match="no-such-model") as caught:
         models.hugging_face(str(tmp_path))
     assert "Traceback" not in str(caught.value)
 
 
-def test_a_page_without_a_place_for_the_table_is_refused(tmp_path: Path) -> None:
+def test_write_page_refuses_page_without_place_for_table(tmp_path: Path) -> None:
     page = tmp_path / "estimate.md"
     page.write_text("# Nothing\n")
     with pytest.raises(ValueError, match="no place"):

@@ -24,7 +24,7 @@ def said(run: api.Run, beginning: str) -> str:
     pytest.fail(f"it did not say {beginning!r}: {run.status()}")
 
 
-def test_a_rank_that_hangs_is_named_and_all_start_again(
+def test_hang_in_native_code_names_rank_and_restarts_run(
     submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary = tmp_path / "temporary"
@@ -48,7 +48,9 @@ def test_a_rank_that_hangs_is_named_and_all_start_again(
     ("how", "rank_1"),
     [("python", "in load()"), ("skip", "in main()"), ("stop", "is stopped (SIGSTOP)")],
 )
-def test_a_rank_that_hangs_ends_the_run(submit: Submit, how: str, rank_1: str) -> None:
+def test_hang_without_restarts_fails_run_and_names_rank(
+    submit: Submit, how: str, rank_1: str
+) -> None:
     run = submit("hang.py", how, gpus=2, hang_timeout=7)
     text = said(run, HANG_NOTE)
     assert text.startswith(f"{HANG_NOTE}rank 1 has not entered all_reduce #")
@@ -67,7 +69,9 @@ def test_a_rank_that_hangs_ends_the_run(submit: Submit, how: str, rank_1: str) -
         ("all slow", "no step completes; ranks 0-1"),
     ],
 )
-def test_a_slow_data_loader_is_no_hang(submit: Submit, how: str, says: str) -> None:
+def test_slow_data_loader_is_reported_but_does_not_end_run(
+    submit: Submit, how: str, says: str
+) -> None:
     run = submit("hang.py", how, gpus=2)
     assert says in said(run, HANG_NOTE)
     started = run.path / "attempts/1/node-0/started.json"
@@ -79,7 +83,7 @@ def test_a_slow_data_loader_is_no_hang(submit: Submit, how: str, says: str) -> N
 
 
 @pytest.mark.thorough
-def test_long_work_on_rank_0_is_named_and_ends_nothing(submit: Submit) -> None:
+def test_long_work_on_rank_0_is_reported_without_ending_run(submit: Submit) -> None:
     run = submit("first.py", 45, 3 * 3600, gpus=2)
     assert "rank 0 has not entered barrier #2, which rank 1 waits in" in said(run, HANG_NOTE)
     status = run.wait()
@@ -87,7 +91,7 @@ def test_long_work_on_rank_0_is_named_and_ends_nothing(submit: Submit) -> None:
     assert status.nodes[0].hang is None
 
 
-def test_the_process_group_s_own_timeout_ends_it_and_the_hang_is_the_cause(submit: Submit) -> None:
+def test_status_names_hang_as_cause_when_process_group_times_out(submit: Submit) -> None:
     run = submit("first.py", 600, 40, gpus=2)
     named = "rank 0 has not entered barrier #2, which rank 1 waits in"
     assert named in said(run, HANG_NOTE)
@@ -99,7 +103,7 @@ def test_the_process_group_s_own_timeout_ends_it_and_the_hang_is_the_cause(submi
 
 
 @pytest.mark.thorough
-def test_a_slow_rank_is_named_and_it_is_taken_back(submit: Submit) -> None:
+def test_slow_rank_is_reported_and_report_is_withdrawn_later(submit: Submit) -> None:
     run = submit("straggler.py", 100, 45, nodes=2, gpus=1)
     text = said(run, SLOW_NOTE)
     named = "rank 1 on node 1 is slower than the others, which wait for it at least "

@@ -135,7 +135,7 @@ def in_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], api.Ru
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "mpirun", "forkserver"])
-def test_every_rank_sees_the_whole_environment_contract(
+def test_every_launcher_gives_ranks_env_and_arguments_unaltered(
     in_ranks: Callable[[str], api.Run], launcher: str
 ) -> None:
     if launcher == "mpirun":
@@ -161,7 +161,7 @@ def test_every_rank_sees_the_whole_environment_contract(
         assert {name: env.get(name) for name in expected} == expected
 
 
-def test_a_rank_sees_the_variables_of_torchrun_s_ranks_whatever_the_agent_starts(
+def test_forked_and_spawned_ranks_have_environment_of_torchrun(
     in_ranks: Callable[[str], api.Run], own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def seen(run: api.Run) -> dict[str, str]:
@@ -199,7 +199,7 @@ def test_a_rank_sees_the_variables_of_torchrun_s_ranks_whatever_the_agent_starts
      (["-m", "pkg.extract"], "--local-rank")],
     ids=" ".join,
 )  # fmt: skip
-def test_each_rank_gets_its_local_rank_as_the_argument_that_its_program_knows(
+def test_rank_gets_local_rank_argument_in_spelling_of_its_program(
     own_home: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], argument: str, launcher: str
 ) -> None:
     monkeypatch.chdir(Path(__file__).parents[1] / "unit/local_rank")
@@ -213,7 +213,7 @@ def test_each_rank_gets_its_local_rank_as_the_argument_that_its_program_knows(
     assert texts == {0: ["LOCAL", "0"], 1: ["LOCAL", "1"]}
 
 
-def test_lines_carry_the_node_and_rank_that_wrote_them(
+def test_log_lines_carry_node_and_rank(
     in_ranks: Callable[[str], api.Run],
 ) -> None:
     run = in_ranks("forkserver")
@@ -224,7 +224,7 @@ def test_lines_carry_the_node_and_rank_that_wrote_them(
     assert {line.rank for line in run.logs(rank=3)} == {3}
 
 
-def test_an_ordinary_command_line_runs_unchanged(
+def test_submit_runs_plain_python_command_on_two_nodes(
     tmp_path: Path, clusterkit: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copy(PROGRAMS / "beat.py", tmp_path / "my script.py")
@@ -250,7 +250,7 @@ def test_an_ordinary_command_line_runs_unchanged(
     ],
     ids=" ".join,
 )
-def test_every_way_to_start_python_starts_the_same(
+def test_every_form_of_command_runs_python_of_named_or_active_venv(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
     environment, named = tmp_path / "active", tmp_path / "named"
@@ -272,7 +272,7 @@ def test_every_way_to_start_python_starts_the_same(
     assert noted(run.plan, "python") == executable == str(expected / "bin/python")
 
 
-def test_a_named_interpreter_that_is_not_there_is_refused(
+def test_submit_refuses_missing_interpreter(
     tmp_path: Path, own_home: Path, clusterkit: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -286,7 +286,7 @@ def test_a_named_interpreter_that_is_not_there_is_refused(
     assert list(own_home.glob("runs/*")) == []
 
 
-def test_a_launcher_in_a_command_line_makes_one_world(
+def test_submitted_torchrun_command_makes_one_world_of_all_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -300,7 +300,7 @@ def test_a_launcher_in_a_command_line_makes_one_world(
     assert [told["argv"] for told in seen] == [["--fast"]] * 4
 
 
-def test_accelerate_on_the_cpu_makes_one_world(
+def test_submitted_accelerate_command_makes_one_world_on_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("accelerate")
@@ -337,12 +337,12 @@ EXIT = ("exit", 7, "exit code 7; last output: about to leave")
         pytest.param("torchrun", *EXIT, marks=pytest.mark.thorough),
     ],
 )  # fmt: skip
-def test_the_rank_that_failed_is_named_and_its_code_passed_on(
+def test_status_names_failed_rank_and_returns_its_exit_code(
     submit: Submit, launcher: str, how: str, code: int, cause: str
 ) -> None:
     if launcher == "mpirun":
         needs_mpirun()
-    # Each deepspeed imports itself for 6 s; `test_a_killed_rank_takes_the_run_down` has two.
+    # Each deepspeed imports itself for 6 s: `make thorough` has two.
     nodes = 1 if launcher == "deepspeed" else 2
     options = {"nodes": nodes, "gpus": 4 // nodes, "launcher": launcher}
     run = submit("fail.py", how, 3, 99, env=QUIET, **options)
@@ -354,7 +354,7 @@ def test_the_rank_that_failed_is_named_and_its_code_passed_on(
     assert status.exit_code == status.failure.exit_code == code
 
 
-def test_peers_that_fail_of_it_are_not_blamed_and_one_traceback_is_shown(
+def test_submit_blames_rank_that_failed_first_with_one_traceback(
     clusterkit: list[str],
 ) -> None:
     done = subprocess.run(
@@ -370,7 +370,7 @@ def test_peers_that_fail_of_it_are_not_blamed_and_one_traceback_is_shown(
 @pytest.mark.parametrize(
     "launcher", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.thorough), "forkserver"]
 )
-def test_a_killed_rank_takes_the_run_down(submit: Submit, launcher: str) -> None:
+def test_killed_rank_fails_run_with_exit_code_137(submit: Submit, launcher: str) -> None:
     run = submit("beat.py", 6000, nodes=2, launcher=launcher)
     all_ready(run, 2)
     kill(rank_pid(run, 1))
@@ -383,7 +383,7 @@ def test_a_killed_rank_takes_the_run_down(submit: Submit, launcher: str) -> None
     assert status.exit_code == status.failure.exit_code == 137
 
 
-def test_a_rank_that_kills_itself_under_mpirun_is_named(submit: Submit) -> None:
+def test_status_names_rank_killed_under_mpirun(submit: Submit) -> None:
     """Under the other launchers the test above says it."""
     needs_mpirun()
     run = submit("fail.py", "signal", 3, 99, nodes=2, gpus=2, launcher="mpirun", env=QUIET)
@@ -395,7 +395,7 @@ def test_a_rank_that_kills_itself_under_mpirun_is_named(submit: Submit) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "forkserver"])
-def test_a_killed_agent_takes_the_run_down(submit: Submit, launcher: str) -> None:
+def test_killed_agent_fails_run(submit: Submit, launcher: str) -> None:
     run = submit("tick.py", 6000, nodes=2, launcher=launcher)
     all_ready(run, 2)
     kill(agent_pid(run, 1))
@@ -405,7 +405,7 @@ def test_a_killed_agent_takes_the_run_down(submit: Submit, launcher: str) -> Non
     assert status.nodes[1].reason.startswith("SIGKILL: the agent was killed from outside")
 
 
-def test_a_killed_launcher_takes_the_run_down(submit: Submit) -> None:
+def test_killed_torchrun_launcher_fails_run(submit: Submit) -> None:
     run = submit("tick.py", 6000, nodes=2, launcher="torchrun")
     all_ready(run, 2)
     (launcher,) = (pid for pid in agent.descendants(agent_pid(run, 1)) if pid != rank_pid(run, 1))
@@ -415,7 +415,7 @@ def test_a_killed_launcher_takes_the_run_down(submit: Submit) -> None:
     assert status.nodes[1].exit_code == 137
 
 
-def test_a_program_that_cannot_start_says_why(submit: Submit, tmp_path: Path) -> None:
+def test_missing_program_fails_run_with_exit_code_127(submit: Submit, tmp_path: Path) -> None:
     run = api.submit(["/no/such/program"], settings=["launcher=forkserver"])
     status = run.wait(SOON)
     assert status.failure is not None
@@ -426,7 +426,7 @@ def test_a_program_that_cannot_start_says_why(submit: Submit, tmp_path: Path) ->
 # ---------------------------------------------------------------- restarts
 
 
-def test_a_failed_run_is_started_again_and_says_so(submit: Submit) -> None:
+def test_failed_run_restarts_and_records_event(submit: Submit) -> None:
     run = submit("fail.py", "exception", 1, 1, nodes=2, restarts=2)
     status = run.wait(SOON)
     assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
@@ -437,20 +437,20 @@ def test_a_failed_run_is_started_again_and_says_so(submit: Submit) -> None:
     assert {line.attempt for line in run.logs()} == {1, 2}
 
 
-def test_restarts_come_to_an_end(submit: Submit) -> None:
+def test_run_fails_when_restarts_are_used_up(submit: Submit) -> None:
     run = submit("fail.py", "exit", 0, 99, restarts=2, retry_on=(7,))
     status = run.wait(SOON)
     assert (status.state, status.attempt, status.exit_code) == (State.FAILED, 3, 7)
 
 
-def test_a_start_that_cannot_work_is_not_tried_for_ever(submit: Submit) -> None:
+def test_run_that_fails_at_start_twice_is_not_restarted_again(submit: Submit) -> None:
     run = submit("fail.py", "exit", 0, 99, restarts=9)
     status = run.wait(SOON)
     assert (status.state, status.attempt, status.exit_code) == (State.FAILED, 2, 7)
 
 
 @pytest.mark.thorough
-def test_a_run_goes_on_without_a_node(submit: Submit, tmp_path: Path) -> None:
+def test_shrink_continues_with_remaining_nodes(submit: Submit, tmp_path: Path) -> None:
     program = tmp_path / "world.py"
     program.write_text(
         "import os, time\nprint('ready', *map(os.environ.get, ('RANK', 'WORLD_SIZE',"
@@ -486,7 +486,7 @@ while not again:
 
 
 @pytest.mark.thorough
-def test_a_node_that_was_lost_joins_the_others_again(submit: Submit, tmp_path: Path) -> None:
+def test_lost_node_is_restarted_and_rejoins_elastic_run(submit: Submit, tmp_path: Path) -> None:
     program = tmp_path / "saves.py"
     program.write_text(SAVES)
     clusters = tmp_path / "clusters.yaml"
@@ -516,7 +516,7 @@ def test_a_node_that_was_lost_joins_the_others_again(submit: Submit, tmp_path: P
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "forkserver"])
-def test_cancel_ends_everything_and_may_be_repeated(submit: Submit, launcher: str) -> None:
+def test_cancel_ends_all_processes_and_is_repeatable(submit: Submit, launcher: str) -> None:
     run = submit("tick.py", 6000, nodes=2, launcher=launcher)
     all_ready(run, 2)
     assert run.cancel().state is State.CANCELLED
@@ -525,9 +525,7 @@ def test_cancel_ends_everything_and_may_be_repeated(submit: Submit, launcher: st
     assert (again.state, again.exit_code) == (State.CANCELLED, 130)
 
 
-def test_a_cancelled_program_that_leaves_with_0_has_not_succeeded(
-    submit: Submit, tmp_path: Path
-) -> None:
+def test_cancelled_program_that_exits_with_0_is_cancelled(submit: Submit, tmp_path: Path) -> None:
     program = tmp_path / "polite.py"
     program.write_text(
         "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
@@ -542,7 +540,7 @@ def test_a_cancelled_program_that_leaves_with_0_has_not_succeeded(
 @pytest.mark.parametrize(
     "launcher", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.thorough), "forkserver"]
 )
-def test_ranks_have_the_whole_grace_to_save_their_work(
+def test_ranks_can_save_during_stop_grace_after_cancel(
     submit: Submit, tmp_path: Path, launcher: str
 ) -> None:
     program = tmp_path / "saver.py"
@@ -569,7 +567,7 @@ def test_ranks_have_the_whole_grace_to_save_their_work(
         path.unlink()
 
 
-def test_a_node_that_cannot_start_all_its_ranks_leaves_none(submit: Submit) -> None:
+def test_node_that_cannot_start_all_ranks_leaves_no_process(submit: Submit) -> None:
     begin = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); {START_FEW}"
     done = subprocess.run([sys.executable, "-c", begin], capture_output=True, text=True)
     run = api.get(done.stdout.strip())
@@ -579,7 +577,7 @@ def test_a_node_that_cannot_start_all_its_ranks_leaves_none(submit: Submit) -> N
     assert agent.processes_of(str(run.path)) == []
 
 
-def test_followers_end_when_the_folder_of_a_run_goes_away(submit: Submit) -> None:
+def test_log_following_ends_when_run_folder_is_deleted(submit: Submit) -> None:
     run = submit("tick.py", 6000)
     all_ready(run, 1)
     supervisors.kill(run)
@@ -592,12 +590,12 @@ def test_followers_end_when_the_folder_of_a_run_goes_away(submit: Submit) -> Non
         run.wait(SOON)
 
 
-def test_cancel_right_after_submit(submit: Submit) -> None:
+def test_cancel_right_after_submit_ends_run_as_cancelled(submit: Submit) -> None:
     run = submit("tick.py", 6000, nodes=2)
     assert run.cancel().state is State.CANCELLED
 
 
-def test_cancel_kills_a_rank_that_ignores_sigterm(submit: Submit, tmp_path: Path) -> None:
+def test_cancel_kills_rank_that_ignores_sigterm(submit: Submit, tmp_path: Path) -> None:
     program = tmp_path / "stubborn.py"
     program.write_text(
         "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -610,7 +608,7 @@ def test_cancel_kills_a_rank_that_ignores_sigterm(submit: Submit, tmp_path: Path
     assert run.cancel().state is State.CANCELLED
 
 
-def test_a_killed_supervisor_leaves_a_run_that_tells_the_truth_and_can_be_cancelled(
+def test_run_of_killed_supervisor_reports_running_and_can_be_cancelled(
     submit: Submit,
 ) -> None:
     run = submit("tick.py", 6000, nodes=2)
@@ -623,7 +621,7 @@ def test_a_killed_supervisor_leaves_a_run_that_tells_the_truth_and_can_be_cancel
     assert run.cancel().state is State.CANCELLED
 
 
-def test_a_run_without_supervisor_tells_how_it_ended(submit: Submit) -> None:
+def test_status_of_run_without_supervisor_names_failed_rank(submit: Submit) -> None:
     run = submit("beat.py", 6000, nodes=2)
     all_ready(run, 2)
     supervisors.kill(run)
@@ -635,7 +633,9 @@ def test_a_run_without_supervisor_tells_how_it_ended(submit: Submit) -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_failed_ranks_start_again_although_nobody_watches(submit: Submit, nodes: int) -> None:
+def test_killed_rank_is_restarted_by_same_agents_without_supervisor(
+    submit: Submit, nodes: int
+) -> None:
     run = submit("fail.py", "wait", nodes - 1, 1, nodes=nodes, restarts=2)
     all_ready(run, nodes)
     supervisors.kill(run)
@@ -647,7 +647,7 @@ def test_failed_ranks_start_again_although_nobody_watches(submit: Submit, nodes:
     assert {line.attempt for line in run.logs()} == {1, 2}
 
 
-def test_whoever_attaches_hears_of_what_the_agents_did_meanwhile(submit: Submit) -> None:
+def test_attach_learns_of_restart_that_agents_made_without_supervisor(submit: Submit) -> None:
     run = submit("fail.py", "wait", 1, 2, nodes=2, restarts=2)
     all_ready(run, 2)
     supervisors.kill(run)
@@ -662,7 +662,7 @@ def test_whoever_attaches_hears_of_what_the_agents_did_meanwhile(submit: Submit)
     assert [attempt.failure and attempt.failure.rank for attempt in status.attempts] == [1, 1]
 
 
-def test_attach_starts_a_run_again_that_failed_alone_and_only_once(
+def test_concurrent_attach_restarts_run_failed_without_supervisor_once(
     submit: Submit, tmp_path: Path
 ) -> None:
     program = tmp_path / "once.py"
@@ -682,7 +682,7 @@ def test_attach_starts_a_run_again_that_failed_alone_and_only_once(
     assert not run.attach()
 
 
-def test_submit_killed_with_9_leaves_the_run_going(clusterkit: list[str]) -> None:
+def test_run_survives_submit_killed_by_sigkill(clusterkit: list[str]) -> None:
     submitter = subprocess.Popen(
         [*clusterkit, "submit", "--nodes", "2", "--set", "launcher=forkserver", "--",
          "python", str(PROGRAMS / "tick.py"), "6000"],
@@ -702,7 +702,7 @@ def test_submit_killed_with_9_leaves_the_run_going(clusterkit: list[str]) -> Non
     assert agent.processes_of(str(run.path)) == []
 
 
-def test_cancel_from_elsewhere_ends_the_submit_that_follows(clusterkit: list[str]) -> None:
+def test_submit_that_follows_ends_when_run_is_cancelled_elsewhere(clusterkit: list[str]) -> None:
     submitter = subprocess.Popen(
         [*clusterkit, "submit", "--set", "launcher=forkserver", "--",
          "python", str(PROGRAMS / "tick.py"), "6000"],
@@ -763,7 +763,7 @@ def beating(clusterkit: list[str], *options: str) -> list[str]:
 @pytest.mark.parametrize(
     ("answer", "code", "state"), [("d\r", 0, State.RUNNING), ("c\r", 130, State.CANCELLED)]
 )
-def test_ctrl_c_asks_whether_to_detach_or_to_cancel(
+def test_ctrl_c_in_terminal_offers_detach_or_cancel(
     clusterkit: list[str], answer: str, code: int, state: State
 ) -> None:
     terminal = Terminal(beating(clusterkit))
@@ -778,7 +778,7 @@ def test_ctrl_c_asks_whether_to_detach_or_to_cancel(
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_run_goes_on_when_the_terminal_closes(clusterkit: list[str]) -> None:
+def test_detached_run_continues_after_terminal_closes(clusterkit: list[str]) -> None:
     terminal = Terminal(beating(clusterkit, "--detach"))
     terminal.read_until("follows it")
     assert terminal.exit_code() == 0
@@ -788,7 +788,7 @@ def test_a_run_goes_on_when_the_terminal_closes(clusterkit: list[str]) -> None:
     run.cancel()
 
 
-def test_ctrl_c_without_a_terminal_cancels(clusterkit: list[str]) -> None:
+def test_ctrl_c_without_terminal_cancels_run(clusterkit: list[str]) -> None:
     submitter = subprocess.Popen(
         beating(clusterkit), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         stdin=subprocess.DEVNULL,
@@ -809,7 +809,7 @@ def test_ctrl_c_without_a_terminal_cancels(clusterkit: list[str]) -> None:
      "clusterkit.backends.local.backend.LocalBackend.plan",
      "clusterkit.run.folder.RunFolder.save_plan", "clusterkit.lifecycle.supervise.spawn"],
 )  # fmt: skip
-def test_ctrl_c_before_the_start_leaves_nothing(
+def test_ctrl_c_before_start_leaves_no_run_folder(
     monkeypatch: pytest.MonkeyPatch, own_home: Path, phase: str
 ) -> None:
     def interrupted(*_: object, **__: object) -> None:
@@ -821,7 +821,7 @@ def test_ctrl_c_before_the_start_leaves_nothing(
     assert list((own_home / "runs").glob("*") if own_home.exists() else []) == []
 
 
-def test_ctrl_c_while_the_supervisor_starts_leaves_nothing(
+def test_ctrl_c_during_supervisor_start_leaves_no_run_or_process(
     monkeypatch: pytest.MonkeyPatch, own_home: Path
 ) -> None:
     from clusterkit.lifecycle import supervise
@@ -844,7 +844,7 @@ def test_ctrl_c_while_the_supervisor_starts_leaves_nothing(
 # ---------------------------------------------------------------- ports, and several at once
 
 
-def test_a_port_taken_meanwhile_is_said_and_another_chosen(submit: Submit) -> None:
+def test_port_taken_after_planning_is_replaced_and_recorded(submit: Submit) -> None:
     facts = backends.backend("local").probe(LocalCluster(), LocalTransport())
     with socket.socket() as squatter:
         squatter.bind(("127.0.0.1", 0))
@@ -858,9 +858,7 @@ def test_a_port_taken_meanwhile_is_said_and_another_chosen(submit: Submit) -> No
     assert noted(run.plan, "master_port") == str(run.plan.port)
 
 
-def test_a_port_that_the_cluster_entry_fixes_is_refused_when_taken(
-    tmp_path: Path, own_home: Path
-) -> None:
+def test_submit_refuses_occupied_port_of_cluster_entry(tmp_path: Path, own_home: Path) -> None:
     with socket.socket() as squatter:
         squatter.bind(("127.0.0.1", 0))
         squatter.listen()
@@ -875,7 +873,7 @@ def test_a_port_that_the_cluster_entry_fixes_is_refused_when_taken(
     assert not own_home.exists()
 
 
-def test_submits_at_the_same_moment_do_not_meet(submit: Submit) -> None:
+def test_concurrent_submits_get_different_run_ids_and_ports(submit: Submit) -> None:
     with ThreadPoolExecutor() as pool:
         runs = list(pool.map(lambda _: submit("tick.py", 2, nodes=2), range(4)))
     assert len({run.id for run in runs}) == 4
@@ -887,7 +885,7 @@ def test_submits_at_the_same_moment_do_not_meet(submit: Submit) -> None:
 
 
 @pytest.mark.thorough  # in test_programs.py one goes on and has its node back
-def test_an_elastic_run_goes_on_without_a_node(submit: Submit) -> None:
+def test_elastic_torchrun_continues_without_lost_node(submit: Submit) -> None:
     run = submit("beat.py", 40, nodes="1:2", launcher="torchrun")
     all_ready(run, 2)
     for pid in (agent_pid(run, 1), rank_pid(run, 1)):
@@ -900,7 +898,7 @@ def test_an_elastic_run_goes_on_without_a_node(submit: Submit) -> None:
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.thorough), 1])
-def test_a_rank_of_an_elastic_run_that_raises_ends_it(submit: Submit, rank: int) -> None:
+def test_exception_in_rank_ends_elastic_run_without_restart(submit: Submit, rank: int) -> None:
     run = submit("raises.py", rank, nodes="1:2", launcher="torchrun")
     status = run.wait(4 * SOON)
     assert status.state is State.FAILED
@@ -912,7 +910,7 @@ def test_a_rank_of_an_elastic_run_that_raises_ends_it(submit: Submit, rank: int)
 # ---------------------------------------------------------------- secrets, full disks, jobs
 
 
-def test_a_secret_reaches_the_ranks_and_no_file_or_argument_list(
+def test_secret_reaches_ranks_but_no_file_or_command_line(
     submit: Submit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "s3cret-value")
@@ -937,7 +935,7 @@ def test_a_secret_reaches_the_ranks_and_no_file_or_argument_list(
     assert holding == []
 
 
-def test_a_restarted_run_resumes_from_its_checkpoint_as_if_nothing_had_happened() -> None:
+def test_restarted_run_resumes_from_checkpoint_with_identical_losses() -> None:
     def gpt(restarts: int) -> api.Run:
         settings = [f"restarts={restarts}", "checkpoint={every: 5}", "batch={global: 8}"]
         settings += ["device=cpu", "threads_per_rank=1"]
@@ -971,9 +969,7 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     subprocess.run(["umount", "-l", str(home)], check=True)
 
 
-def test_a_disk_that_fills_up_during_training_does_not_end_it(
-    small_disk: Path, tmp_path: Path
-) -> None:
+def test_run_survives_full_disk_and_counts_lost_log_lines(small_disk: Path, tmp_path: Path) -> None:
     done = tmp_path / "done"
     program = tmp_path / "chatty.py"
     program.write_text(
@@ -993,7 +989,7 @@ def test_a_disk_that_fills_up_during_training_does_not_end_it(
     assert agent.processes_of(str(run.path)) == []
 
 
-def test_a_checkpoint_that_the_disk_does_not_take_is_one_error(
+def test_checkpoint_on_full_disk_fails_run_and_leaves_no_file(
     small_disk: Path, own_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CLUSTERKIT_HOME", str(own_home))
@@ -1005,7 +1001,7 @@ def test_a_checkpoint_that_the_disk_does_not_take_is_one_error(
     assert list(small_disk.iterdir()) == []
 
 
-def test_a_full_disk_is_one_error_and_leaves_nothing(
+def test_submit_on_full_disk_gives_one_error_and_leaves_no_run(
     small_disk: Path, clusterkit: list[str]
 ) -> None:
     (small_disk / "filler").write_bytes(b"x" * (500 << 10))
@@ -1033,14 +1029,14 @@ ASKED = ("zero1-config", "zero2-offload", "zero3-nvme")
         for path in sorted(Path("jobs").glob("*.yaml"))
     ],
 )
-def test_every_job_file_here_plans_on_two_nodes(job: Path) -> None:
+def test_every_repository_job_file_plans_on_two_nodes(job: Path) -> None:
     plan = api.plan(job, nodes=2)
     assert plan.topology["nodes"] == 2
     assert loader.load_job(job).description
 
 
 @pytest.mark.parametrize("launcher", ["forkserver"])
-def test_a_program_that_saves_on_sigterm_has_the_workers_of_its_loader(
+def test_data_loader_workers_survive_until_rank_saved_on_sigterm(
     submit: Submit, tmp_path: Path, launcher: str
 ) -> None:
     run = submit("save_on_term.py", "--out", tmp_path, gpus=2, launcher=launcher)

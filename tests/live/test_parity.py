@@ -59,7 +59,7 @@ def cases() -> Iterator[Any]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("case", "ranks"), [*cases()])
-def test_all_strategies_compute_the_same_losses_and_zero_divides_the_optimizer(
+def test_every_strategy_matches_reference_losses_and_divides_optimizer(
     case: Case, ranks: tuple[int, ...], reference: list[float]
 ) -> None:
     result, resumed = parity.measure_and_resume(case, on=ranks)
@@ -74,12 +74,12 @@ def test_all_strategies_compute_the_same_losses_and_zero_divides_the_optimizer(
         assert row.agrees, row
 
 
-def test_every_case_that_is_resumed_is_one() -> None:
+def test_resumed_and_default_case_names_are_known_cases() -> None:
     assert {*RESUMED, *EACH_TIME} <= {case.name for case in parity.CASES}
     assert {*WHOLE_EACH_TIME} <= {*RESUMED}.intersection(EACH_TIME)
 
 
-def test_a_result_that_differs_is_seen() -> None:
+def test_parity_report_marks_differing_results_with_no() -> None:
     """The page says NO where a number does not agree, to the bit or within the limit."""
     whole = parity.Result([5.0] * parity.STEPS, {0: 10}, 10)
     off = parity.Result([5.0] * 19 + [5.0 + 3e-6], {0: 5, 1: 5}, 10)

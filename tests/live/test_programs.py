@@ -86,7 +86,7 @@ def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---------------------------------------------------------------- operations
 
 
-def test_collectives_give_what_they_must_on_three_ranks(run_job) -> None:
+def test_collectives_job_gives_right_results_on_three_ranks(run_job) -> None:
     run = run_job("collectives", nodes=3)
     table = said(run, rank=0)
     assert table[-1] == "gloo, 3 ranks: 29 operations right, 2 not there, 0 wrong"
@@ -110,7 +110,9 @@ def test_collectives_give_what_they_must_on_three_ranks(run_job) -> None:
 
 
 @pytest.mark.thorough
-def test_three_ways_to_start_ddp_train_the_same(run_job, tmp_path: Path, monkeypatch) -> None:
+def test_ddp_by_torchrun_spawn_and_launch_has_same_losses(
+    run_job, tmp_path: Path, monkeypatch
+) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -133,7 +135,7 @@ def test_three_ways_to_start_ddp_train_the_same(run_job, tmp_path: Path, monkeyp
     assert list(temporary.iterdir()) == []
 
 
-def test_samples_that_the_ranks_cannot_share_are_filled_up(run_job) -> None:
+def test_ddp_pads_samples_that_do_not_divide_among_ranks(run_job) -> None:
     words = ("--samples", 100, "--epochs", 1)
     run = run_job("ddp-torchrun", *words, gpus=3, settings=("launcher=forkserver",))
     assert "checked: 32 x 2 steps x 3 ranks = 192 >= 100 samples, each seen, 2 of them again" in (
@@ -141,7 +143,7 @@ def test_samples_that_the_ranks_cannot_share_are_filled_up(run_job) -> None:
     )
 
 
-def test_data_parallel_divides_nothing_on_cpus(run_job) -> None:
+def test_data_parallel_does_not_split_batch_on_cpu(run_job) -> None:
     lines = said(run_job("dp", "--steps", 3))
     assert lines[:2] == [
         "nn.DataParallel: 1 process, 0 GPUs",
@@ -154,7 +156,7 @@ def test_data_parallel_divides_nothing_on_cpus(run_job) -> None:
 # ---------------------------------------------------------------- Hugging Face models
 
 
-def test_sentiment_counts_right_and_can_be_used_afterwards(
+def test_sentiment_job_reports_accuracy_of_model_that_was_saved(
     run_job, reviews: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = tmp_path / "model"
@@ -186,7 +188,7 @@ def test_sentiment_counts_right_and_can_be_used_afterwards(
 @needs_accelerate
 @pytest.mark.thorough
 @pytest.mark.parametrize(("zero", "name"), [(3, "sentiment-zero3"), (2, "sentiment-zero2")])
-def test_the_trainer_computes_the_same_with_ddp_and_zero(
+def test_trainer_has_same_losses_with_ddp_and_zero(
     run_job, reviews: Path, zero: int, name: str
 ) -> None:
     # Ranks of one node: one process does their imports.
@@ -210,7 +212,7 @@ def test_the_trainer_computes_the_same_with_ddp_and_zero(
 
 
 @pytest.mark.thorough
-def test_qwen_says_what_each_device_keeps(run_job) -> None:
+def test_qwen_zero3_job_reports_parameters_of_each_device(run_job) -> None:
     run = run_job("qwen", "--steps", 4, "--context", 32, gpus=2)
     lines = sorted(line for line in said(run) if line.startswith("Device"))
     shape = r"Device (\d) \| ZeRO Stage: 3 \| whole model=90688 \| parameter count=(\d+)"
@@ -220,7 +222,7 @@ def test_qwen_says_what_each_device_keeps(run_job) -> None:
     assert losses(run)[-1] < losses(run)[0]
 
 
-def test_a_model_that_cannot_be_had_is_one_error_and_no_retries() -> None:
+def test_unavailable_model_gives_one_error_line_without_retries() -> None:
     hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "NO_PROXY": "*"}
     done = program("sentiment.py", "--model", "nobody/no-such-model", env=hub)
     assert done.returncode == 1
@@ -228,7 +230,7 @@ def test_a_model_that_cannot_be_had_is_one_error_and_no_retries() -> None:
     assert done.stderr.count("\n") == 1  # transformers says it when it tries again
 
 
-def test_a_wrong_file_is_one_error_of_the_run(tmp_path: Path) -> None:
+def test_data_file_with_wrong_separator_fails_run_without_traceback(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.csv"
     wrong.write_text("label;review\n1;good\n")
     run = api.submit("jobs/sentiment.yaml", gpus=2, settings=[*SMALL],
@@ -243,7 +245,7 @@ def test_a_wrong_file_is_one_error_of_the_run(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- rpc, elastic
 
 
-def test_a_parameter_server_trains_as_one_process_does(run_job) -> None:
+def test_rpc_parameter_server_has_weights_of_single_process(run_job) -> None:
     run = run_job("rpc", "--steps", 20)
     lines = said(run)
     assert "server: 20 steps, gradients of 2 workers" in lines
@@ -252,7 +254,7 @@ def test_a_parameter_server_trains_as_one_process_does(run_job) -> None:
     assert losses(run)[-1] < losses(run)[0]
 
 
-def test_an_elastic_run_survives_a_node_that_leaves_and_comes_back(run_job) -> None:
+def test_elastic_job_survives_node_that_leaves_and_returns(run_job) -> None:
     run = run_job("elastic", "--steps", 100000, "--context", 16, nodes="1:2",
                   settings=("checkpoint.every=5",))  # fmt: skip
     worlds, told, killed = [], {}, False

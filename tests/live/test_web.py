@@ -114,7 +114,7 @@ def walk(page, tmp_path, name):
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_every_panel_at_three_widths_without_a_complaint(server, page, tmp_path, dark):
+def test_every_panel_fits_three_widths_without_browser_errors(server, page, tmp_path, dark):
     for width, height in SIZES:
         page.size(width, height, dark=dark)
         page.open("about:blank")
@@ -125,7 +125,7 @@ def test_every_panel_at_three_widths_without_a_complaint(server, page, tmp_path,
     assert page.complaints == []
 
 
-def test_what_programs_print_is_text(server, page):
+def test_hostile_program_output_is_shown_as_text(server, page):
     page.open(server.url)
     page.until(DRAWN)
     panel(page, "4", "log", "document.querySelectorAll('.line').length > 3")
@@ -142,7 +142,7 @@ def test_what_programs_print_is_text(server, page):
     assert page.complaints == []
 
 
-def test_what_is_new_comes_by_itself(server, page, runs):
+def test_page_shows_new_metrics_and_log_lines_without_reload(server, page, runs):
     page.open(server.url)
     page.until(DRAWN)
     with (runs[0].path / "attempts" / "1" / "node-0" / "log").open("a") as log:
@@ -167,7 +167,7 @@ def shows(text, place="summary"):
     return f"document.getElementById('{place}').textContent.includes({json.dumps(text)})"
 
 
-def test_seven_windows_of_one_browser_are_all_updated(server, page, runs):
+def test_seven_windows_of_one_browser_all_get_updates(server, page, runs):
     windows = [page, *(page.window() for _ in range(6))]
     for each in windows:
         each.open(server.url)
@@ -180,7 +180,7 @@ def test_seven_windows_of_one_browser_are_all_updated(server, page, runs):
         assert each.complaints == []
 
 
-def test_a_page_that_hears_nothing_says_for_how_long(server, page, monkeypatch):
+def test_page_without_updates_shows_their_age(server, page, monkeypatch):
     page.open(server.url)
     page.until(DRAWN)
     assert page.value("document.getElementById('age').textContent") == ""
@@ -204,7 +204,7 @@ CAUSE = "ValueError: " + "a long sentence about what is wrong " * 30
 
 
 @pytest.mark.parametrize("size", [(1280, 800), (800, 600), (400, 800)], ids=str)
-def test_the_newest_line_is_in_view_below_notes(server, page, make, size):
+def test_log_panel_shows_newest_line_below_long_notes(server, page, make, size):
     page.size(*size)
     made = make("noted", 4, hang=HANG, remark="a remark " * 40)
     page.open(f"{server.url.partition('#')[0]}#{made.id}/log")
@@ -212,7 +212,7 @@ def test_the_newest_line_is_in_view_below_notes(server, page, make, size):
 
 
 @pytest.mark.parametrize("rank", [2, 3])
-def test_a_failed_run_opens_on_the_log_of_the_rank_that_failed_first(server, page, make, rank):
+def test_failed_run_opens_on_log_of_rank_that_failed_first(server, page, make, rank):
     failure = Failure(node=1, rank=rank, exit_code=1, cause=CAUSE, traceback="T\n" * 80)
     made = make("broken", 4, State.FAILED, failure=failure, finished_at=1.7e9 + 100)
     page.open(f"{server.url.partition('#')[0]}#{made.id}")
@@ -227,7 +227,7 @@ def test_a_failed_run_opens_on_the_log_of_the_rank_that_failed_first(server, pag
     page.until(f"{shows('Failed first')} && !document.getElementById('ranks').hidden")
 
 
-def test_ranks_are_a_table_with_the_columns_of_top(server, page, runs):
+def test_ranks_panel_shows_usage_table_and_links_to_rank_log(server, page, runs):
     usage = {"0": [1.26, 3 << 30, 97, 512 << 20]}
     folder = runs[0].path / "attempts" / "1" / "node-0"
     folder.joinpath("usage.json").write_text(json.dumps(usage))
@@ -251,7 +251,7 @@ def test_ranks_are_a_table_with_the_columns_of_top(server, page, runs):
         (HANG, State.CANCELLED, None),
     ],
 )
-def test_who_waits_for_whom_is_said_where_somebody_waits(server, page, make, hang, state, title):
+def test_ranks_panel_reports_hang_only_while_run_is_running(server, page, make, hang, state, title):
     made = make("hangs", 4, state, hang=hang)
     page.open(f"{server.url.partition('#')[0]}#{made.id}/ranks")
     page.until("document.querySelectorAll('#ranks tr').length > 4")
@@ -263,7 +263,7 @@ def test_who_waits_for_whom_is_said_where_somebody_waits(server, page, make, han
     assert waiting == (3 if title == "Who waits for whom: " else 0)
 
 
-def test_dates_are_iso_dates_without_this_year(server, page, make):
+def test_run_list_shows_iso_dates_and_omits_current_year(server, page, make):
     now = time.time()
     make("today", 4, started_at=now)
     page.open(server.url)
@@ -273,7 +273,7 @@ def test_dates_are_iso_dates_without_this_year(server, page, make):
     assert time.strftime("local %Y-%m-%d %H:%M:%S", time.localtime(1.7e9)) in text
 
 
-def test_tabs_and_runs_can_be_used_at_400_pixels(server, page):
+def test_tabs_and_run_list_fit_400_pixels(server, page):
     page.size(400, 800)
     page.open(server.url)
     page.until(DRAWN)
@@ -289,7 +289,7 @@ def test_tabs_and_runs_can_be_used_at_400_pixels(server, page):
     assert page.value("document.getElementById('charts').getBoundingClientRect().top < 600")
 
 
-def test_keys_lead_everywhere(server, page, runs):
+def test_keyboard_shortcuts_reach_runs_panels_search_and_help(server, page, runs):
     page.open(server.url)
     page.until(DRAWN)
     # Quickly, one after the other: each key is of the run that the one before it chose.
@@ -324,7 +324,7 @@ def test_keys_lead_everywhere(server, page, runs):
     assert page.complaints == []
 
 
-def test_a_report_needs_no_server_and_asks_nobody(runs, page, tmp_path):
+def test_report_file_shows_every_panel_without_server_or_requests(runs, page, tmp_path):
     report = api.report(runs, tmp_path / "report.html")
     page.open(report.as_uri())
     walk(page, tmp_path, "report")
@@ -334,7 +334,7 @@ def test_a_report_needs_no_server_and_asks_nobody(runs, page, tmp_path):
     assert page.complaints == []
 
 
-def test_another_page_gets_nothing(server, page):
+def test_other_origin_can_neither_read_api_nor_embed_page(server, page):
     class Other(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)

@@ -19,7 +19,7 @@ SCHEDULES, CHUNK = 2000, 100
 
 
 @pytest.mark.parametrize("first", range(0, SCHEDULES, CHUNK))
-def test_what_must_hold_does(first):
+def test_random_schedules_violate_no_invariant(first):
     for seed in range(first, first + CHUNK):
         if fails(make(seed)):
             small = shrink(make(seed))
@@ -27,7 +27,7 @@ def test_what_must_hold_does(first):
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_a_node_may_be_lost_at_every_step(kind):
+def test_run_tolerates_loss_of_any_node_at_every_step(kind):
     quiet = Schedule(1, 3, restarts=1, work=1.0, faults=(Fault("rank", 1, at=1.5),))
     steps = World(quiet).run().steps
     assert steps > 20
@@ -39,7 +39,7 @@ def test_a_node_may_be_lost_at_every_step(kind):
 
 
 @pytest.mark.parametrize("kind", ["crash", "node", "leave"])
-def test_the_others_go_on_whenever_a_node_is_lost_for_good(kind):
+def test_shrink_continues_after_permanent_node_loss_at_every_step(kind):
     quiet = Schedule(1, 3, False, restarts=1, work=1.0, faults=(Fault("rank", 1, at=1.5),), least=2)
     steps = World(quiet).run().steps
     assert steps > 20
@@ -50,7 +50,7 @@ def test_the_others_go_on_whenever_a_node_is_lost_for_good(kind):
 
 
 @pytest.mark.parametrize("kind", ["crash", "node", "leave"])
-def test_a_spare_takes_the_place_of_a_node_whenever_that_is_lost(kind):
+def test_spare_replaces_node_lost_at_every_step(kind):
     rank = Fault("rank", 1, at=1.5)
     quiet = Schedule(1, 3, False, restarts=1, work=1.0, faults=(rank,), spares=1)
     steps = World(quiet).run().steps
@@ -64,7 +64,7 @@ def test_a_spare_takes_the_place_of_a_node_whenever_that_is_lost(kind):
 
 @pytest.mark.parametrize("again", [0.1, 50.0])
 @pytest.mark.parametrize("kind", ["crash", "node", "leave"])
-def test_a_node_that_comes_again_takes_part_whenever_it_was_lost(kind, again):
+def test_returned_node_rejoins_after_loss_at_any_step(kind, again):
     rank = Fault("rank", 1, at=1.5)
     quiet = Schedule(1, 4, False, restarts=1, work=100.0, faults=(rank,), least=2, again=again)
     steps = World(replace(quiet, work=1.0)).run().steps
@@ -112,7 +112,7 @@ def test_a_node_that_comes_again_takes_part_whenever_it_was_lost(kind, again):
                          Fault("to", 0, at=14.905, seconds=19.819))),
     ],
 )  # fmt: skip
-def test_what_was_found_is_mended(schedule):
+def test_schedules_of_fixed_bugs_pass(schedule):
     assert fails(schedule) is None
 
 
@@ -151,7 +151,7 @@ class Deaf(Peer):
 
 
 @pytest.mark.parametrize("broken", [NoBarrier, Impatient, Forgetful, Deaf])
-def test_what_is_broken_on_purpose_is_found_and_shrunk(broken, monkeypatch):
+def test_simulation_finds_and_shrinks_deliberate_bugs(broken, monkeypatch):
     monkeypatch.setattr(agents, broken.__mro__[1].__name__, broken)
     schedule = next(make(seed) for seed in range(1000) if fails(make(seed)))
     small = shrink(schedule)
@@ -159,7 +159,7 @@ def test_what_is_broken_on_purpose_is_found_and_shrunk(broken, monkeypatch):
     assert len(small.faults) <= min(2, len(schedule.faults))
 
 
-def test_a_round_takes_messages_by_the_node():
+def test_messages_per_round_grow_linearly_with_nodes():
     for nodes in (10, 1000):
         found = at_scale(nodes)
         assert found.messages_of_a_round <= 10 * nodes

@@ -16,7 +16,7 @@ SCHEDULES, CHUNK = 2000, 250
 
 
 @pytest.mark.parametrize("first", range(0, SCHEDULES, CHUNK))
-def test_what_must_hold_does(first):
+def test_random_submitter_schedules_break_no_invariant(first):
     for seed in range(first, first + CHUNK):
         if fails(make(seed)):
             small = shrink(make(seed))
@@ -25,7 +25,7 @@ def test_what_must_hold_does(first):
 
 @pytest.mark.parametrize("at", range(3, 40, 4))
 @pytest.mark.parametrize("kind", submitter.WATCHERS)
-def test_what_befalls_the_submitter_harms_no_run(kind, at):
+def test_submitter_fault_leaves_run_succeeded_without_restart(kind, at):
     schedule = Schedule(1, 2, work=30, faults=(Fault(kind, at=at, seconds=60),))
     world, why = tried(schedule)
     assert why is None
@@ -34,7 +34,7 @@ def test_what_befalls_the_submitter_harms_no_run(kind, at):
 
 @pytest.mark.parametrize("at", range(0, 45, 3))
 @pytest.mark.parametrize("kind", ["agent", "crash", "island", "rank"])
-def test_a_supervisor_may_die_at_every_moment_around_a_restart(kind, at):
+def test_run_ends_when_supervisor_dies_around_restart(kind, at):
     faults = (Fault(kind, 0, 10, 20), Fault("die", 0, at, 15))
     world, why = tried(Schedule(1, 2, work=5, restarts=2, faults=faults))
     assert why is None
@@ -162,7 +162,7 @@ FOUND = (
 
 
 @pytest.mark.parametrize("schedule", FOUND, ids=lambda schedule: str(schedule.seed))
-def test_what_long_runs_of_the_simulation_found_holds(schedule):
+def test_schedules_found_by_long_simulations_pass(schedule):
     assert fails(schedule) is None
 
 
@@ -175,7 +175,7 @@ def test_what_long_runs_of_the_simulation_found_holds(schedule):
     ],
     ids=lambda broken: broken.__name__,
 )  # fmt: skip
-def test_a_rule_that_is_broken_on_purpose_is_found(broken, monkeypatch):
+def test_simulation_finds_rule_broken_on_purpose(broken, monkeypatch):
     assert [fails(each) for each in HARD] == [None] * len(HARD)
     broken(monkeypatch)
     schedules = (*HARD, *map(make, range(4000)))

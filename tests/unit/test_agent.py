@@ -74,7 +74,7 @@ def exit_of(node_dir):
 # ---------------------------------------------------------------- whole agents
 
 
-def test_output_becomes_a_log_with_time_and_rank_and_the_exit_code_is_passed_on(start, node_dir):
+def test_agent_logs_output_with_time_and_passes_on_exit_code(start, node_dir):
     process = start("sh", "-c", "echo out; echo err >&2; printf 'no newline'; exit 7")
     assert process.wait() == 7
     lines = lines_of(node_dir)
@@ -88,12 +88,12 @@ def test_output_becomes_a_log_with_time_and_rank_and_the_exit_code_is_passed_on(
     assert exit_of(node_dir)["reason"] is None
 
 
-def test_the_agent_leaves_no_pipes_behind(start, node_dir):
+def test_agent_leaves_no_pipes_in_node_folder(start, node_dir):
     assert start("true", nproc=3).wait() == 0
     assert sorted(os.listdir(node_dir)) == ["exit.json", "log", "started.json"]
 
 
-def test_each_rank_has_a_log_of_its_own_through_its_pipe(start, node_dir):
+def test_agent_logs_each_rank_pipe_under_rank_named_by_header(start, node_dir):
     script = (
         'for r in 0 1; do (exec >"$CLUSTERKIT_PIPE-$r" 2>&1; echo "@clusterkit-rank $((r+4)) $$"; '
         'echo "I am $r") & done; wait'
@@ -107,40 +107,40 @@ def test_each_rank_has_a_log_of_its_own_through_its_pipe(start, node_dir):
     assert sorted(record["rank"] for record in recorded) == [4, 5]
 
 
-def test_spawn_starts_the_command_once_per_rank(start, node_dir):
+def test_spawn_starts_command_once_per_rank(start, node_dir):
     assert start("sh", "-c", 'echo "rank $LOCAL_RANK"', nproc=3, spawn=True).wait() == 0
     assert sorted(line.text for line in lines_of(node_dir)) == ["rank 0", "rank 1", "rank 2"]
 
 
-def test_the_ranks_do_not_see_the_token_of_the_nodes(start, node_dir):
+def test_ranks_do_not_see_peer_token(start, node_dir):
     assert start("sh", "-c", f'echo "<${agent.PEER_TOKEN}>"', CLUSTERKIT_PEER_TOKEN="t").wait() == 0
     assert lines_of(node_dir)[0].text == "<>"
 
 
-def test_one_failed_rank_ends_the_others_and_its_code_is_the_node_s(start, node_dir):
+def test_one_failed_rank_ends_others_and_gives_node_exit_code(start, node_dir):
     script = 'if [ "$LOCAL_RANK" = 1 ]; then exit 9; fi; exec sleep 600'
     assert start("sh", "-c", script, nproc=2, spawn=True).wait() == 9
     codes = [end["exit_code"] for end in exit_of(node_dir)["processes"]]
     assert codes == [9, -signal.SIGTERM]
 
 
-def test_a_command_that_is_not_there_is_127_with_a_reason(start, node_dir):
+def test_missing_command_exits_127_with_reason(start, node_dir):
     assert start("/nope/launcher").wait() == 127
     assert exit_of(node_dir)["reason"] == "No such file or directory: /nope/launcher"
 
 
-def test_a_workdir_that_is_not_there_is_127_with_a_reason(start, node_dir):
+def test_missing_workdir_exits_127_with_reason(start, node_dir):
     assert start("true", workdir="/nope").wait() == 127
     assert exit_of(node_dir)["reason"] == "No such file or directory: /nope"
 
 
-def test_a_command_that_cannot_be_executed_is_126(start, node_dir, run_dir):
+def test_command_without_execute_permission_exits_126(start, node_dir, run_dir):
     (run_dir / "plain").write_text("")
     assert start(str(run_dir / "plain")).wait() == 126
     assert exit_of(node_dir)["reason"].startswith("Permission denied")
 
 
-def test_when_not_all_ranks_can_be_started_those_that_were_are_not_to_blame(start, node_dir):
+def test_failed_spawn_does_not_blame_ranks_already_started(start, node_dir):
     few = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60)); {RUN}"
     assert start("sleep", "600", nproc=32, spawn=True, run=few).wait() == 126
     ended = exit_of(node_dir)
@@ -148,7 +148,7 @@ def test_when_not_all_ranks_can_be_started_those_that_were_are_not_to_blame(star
     assert [end["pid"] for end in ended["processes"]] == [0]
 
 
-def test_a_signal_is_told_as_128_and_its_number(start, node_dir):
+def test_signal_death_exits_128_plus_signal_number(start, node_dir):
     assert start("sh", "-c", "kill -KILL $$").wait() == 137
     assert exit_of(node_dir)["exit_code"] == 137
 
@@ -180,7 +180,7 @@ def wait_for_line(fifo: Path) -> str:
         return reader.readline().strip()
 
 
-def test_term_ends_everything_and_says_that_it_was_asked_for(start, node_dir, run_dir):
+def test_sigterm_ends_process_tree_and_records_stop_request(start, node_dir, run_dir):
     os.mkfifo(run_dir / "ready")
     process = start("sh", "-c", 'sleep 600 & echo $! >"$0"; wait', str(run_dir / "ready"))
     sleeper = int(wait_for_line(run_dir / "ready"))
@@ -190,7 +190,7 @@ def test_term_ends_everything_and_says_that_it_was_asked_for(start, node_dir, ru
     assert agent.start_ticks(sleeper) is None
 
 
-def test_a_watch_port_that_is_taken_is_in_the_status_while_the_node_runs(start, node_dir, run_dir):
+def test_status_names_taken_watch_port_while_node_runs(start, node_dir, run_dir):
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
         options = ["--nodes", "2"]
@@ -208,7 +208,7 @@ def test_a_watch_port_that_is_taken_is_in_the_status_while_the_node_runs(start, 
     assert lines_of(node_dir)[-1].text == words
 
 
-def test_whoever_ends_a_node_is_written_down(start, node_dir, run_dir):
+def test_exit_record_names_sender_of_sigterm(start, node_dir, run_dir):
     process, _ = waiting(start, run_dir)
     process.terminate()
     assert process.wait() == 143
@@ -218,7 +218,7 @@ def test_whoever_ends_a_node_is_written_down(start, node_dir, run_dir):
     assert ended["remarks"] == ended["causes"] == [f"stopped by {ended['stopped_by']}"]
 
 
-def test_a_node_that_is_ended_on_purpose_is_told_what_for(start, node_dir, run_dir):
+def test_exit_record_holds_reason_given_to_stop(start, node_dir, run_dir):
     process, _ = waiting(start, run_dir)
     stop = [
         sys.executable,
@@ -237,7 +237,7 @@ def test_a_node_that_is_ended_on_purpose_is_told_what_for(start, node_dir, run_d
 
 
 @pytest.mark.parametrize("spawn", [False, True])
-def test_ranks_ignore_and_block_no_signal_whatever_started_the_agent(start, node_dir, spawn):
+def test_ranks_inherit_no_ignored_or_blocked_signals(start, node_dir, spawn):
     # As nohup, a shell's background job and a batch system do.
     names = ("SIGINT", "SIGQUIT", "SIGHUP", "SIGTERM", "SIGUSR1", "SIGTSTP")
     ignore = "".join(f"signal.signal(signal.{name}, signal.SIG_IGN); " for name in names)
@@ -254,9 +254,7 @@ def test_ranks_ignore_and_block_no_signal_whatever_started_the_agent(start, node
     }  # fmt: skip
 
 
-def test_ranks_that_have_ended_well_have_done_so_although_their_launcher_is_stopped(
-    start, node_dir, run_dir
-):
+def test_node_succeeds_when_waiting_launcher_is_stopped_after_ranks_ended(start, node_dir, run_dir):
     """torchrun waits in its exit barrier for the ranks of other nodes, and hears nothing there."""
     launcher = (
         "trap '' TERM; sh -c 'echo \"@clusterkit-rank 0 $$\" >\"$CLUSTERKIT_PIPE-0\"'; "
@@ -273,7 +271,7 @@ def test_ranks_that_have_ended_well_have_done_so_although_their_launcher_is_stop
     assert (ended["exit_code"], ended["reason"]) == (0, LAUNCHER_WAITED)
 
 
-def test_a_rank_that_was_stopped_is_named(start, node_dir, run_dir):
+def test_log_and_causes_name_rank_stopped_by_sigstop(start, node_dir, run_dir):
     fifo = run_dir / "fifo"
     os.mkfifo(fifo)
     rank = 'echo "@clusterkit-rank 3 $$" >"$CLUSTERKIT_PIPE-0"; echo $$ >"$FIFO"; exec sleep 60'
@@ -292,7 +290,7 @@ def test_a_rank_that_was_stopped_is_named(start, node_dir, run_dir):
     assert exit_of(node_dir)["causes"][0] == "rank 3 was stopped (SIGSTOP)"
 
 
-def test_an_agent_that_was_stopped_ends_with_the_run_and_says_so(start, node_dir, run_dir):
+def test_stop_ends_agent_paused_by_sigstop_and_records_pause(start, node_dir, run_dir):
     process, rank = waiting(start, run_dir, run=QUICK)
     process.send_signal(signal.SIGSTOP)
     wait_until(lambda: processes.is_stopped(agent.identity(process.pid)))
@@ -306,7 +304,7 @@ def test_an_agent_that_was_stopped_ends_with_the_run_and_says_so(start, node_dir
     assert any(text.startswith("this node's agent was stopped") for text in ended["remarks"])
 
 
-def test_what_ignores_term_is_killed_after_the_grace(start, node_dir, run_dir):
+def test_process_that_ignores_sigterm_is_killed_after_grace(start, node_dir, run_dir):
     os.mkfifo(run_dir / "ready")
     script = 'trap "" TERM; echo $$ >"$0"; while :; do sleep 600; done'
     process = start("sh", "-c", script, str(run_dir / "ready"), grace="0.1")
@@ -316,7 +314,7 @@ def test_what_ignores_term_is_killed_after_the_grace(start, node_dir, run_dir):
     assert agent.start_ticks(stubborn) is None
 
 
-def test_what_a_launcher_leaves_behind_is_ended_with_it(start, run_dir):
+def test_agent_ends_process_left_behind_by_launcher(start, run_dir):
     script = 'setsid sleep 600 >/dev/null 2>&1 & echo $! >"$0"'
     os.mkfifo(run_dir / "ready")
     process = start("sh", "-c", script, str(run_dir / "ready"))
@@ -325,7 +323,7 @@ def test_what_a_launcher_leaves_behind_is_ended_with_it(start, run_dir):
     assert agent.start_ticks(orphan) is None
 
 
-def test_a_second_agent_for_the_same_node_is_refused_while_the_first_lives(start, run_dir):
+def test_second_agent_for_node_is_refused_while_first_lives(start, run_dir):
     os.mkfifo(run_dir / "ready")
     start("sh", "-c", 'echo up >"$0"; exec sleep 600', str(run_dir / "ready"))
     assert wait_for_line(run_dir / "ready") == "up"
@@ -335,7 +333,7 @@ def test_a_second_agent_for_the_same_node_is_refused_while_the_first_lives(start
     assert b"already runs as process" in complaint
 
 
-def test_stop_ends_the_agents_of_a_run_and_is_fine_to_repeat(start, run_dir, node_dir):
+def test_stop_ends_agents_of_run_and_can_be_repeated(start, run_dir, node_dir):
     os.mkfifo(run_dir / "ready")
     process = start("sh", "-c", 'echo up >"$0"; exec sleep 600', str(run_dir / "ready"))
     assert wait_for_line(run_dir / "ready") == "up"
@@ -344,7 +342,7 @@ def test_stop_ends_the_agents_of_a_run_and_is_fine_to_repeat(start, run_dir, nod
     assert ending.stop(str(run_dir), 5.0) == {"asked": [], "killed": [], "left": []}
 
 
-def test_stop_finds_processes_that_lost_everybody_who_knew_them(run_dir, tmp_path):
+def test_stop_finds_orphaned_processes_of_run_only(run_dir, tmp_path):
     lost = subprocess.Popen(["sleep", "600"], env={"CLUSTERKIT_RUN_DIR": str(run_dir)})
     other = subprocess.Popen(["sleep", "600"], env={"CLUSTERKIT_RUN_DIR": f"{run_dir}-other"})
     try:
@@ -358,14 +356,14 @@ def test_stop_finds_processes_that_lost_everybody_who_knew_them(run_dir, tmp_pat
             process.wait()
 
 
-def test_stop_of_a_folder_that_is_not_there_ends_nothing(tmp_path):
+def test_stop_of_missing_run_folder_ends_nothing(tmp_path):
     assert ending.stop(str(tmp_path / "gone"), 0.0) == {"asked": [], "killed": [], "left": []}
 
 
 # ---------------------------------------------------------------- identities
 
 
-def test_this_process_is_alive_and_one_of_another_start_or_boot_is_not():
+def test_is_alive_rejects_other_start_time_or_boot():
     me = agent.identity(os.getpid())
     assert agent.is_alive(me)
     assert not agent.is_alive(me | {"start_ticks": me["start_ticks"] - 1})
@@ -374,7 +372,7 @@ def test_this_process_is_alive_and_one_of_another_start_or_boot_is_not():
     assert not agent.is_alive(me | {"start_ticks": None})
 
 
-def test_a_zombie_is_not_alive():
+def test_zombie_is_not_alive():
     child = subprocess.Popen(["true"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert agent.start_ticks(child.pid) is None
@@ -422,7 +420,7 @@ def texts(tmp_path):
     return [line.text for raw in lines for line in parse_lines(raw, 0)]
 
 
-def test_lines_are_logged_once_they_are_whole(stream, tmp_path):
+def test_stream_logs_lines_once_complete(stream, tmp_path):
     stream.write(b"one\ntw")
     assert stream.pump()
     assert texts(tmp_path) == ["one"]
@@ -431,15 +429,13 @@ def test_lines_are_logged_once_they_are_whole(stream, tmp_path):
     assert texts(tmp_path) == ["one", "two"]
 
 
-def test_a_progress_bar_s_returns_are_ends_of_lines(stream, tmp_path):
+def test_carriage_returns_of_progress_bar_end_lines(stream, tmp_path):
     stream.write(b"10%\r20%\r\n30%\n")
     stream.pump()
     assert texts(tmp_path) == ["10%", "20%", "30%"]
 
 
-def test_a_line_end_of_two_characters_counts_once_even_when_it_arrives_in_two_pieces(
-    stream, tmp_path
-):
+def test_crlf_split_across_reads_ends_one_line(stream, tmp_path):
     stream.write(b"one\r")
     stream.pump()
     stream.write(b"\ntwo\n")
@@ -447,7 +443,7 @@ def test_a_line_end_of_two_characters_counts_once_even_when_it_arrives_in_two_pi
     assert texts(tmp_path) == ["one", "two"]
 
 
-def test_a_line_without_end_is_broken_up(stream, tmp_path):
+def test_line_without_end_is_split_at_longest_length(stream, tmp_path):
     total = 0
     while total <= limits.LONGEST_LINE:
         total += stream.write(b"x" * 4096)
@@ -455,13 +451,13 @@ def test_a_line_without_end_is_broken_up(stream, tmp_path):
     assert "".join(texts(tmp_path)) == "x" * total
 
 
-def test_draining_gives_the_last_line_that_has_no_end(stream, tmp_path):
+def test_drain_logs_last_line_without_newline(stream, tmp_path):
     stream.write(b"a\nlast words")
     stream.drain()
     assert texts(tmp_path) == ["a", "last words"]
 
 
-def test_a_header_names_the_rank_of_the_lines_after_it(stream, tmp_path):
+def test_header_names_rank_of_following_lines(stream, tmp_path):
     stream.write(f"before\n@clusterkit-rank 5 {os.getpid()}\nafter\n".encode())
     stream.pump()
     raws = (tmp_path / "log").read_bytes().splitlines()
@@ -471,7 +467,7 @@ def test_a_header_names_the_rank_of_the_lines_after_it(stream, tmp_path):
     ]
 
 
-def test_a_rank_s_word_of_how_it_failed_is_kept_and_is_no_line_of_its_log(stream, log, tmp_path):
+def test_rank_ended_mark_is_recorded_and_kept_out_of_log(stream, log, tmp_path):
     stream.write(b"@clusterkit-rank 5 77\nhalf a line@clusterkit-rank-ended 5 7\n")
     stream.write(b"@clusterkit-rank-ended 4 137\n")
     stream.pump()
@@ -480,7 +476,7 @@ def test_a_rank_s_word_of_how_it_failed_is_kept_and_is_no_line_of_its_log(stream
     assert ends == [(77, 5, 7), (None, 4, 137)]
 
 
-def test_of_many_ranks_that_end_the_first_that_fail_and_that_do_not_are_kept(stream, log):
+def test_node_log_keeps_first_failed_and_first_successful_rank_ends(stream, log):
     for rank in range(1000):
         stream.write(f"@clusterkit-rank-ended {rank} {int(rank >= 500)}\n".encode())
     stream.pump()
@@ -491,7 +487,7 @@ def test_of_many_ranks_that_end_the_first_that_fail_and_that_do_not_are_kept(str
     ]
 
 
-def test_a_rank_s_word_of_how_it_failed_comes_through_mpirun_s_tags(start, node_dir):
+def test_rank_ended_mark_is_read_through_mpirun_tags(start, node_dir):
     said = "[1,1]<stdout>:half@clusterkit-rank-ended 1 7\n[1,1]<stdout>:more\n"
     assert start("printf", "%s", said, options=["--tagged"]).wait() == 0
     assert [(line.rank, line.text) for line in lines_of(node_dir)] == [(1, "half"), (1, "more")]
@@ -512,13 +508,13 @@ def test_a_rank_s_word_of_how_it_failed_comes_through_mpirun_s_tags(start, node_
         b"@clusterkit-rank \xff 1 2",
     ],
 )
-def test_a_program_that_prints_half_a_header_does_not_bring_the_agent_down(stream, tmp_path, line):
+def test_malformed_header_does_not_stop_stream(stream, tmp_path, line):
     stream.write(line + b"\nafter\n")
     stream.pump()
     assert texts(tmp_path)[-1] == "after"
 
 
-def test_a_full_disk_loses_lines_and_says_how_many(log, tmp_path, monkeypatch):
+def test_full_disk_loses_lines_and_log_says_how_many(log, tmp_path, monkeypatch):
     real = os.write
 
     def full(handle, data):
@@ -533,7 +529,7 @@ def test_a_full_disk_loses_lines_and_says_how_many(log, tmp_path, monkeypatch):
     assert log.lost == 2
 
 
-def test_all_lines_that_a_full_disk_lost_are_counted_and_told(start, node_dir, run_dir):
+def test_exit_record_counts_every_line_lost_to_full_disk(start, node_dir, run_dir):
     # After the imports: Python would keep compiled modules that were cut short.
     full = RUN.replace(
         "sys.exit",
@@ -552,7 +548,7 @@ def test_all_lines_that_a_full_disk_lost_are_counted_and_told(start, node_dir, r
     assert sum(gaps) <= lost  # its last words may find no room either
 
 
-def test_a_disk_that_fills_up_in_the_middle_of_a_line_spoils_no_other(log, tmp_path, monkeypatch):
+def test_disk_filling_up_mid_line_spoils_no_other_line(log, tmp_path, monkeypatch):
     real = os.write
     monkeypatch.setattr(os, "write", lambda handle, data: real(handle, data[:40]))
     log.lines("0", [b"a line that the disk has only half the room for"])
@@ -561,7 +557,7 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_line_spoils_no_other(log, tmp_p
     assert texts(tmp_path)[-1] == "after"
 
 
-def test_a_document_that_finds_no_space_leaves_the_old_one(tmp_path, monkeypatch):
+def test_write_json_keeps_old_file_when_disk_is_full(tmp_path, monkeypatch):
     agent.write_json(tmp_path / "d.json", {"a": 1})
 
     def full(handle):
@@ -585,7 +581,7 @@ TOLD = [("2", b"rank 2"), ("3", b"rank 3"), ("-", b"mpirun has a word"), ("2", b
 
 
 @pytest.mark.parametrize("size", [*range(1, 20), 1000])
-def test_pieces_of_several_ranks_become_their_lines(size):
+def test_tagged_pieces_of_several_ranks_become_whole_lines(size):
     tagged = Lines(tagged=True)
     told = []
     for at in range(0, len(PIECES), size):
@@ -595,7 +591,7 @@ def test_pieces_of_several_ranks_become_their_lines(size):
     assert tagged.end() == []
 
 
-def test_a_line_without_an_end_is_not_kept_for_ever():
+def test_tagged_line_without_end_is_split_at_longest_length():
     tagged = Lines(tagged=True)
     assert tagged.feed(b"[1,4]<stdout>:" + b"x" * limits.LONGEST_LINE) == []
     assert tagged.feed(b"yz") == [("4", b"x" * limits.LONGEST_LINE + b"yz")]

@@ -161,7 +161,7 @@ def filled_in(
 
 
 @pytest.mark.parametrize("name", ROLES)
-def test_every_role_has_its_parts_and_no_readme(name: str) -> None:
+def test_every_role_has_tasks_and_description_but_no_readme(name: str) -> None:
     assert role(name, "tasks", "main.yml").is_file()
     about = load(role(name, "meta", "argument_specs.yml"))["argument_specs"]["main"]
     assert about["short_description"].endswith(".")
@@ -170,7 +170,7 @@ def test_every_role_has_its_parts_and_no_readme(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROLES)
-def test_every_default_is_explained_and_used(name: str) -> None:
+def test_every_role_default_is_commented_and_used(name: str) -> None:
     text = role(name, "defaults", "main.yml").read_text().removeprefix("---\n")
     for paragraph in re.split(r"\n\s*\n", text.strip()):
         assert paragraph.startswith("# "), paragraph
@@ -180,7 +180,7 @@ def test_every_default_is_explained_and_used(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROLES)
-def test_every_default_has_a_type_that_it_is_of(name: str) -> None:
+def test_every_role_default_matches_declared_type(name: str) -> None:
     types = load(role(name, "meta", "argument_specs.yml"))["argument_specs"]["main"]["options"]
     python = {"str": str, "int": int, "bool": bool, "float": float, "list": list, "dict": dict}
     assert list(types) == list(defaults(name))
@@ -191,14 +191,14 @@ def test_every_default_has_a_type_that_it_is_of(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROLES)
-def test_every_variable_has_a_default_or_is_made_by_a_task(name: str) -> None:
+def test_every_role_variable_has_default_or_is_set_by_task(name: str) -> None:
     shared = set(defaults("cluster")) | made("cluster")
     known = GIVEN | shared | set(defaults(name)) | made(name)
     unknown = {v for v in used(name) - known if not v.startswith("ansible_")}
     assert unknown == set()
 
 
-def test_the_playbook_runs_every_role_under_a_tag_of_its_name() -> None:
+def test_playbook_runs_every_role_under_tag_with_role_name() -> None:
     listed = [entry for play in load(ANSIBLE / "site.yml") for entry in play.get("roles", [])]
     assert sorted(entry["role"] for entry in listed) == ROLES
     for entry in listed:
@@ -208,7 +208,7 @@ def test_the_playbook_runs_every_role_under_a_tag_of_its_name() -> None:
     assert [entry["role"] for entry in listed][-2:] == ["known_hosts", "preflight"]
 
 
-def test_docker_is_there_before_the_toolkit_that_changes_its_settings() -> None:
+def test_playbook_installs_driver_then_docker_then_container_toolkit() -> None:
     order = [
         entry["role"] for play in load(ANSIBLE / "site.yml") for entry in play.get("roles", [])
     ]
@@ -217,7 +217,7 @@ def test_docker_is_there_before_the_toolkit_that_changes_its_settings() -> None:
 
 
 @pytest.mark.parametrize("name", ROLES)
-def test_only_modules_of_ansible_core_and_all_tasks_named(name: str) -> None:
+def test_roles_use_only_ansible_core_modules_and_name_every_task(name: str) -> None:
     words = {"name", "when", "vars", "loop", "loop_control", "register", "changed_when", "notify"}
     words |= {"failed_when", "check_mode", "delegate_to", "connection", "become", "run_once"}
     words |= {"environment", "no_log", "block", "rescue", "always"}
@@ -233,25 +233,25 @@ def test_only_modules_of_ansible_core_and_all_tasks_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROLES)
-def test_services_are_touched_only_where_there_is_systemd(name: str) -> None:
+def test_roles_touch_services_only_under_systemd(name: str) -> None:
     for path in files(name):
         for step in tasks(path):
             if "ansible.builtin.systemd_service" in step:
                 assert "cluster_systemd" in step.get("when", ""), (path, step["name"])
 
 
-def test_no_package_registry_is_named() -> None:
+def test_ansible_files_name_no_package_registry() -> None:
     for path in ANSIBLE.rglob("*"):
         if path.is_file():
             assert not re.search(r"https?://|ftp://", path.read_text()), path
 
 
-def test_the_lab_file_sets_only_what_roles_have() -> None:
+def test_lab_file_sets_only_role_defaults() -> None:
     known = set().union(*(defaults(name) for name in ROLES))
     assert set(load(ANSIBLE / "lab.yml")) <= known
 
 
-def test_clusterkit_reads_the_example_inventory() -> None:
+def test_read_hosts_parses_example_inventory() -> None:
     hosts = read_hosts(ANSIBLE / "inventory.yaml", "nodes")
     assert [(h.name, h.address, h.user, h.slots) for h in hosts] == [
         ("node-a", "192.0.2.11", "ubuntu", 8),
@@ -263,7 +263,7 @@ def test_clusterkit_reads_the_example_inventory() -> None:
     assert defaults("known_hosts")["known_hosts_controller"] == "{{ inventory_dir }}/known_hosts"
 
 
-def test_names_in_packages_that_the_interpreter_gets_are_pinned() -> None:
+def test_python_env_packages_are_pinned_in_constraints() -> None:
     pinned = {
         line.split("==")[0].lower().replace("_", "-")
         for line in (CHECKOUT / "constraints.txt").read_text().splitlines()
@@ -281,7 +281,7 @@ def test_names_in_packages_that_the_interpreter_gets_are_pinned() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(ANSIBLE.rglob("*.j2")), ids=lambda path: path.name)
-def test_templates_say_who_wrote_the_file(path: Path) -> None:
+def test_templates_parse_and_name_clusterkit_role_as_writer(path: Path) -> None:
     text = path.read_text()
     try:
         Environment().parse(text)
@@ -319,7 +319,7 @@ def gpus_of(tmp_path: Path) -> Any:
     return find
 
 
-def test_gpus_switches_and_rdma_are_told_by_vendor_and_class(gpus_of: Any) -> None:
+def test_cluster_role_finds_gpus_nvswitches_and_rdma_by_pci_ids(gpus_of: Any) -> None:
     found = gpus_of(
         {
             "0000:01:00.0": ("0x10de", "0x030000"),
@@ -346,7 +346,7 @@ def test_gpus_switches_and_rdma_are_told_by_vendor_and_class(gpus_of: Any) -> No
 
 
 @pytest.mark.parametrize("devices", [None, {}])
-def test_no_gpus_where_the_bus_is_empty_or_there_is_none(gpus_of: Any, devices: Any) -> None:
+def test_cluster_role_finds_no_gpus_on_empty_or_missing_pci_bus(gpus_of: Any, devices: Any) -> None:
     assert gpus_of(devices) == []
 
 
@@ -374,7 +374,7 @@ def test_kernel_settings_are_compared_word_by_word(
 
 
 @pytest.mark.parametrize("check", ["", "yes"])
-def test_a_kernel_setting_that_cannot_be_written_is_no_failure(check: str) -> None:
+def test_unwritable_kernel_setting_is_reported_without_failure(check: str) -> None:
     # Not even root can write it.
     assert set_kernel(Path("/proc/sys/kernel/ostype"), "Minix", check) == "not writable"
 
@@ -412,7 +412,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_docker_and_its_compose_plugin_by_distribution() -> None:
+def test_docker_packages_follow_distribution_and_source() -> None:
     # What their archives had in November 2026; docker-compose of Debian 12 is 1.29, no plugin.
     names = ["docker_packages", "docker_compose_packages"]
     hosts: dict[str, dict[str, Any]] = {host: {"facts": facts} for host, facts in SYSTEMS.items()}
@@ -450,7 +450,7 @@ IMAGES = [
 ]
 
 
-def test_the_drivers_packages_by_distribution_kernel_and_source() -> None:
+def test_driver_packages_follow_distribution_kernel_and_source() -> None:
     hosts: dict[str, dict[str, Any]] = {}
     for host in HEADERS:
         hosts[host] = {"facts": SYSTEMS[host]}
@@ -486,7 +486,7 @@ def test_the_drivers_packages_by_distribution_kernel_and_source() -> None:
         ("NVIDIA", "yes", False, "neither"),
     ],
 )
-def test_the_way_from_infiniband_to_gpu_memory(
+def test_rdma_role_detects_infiniband_path_to_gpu_memory(
     tmp_path: Path, license: str | None, dmabuf: str, loads: bool, said: str
 ) -> None:
     step = task("Look how InfiniBand gets at", role("rdma", "tasks", "install.yml"))
@@ -540,7 +540,7 @@ def off_loopback(text: str, *names: str) -> str:
         ("", ""),
     ],
 )
-def test_a_hosts_own_names_leave_the_loopback_addresses(before: str, after: str) -> None:
+def test_hosts_role_removes_own_names_from_loopback_addresses(before: str, after: str) -> None:
     once = off_loopback(before, "h1", "h1.example.org")
     assert once == after
     assert off_loopback(once, "h1", "h1.example.org") == once
@@ -582,7 +582,7 @@ ALL = "main contrib non-free non-free-firmware"
         ("deb http://other b mainline\n", "deb http://other b mainline\n"),
     ],
 )
-def test_one_line_sources_get_the_parts_that_are_missing(before: str, after: str) -> None:
+def test_one_line_apt_sources_get_missing_components(before: str, after: str) -> None:
     assert with_components(before, "one-line") == after
     assert with_components(after, "one-line") == after
 
@@ -597,7 +597,7 @@ def test_one_line_sources_get_the_parts_that_are_missing(before: str, after: str
         ("# Components: main\n", "# Components: main\n"),
     ],
 )
-def test_stanzas_get_the_parts_that_are_missing(before: str, after: str) -> None:
+def test_deb822_apt_sources_get_missing_components(before: str, after: str) -> None:
     head = "Types: deb\nURIs: http://m/debian\nSuites: bookworm\n"
     assert with_components(head + before, "stanzas") == head + after
     assert with_components(head + after, "stanzas") == head + after

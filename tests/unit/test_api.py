@@ -34,7 +34,7 @@ def program(write_job):
     write_job()
 
 
-def test_a_job_is_a_file_a_spec_or_a_command(write_job, facts):
+def test_plan_is_same_for_job_file_spec_and_command(write_job, facts):
     path = write_job("launcher: forkserver\n")
     from_file = api.plan(path, facts=facts, run_id="r1")
     from_path = api.plan(Path(path), facts=facts, run_id="r1")
@@ -48,25 +48,25 @@ def test_a_job_is_a_file_a_spec_or_a_command(write_job, facts):
     assert from_file == from_path == from_spec == from_argv
 
 
-def test_a_mapping_is_not_taken_for_the_words_of_a_command(facts):
+def test_plan_refuses_mapping_as_job(facts):
     with pytest.raises(BadInput, match="is neither a path nor a JobSpec") as told:
         api.plan({"name": "demo", "program": "train.py"}, facts=facts)
     assert "JobSpec(...)" in (told.value.hint or "")
 
 
-def test_planning_twice_gives_the_same_plan(write_job, facts):
+def test_plan_is_deterministic(write_job, facts):
     job = write_job("launcher: forkserver\n")
     assert api.plan(job, facts=facts) == api.plan(job, facts=facts)
 
 
-def test_what_a_person_should_know_of_the_project_is_a_note_of_the_plan(program, facts):
+def test_plan_notes_project_remark(program, facts):
     found = Project(root="/root", digest="d", files=1, bytes=1, how="all", remark="a home folder")
     plan = api.plan(python_job(), facts=msgspec.structs.replace(facts, project=found))
     assert "\n  a home folder\n" in plan.to_text()
 
 
 @pytest.mark.parametrize(("gpus", "noted"), [(None, False), (1, False), (2, True)])
-def test_a_program_that_starts_its_ranks_is_noted_where_several_would_start_it(
+def test_plan_notes_self_spawning_program_only_with_several_ranks(
     write_job, facts, gpus, noted, cwd
 ):
     write_job()
@@ -75,19 +75,19 @@ def test_a_program_that_starts_its_ranks_is_noted_where_several_would_start_it(
     assert ("starts its ranks itself (mp.spawn)" in text) == noted
 
 
-def test_planning_writes_nothing(write_job, clusterkit_home, cwd):
+def test_plan_writes_no_files(write_job, clusterkit_home, cwd):
     before = sorted(os.listdir(cwd))
     api.plan(write_job("launcher: forkserver\n"))
     assert not clusterkit_home.exists()
     assert sorted(os.listdir(cwd)) == sorted({*before, "job.yaml", "train.py"})
 
 
-def test_arguments_go_before_the_job_file(write_job, facts):
+def test_plan_arguments_override_job_file(write_job, facts):
     plan = api.plan(write_job("launcher: forkserver\nnodes: 3\n"), nodes=2, gpus=4, facts=facts)
     assert plan.topology == {"min_nodes": 2, "nodes": 2, "nproc_per_node": 4}
 
 
-def test_what_submit_carries_out_is_what_plan_printed(write_job, facts, unstarted_run):
+def test_submit_records_plan_that_plan_printed(write_job, facts, unstarted_run):
     run = unstarted_run("launcher: forkserver\n", run_id="demo-1")
     folder = RunFolder(run.path)
     printed = api.plan("job.yaml", facts=facts, run_id="demo-1")
@@ -96,13 +96,13 @@ def test_what_submit_carries_out_is_what_plan_printed(write_job, facts, unstarte
     assert folder.read("plan.txt").decode() == printed.to_text()
 
 
-def test_the_run_folder_holds_enough_to_submit_the_same_again(unstarted_run, facts):
+def test_recorded_job_file_plans_same_run_again(unstarted_run, facts):
     run = unstarted_run("launcher: forkserver\nenv: {A: 'x y'}\n", nodes=2, run_id="demo-1")
     again = api.plan(run.path / "job.json", facts=facts, run_id="demo-1")
     assert again == run.plan
 
 
-def test_secrets_must_be_in_the_environment(program, facts, monkeypatch):
+def test_plan_requires_secrets_in_environment_and_omits_their_values(program, facts, monkeypatch):
     spec = python_job(secrets=("TOKEN_X",))
     with pytest.raises(BadInput, match="secrets: TOKEN_X is not set in your environment"):
         api.plan(spec, facts=facts)
@@ -110,7 +110,7 @@ def test_secrets_must_be_in_the_environment(program, facts, monkeypatch):
     assert "hunter2" not in api.plan(spec, facts=facts).to_json().decode()
 
 
-def test_secrets_are_written_nowhere(unstarted_run, monkeypatch):
+def test_run_folder_holds_secret_names_but_no_values(unstarted_run, monkeypatch):
     monkeypatch.setenv("TOKEN_X", "hunter2-unique")
     run = unstarted_run("launcher: forkserver\nsecrets: [TOKEN_X]\n")
     written = b"".join(p.read_bytes() for p in run.path.rglob("*") if p.is_file())
@@ -118,7 +118,9 @@ def test_secrets_are_written_nowhere(unstarted_run, monkeypatch):
     assert b"hunter2-unique" not in written
 
 
-def test_a_submit_that_cannot_start_leaves_nothing(write_job, facts, clusterkit_home, monkeypatch):
+def test_submit_that_cannot_launch_leaves_no_run_folder(
+    write_job, facts, clusterkit_home, monkeypatch
+):
     def broken(*_, **__):
         raise SubmitFailed("no process")
 
@@ -128,7 +130,7 @@ def test_a_submit_that_cannot_start_leaves_nothing(write_job, facts, clusterkit_
     assert os.listdir(clusterkit_home / "runs") == []
 
 
-def test_a_submit_interrupted_by_ctrl_c_leaves_nothing(
+def test_submit_interrupted_by_ctrl_c_leaves_no_run_folder(
     write_job, facts, clusterkit_home, monkeypatch
 ):
     def interrupted(*_, **__):
@@ -140,9 +142,7 @@ def test_a_submit_interrupted_by_ctrl_c_leaves_nothing(
     assert os.listdir(clusterkit_home / "runs") == []
 
 
-def test_ctrl_c_between_the_start_of_the_nodes_and_that_of_the_supervisor_ends_them(
-    clusterkit_home, cwd, monkeypatch
-):
+def test_ctrl_c_before_supervisor_starts_ends_started_nodes(clusterkit_home, cwd, monkeypatch):
     started = []
 
     def interrupted(folder, lock):
@@ -156,7 +156,7 @@ def test_ctrl_c_between_the_start_of_the_nodes_and_that_of_the_supervisor_ends_t
     assert os.listdir(clusterkit_home / "runs") == []
 
 
-def test_ctrl_c_while_the_connections_of_a_started_run_are_closed_cancels_it(cwd, monkeypatch):
+def test_ctrl_c_while_launch_closes_connections_cancels_run(cwd, monkeypatch):
     def interrupted(transport):
         raise KeyboardInterrupt
 
@@ -169,11 +169,11 @@ def test_ctrl_c_while_the_connections_of_a_started_run_are_closed_cancels_it(cwd
     assert agent.processes_of(str(api.get(status.run).path)) == []
 
 
-def test_a_user_id_without_a_name_submits(nameless, unstarted_run):
+def test_submit_works_for_user_id_without_name(nameless, unstarted_run):
     assert unstarted_run().status().backend == "local"
 
 
-def test_nodes_that_do_not_start_are_how_the_run_ended(write_job, monkeypatch):
+def test_nodes_that_fail_to_start_end_run_as_failed(write_job, monkeypatch):
     def refused(*_, **__):
         raise SubmitFailed("no process", hint="look")
 
@@ -213,7 +213,9 @@ def transports(monkeypatch):
     ],
     ids=["plan", "submit", "a prepare that fails", "estimate"],
 )
-def test_connections_are_closed(use, write_job, facts, transports, monkeypatch, clusterkit_home):
+def test_plan_submit_and_estimate_close_connections(
+    use, write_job, facts, transports, monkeypatch, clusterkit_home
+):
     monkeypatch.setattr(supervise, "launch", lambda *_, **__: None)
     with contextlib.suppress(BadInput):
         use(write_job("launcher: forkserver\n"), facts)
@@ -221,7 +223,7 @@ def test_connections_are_closed(use, write_job, facts, transports, monkeypatch, 
 
 
 @pytest.mark.parametrize("failing", ["job.json", "cluster.json", "plan.json", "run.json"])
-def test_a_disk_that_fills_up_during_a_submit_leaves_nothing(
+def test_full_disk_during_submit_leaves_no_run_folder(
     failing, write_job, facts, clusterkit_home, monkeypatch
 ):
     real = RunFolder.write
@@ -238,7 +240,7 @@ def test_a_disk_that_fills_up_during_a_submit_leaves_nothing(
     assert os.listdir(clusterkit_home / "runs") == []
 
 
-def test_a_run_is_found_again_by_its_id(unstarted_run):
+def test_get_finds_run_by_id_and_refuses_unknown_id(unstarted_run):
     run = unstarted_run()
     assert repr(api.get(run.id)) == f"<Run {run.id}>"
     assert api.get("last").path == run.path
@@ -246,7 +248,7 @@ def test_a_run_is_found_again_by_its_id(unstarted_run):
         api.get("nope")
 
 
-def test_runs_of_the_same_moment_have_ids_of_their_own(unstarted_run):
+def test_runs_of_same_moment_get_distinct_ids(unstarted_run):
     first, second = unstarted_run(), unstarted_run()
     assert first.id != second.id
     assert {status.run for status in api.runs()} == {first.id, second.id}
@@ -261,27 +263,27 @@ def final(run, state=State.SUCCEEDED, attempt=1):
     return status
 
 
-def test_waiting_returns_the_final_status(unstarted_run):
+def test_wait_returns_final_status(unstarted_run):
     run = unstarted_run()
     status = final(run)
     assert run.wait() == status
     assert run.wait_started() == status
 
 
-def test_waiting_too_long_says_how_it_stands(unstarted_run):
+def test_wait_timeout_names_current_state(unstarted_run):
     run = unstarted_run()
     with pytest.raises(TimeoutError, match=f"run {run.id} is PENDING after 0 s"):
         run.wait(0)
 
 
-def test_waiting_ends_when_a_condition_holds(unstarted_run):
+def test_wait_ends_when_until_condition_holds(unstarted_run):
     assert unstarted_run().wait(until=lambda status: True).state is State.PENDING
 
 
 STAMP = "2026-11-21T20:11:58.12345"
 
 
-def test_the_logs_of_all_attempts_follow_one_another(unstarted_run, by_hand):
+def test_logs_list_attempts_in_order(unstarted_run, by_hand):
     run = unstarted_run()
     by_hand(run).node(attempt=1, log=f"{STAMP}9Z 0 first\n", exit_code=1)
     by_hand(run).node(attempt=2, log=f"{STAMP}1Z 0 second\n", exit_code=0)
@@ -290,7 +292,7 @@ def test_the_logs_of_all_attempts_follow_one_another(unstarted_run, by_hand):
     assert list(run.logs(follow=True)) == list(run.logs())
 
 
-def test_an_attempt_that_failed_is_told_between_its_lines_and_the_next_ones(unstarted_run, by_hand):
+def test_logs_follow_notes_failed_attempt_before_next_attempt_lines(unstarted_run, by_hand):
     run = unstarted_run()
     hand = by_hand(run)
     hand.node(attempt=1, log=f"{STAMP}9Z 0 first\n", exit_code=1)
@@ -305,7 +307,7 @@ def test_an_attempt_that_failed_is_told_between_its_lines_and_the_next_ones(unst
     assert told == ["first", "attempt 1 failed", "second"]
 
 
-def test_metrics_and_marks_come_from_the_log(unstarted_run, by_hand):
+def test_metrics_and_reported_events_come_from_log(unstarted_run, by_hand):
     run = unstarted_run()
     marks = [{"event": "start", "steps": 1}, {"event": "metrics", "step": 1, "loss": 2.0}]
     text = "".join(f"{STAMP}1Z 0 @clusterkit {json.dumps(mark)}\n" for mark in marks)
@@ -315,7 +317,7 @@ def test_metrics_and_marks_come_from_the_log(unstarted_run, by_hand):
     assert run.reported_events() == marks
 
 
-def test_a_run_that_has_not_ended_is_not_deleted(unstarted_run):
+def test_delete_refuses_run_that_has_not_ended(unstarted_run):
     run = unstarted_run()
     with pytest.raises(BadInput, match="is PENDING") as error:
         run.delete()
@@ -325,7 +327,7 @@ def test_a_run_that_has_not_ended_is_not_deleted(unstarted_run):
     assert not run.path.exists()
 
 
-def test_wait_with_check_raises_what_failed(unstarted_run):
+def test_wait_with_check_raises_run_failed_with_cause(unstarted_run):
     run = unstarted_run()
     failure = Failure(node=1, rank=3, exit_code=7, cause="ValueError: bad", hint="mend it")
     RunFolder(run.path).write_json(
@@ -341,7 +343,7 @@ def test_wait_with_check_raises_what_failed(unstarted_run):
     assert error.value.status.failure == failure
 
 
-def test_the_package_has_the_common_names_at_its_top_and_imports_nothing_before():
+def test_package_exports_common_names_and_imports_lazily():
     assert clusterkit.submit is api.submit
     assert (clusterkit.Run, clusterkit.Job) == (api.Run, JobSpec)
     assert dir(clusterkit) == sorted(
@@ -354,7 +356,7 @@ def test_the_package_has_the_common_names_at_its_top_and_imports_nothing_before(
     assert done.stdout == "[]\n"
 
 
-def test_the_facade_has_a_function_for_every_verb():
+def test_api_has_function_for_every_cli_verb():
     from clusterkit.cli import VERBS
 
     names = {"ls": "runs", "logs": "log_lines", "rm": "get", "export": "plan_as", "wait": "get"}
@@ -362,7 +364,7 @@ def test_the_facade_has_a_function_for_every_verb():
         assert callable(getattr(api, names.get(verb, verb))), verb
 
 
-def test_a_run_may_stand_for_its_id_everywhere(unstarted_run, by_hand, tmp_path):
+def test_api_functions_accept_run_in_place_of_id(unstarted_run, by_hand, tmp_path):
     run = unstarted_run()
     mark = '@clusterkit {"event": "metrics", "step": 1, "loss": 2.0}'
     by_hand(run).node(log=f"{STAMP}1Z 0 {mark}\n", exit_code=0)
@@ -386,7 +388,7 @@ def first_example(text):
 @pytest.mark.parametrize(
     "text", [api.__doc__, (Path(__file__).parents[2] / "docs/python-api.md").read_text()]
 )
-def test_the_first_example_works_with_a_run_that_fails(unstarted_run, text, monkeypatch, capsys):
+def test_documented_first_example_handles_failed_run(unstarted_run, text, monkeypatch, capsys):
     run = unstarted_run()
     final(run, State.FAILED)
     monkeypatch.setattr(api, "submit", lambda *_, **__: run)
@@ -394,7 +396,7 @@ def test_the_first_example_works_with_a_run_that_fails(unstarted_run, text, monk
     assert "FAILED" in capsys.readouterr().out
 
 
-def test_what_a_prompt_shows_is_short(write_job, facts):
+def test_repr_of_api_objects_is_short(write_job, facts):
     ready = api.prepare(write_job("launcher: forkserver\n"), facts=facts, nodes=2)
     failure = Failure(
         node=1, rank=3, exit_code=1, cause="ValueError: " + "very " * 50 + "bad\nand more",
@@ -442,7 +444,7 @@ def unwatched(unstarted_run, by_hand, monkeypatch):
 
 
 @pytest.mark.parametrize("verb", ["logs", "wait", "cancel", "status"])
-def test_hosts_are_connected_to_once_and_let_go(unwatched, monkeypatch, verb):
+def test_run_verbs_connect_to_hosts_once_and_close_connection(unwatched, monkeypatch, verb):
     run, hand, transports = unwatched
     polls = []
 
@@ -463,7 +465,7 @@ def test_hosts_are_connected_to_once_and_let_go(unwatched, monkeypatch, verb):
     assert [transport.closed for transport in transports] == [True]
 
 
-def test_a_log_that_is_not_read_to_its_end_lets_the_hosts_go(unwatched):
+def test_log_batches_closed_early_close_connection(unwatched):
     run, _, transports = unwatched
     lines = run.log_batches(follow=True)
     assert next(lines)[0].text == "hello"
@@ -471,7 +473,7 @@ def test_a_log_that_is_not_read_to_its_end_lets_the_hosts_go(unwatched):
     assert [transport.closed for transport in transports] == [True]
 
 
-def test_a_number_of_nodes_is_a_number_as_text_too(write_job):
+def test_request_reads_nodes_as_number_or_text(write_job):
     path = write_job("launcher: torchrun\n")
     assert request.read(path, nodes="2").job == request.read(path, nodes=2).job
     assert request.read(path, nodes="1:2").job.nodes == "1:2"

@@ -19,7 +19,7 @@ def entries():
         return {entry.filename: (entry, opened.read(entry)) for entry in opened.infolist()}
 
 
-def test_it_holds_the_package_and_nothing_that_differs_between_machines():
+def test_archive_holds_whole_agent_with_reproducible_metadata():
     found = entries()
     assert list(found) == sorted(found)
     for entry, _ in found.values():
@@ -38,7 +38,7 @@ def test_it_holds_the_package_and_nothing_that_differs_between_machines():
     }  # fmt: skip
 
 
-def test_its_bytes_are_the_same_in_every_process():
+def test_archive_bytes_are_same_in_every_process():
     ask = (
         "import hashlib; from clusterkit.agent import archive; "
         "print(hashlib.sha256(archive.build()).hexdigest())"
@@ -51,7 +51,7 @@ def test_its_bytes_are_the_same_in_every_process():
 
 
 @pytest.mark.parametrize("way", ["file", "standard input"])
-def test_any_python_runs_it_and_takes_nothing_of_an_installed_clusterkit(tmp_path, way):
+def test_any_python_runs_archive_without_installed_packages(tmp_path, way):
     """`-S`: not even the packages that are installed."""
     node = tmp_path / "node-0"
     path = tmp_path / "agent.pyz"
@@ -68,7 +68,7 @@ def test_any_python_runs_it_and_takes_nothing_of_an_installed_clusterkit(tmp_pat
     assert sorted(os.listdir(tmp_path)) == ["agent.pyz", "node-0"]
 
 
-def test_its_modules_come_from_itself(tmp_path):
+def test_archive_imports_its_modules_from_archive(tmp_path):
     path = tmp_path / "agent.pyz"
     path.write_bytes(archive.build())
     ask = (

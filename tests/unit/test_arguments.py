@@ -88,9 +88,7 @@ def planned(job: JobSpec, facts: Facts, folder: pathlib.Path) -> None:
 @pytest.mark.parametrize("field", keys_of(JobSpec))
 @ANY
 @given(value=VALUES)
-def test_a_spec_with_any_value_is_planned_or_refused_by_the_name_of_the_field(
-    field, value, folder, facts
-):
+def test_job_spec_of_any_value_is_planned_or_refused_by_field(field, value, folder, facts):
     try:
         planned(spec_with(field, value), facts, folder)
     except ClusterkitError as error:
@@ -105,7 +103,9 @@ def test_a_spec_with_any_value_is_planned_or_refused_by_the_name_of_the_field(
 )
 @ANY
 @given(value=VALUES)
-def test_a_nested_spec_is_checked_as_well(outer, field, value, folder, facts):
+def test_nested_spec_with_any_value_is_planned_or_refused_by_section(
+    outer, field, value, folder, facts
+):
     kind = {"batch": BatchSpec, "checkpoint": CheckpointSpec}[outer]
     try:
         planned(spec_with(outer, kind(**{field: value})), facts, folder)
@@ -116,7 +116,7 @@ def test_a_nested_spec_is_checked_as_well(outer, field, value, folder, facts):
 @pytest.mark.parametrize("kind", CLUSTER_TYPES.values())
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), value=VALUES)
-def test_a_value_of_a_cluster_file_is_taken_or_refused_in_plain_words(kind, data, value):
+def test_cluster_file_value_is_accepted_or_refused_in_plain_words(kind, data, value):
     field = data.draw(st.sampled_from(keys_of(kind)))
     try:
         values.convert(Document("clusters.yaml", None, {}), ("lab",), {field: value}, kind)
@@ -149,7 +149,7 @@ def test_a_value_of_a_cluster_file_is_taken_or_refused_in_plain_words(kind, data
         ({"name": None}, "name is missing", None),
     ],
 )  # fmt: skip
-def test_a_wrong_value_is_named_with_its_field_and_the_remedy(fields, message, hint, folder, facts):
+def test_submit_refuses_wrong_spec_value_by_field_with_hint(fields, message, hint, folder, facts):
     job = JobSpec(**{"name": "demo", "program": "train.py"} | fields)
     with pytest.raises(BadInput) as caught:
         api.submit(job, facts=facts)
@@ -159,28 +159,28 @@ def test_a_wrong_value_is_named_with_its_field_and_the_remedy(fields, message, h
     assert not (folder / "home").exists()
 
 
-def test_lists_in_a_spec_are_as_good_as_tuples(folder, facts):
+def test_job_spec_accepts_lists_for_tuples(folder, facts):
     listed = JobSpec(name="demo", program="train.py", args=["-x"], secrets=[])  # type: ignore[arg-type]
     with api.prepare(listed, facts=facts) as ready:
         assert ready.job.args == ("-x",)
         assert hash(ready.job.args)
 
 
-def test_a_spec_may_name_a_deepspeed_config_as_a_job_file_does(folder, facts):
+def test_job_spec_accepts_path_of_deepspeed_config(folder, facts):
     (folder / "ds.json").write_text('{"zero_optimization": {"stage": 1}}')
     job = msgspec.structs.replace(spec_with("deepspeed", "ds.json"), batch=BatchSpec(micro=1))
     with api.prepare(job, facts=facts) as ready:
         assert ready.job.deepspeed == {"zero_optimization": {"stage": 1}}
 
 
-def test_a_value_that_contains_itself_is_refused(folder, facts):
+def test_plan_refuses_self_referencing_value(folder, facts):
     config: dict[str, object] = {}
     config["a"] = config
     with pytest.raises(BadInput, match="deepspeed: nested too deeply, or a value that contains"):
         api.plan(spec_with("deepspeed", config), facts=facts)
 
 
-def test_a_setting_that_is_wrong_in_a_spec_is_named_as_the_setting(folder, facts):
+def test_plan_names_wrong_setting_as_set_option(folder, facts):
     with pytest.raises(BadInput, match=r"\A--set restarts: 'many' is text, not a whole number"):
         api.plan(spec_with("restarts", 1), facts=facts, settings=["restarts=many"])
 
@@ -228,14 +228,14 @@ CALLS = {
 
 
 @pytest.mark.parametrize(("call", "message"), CALLS.values(), ids=CALLS)
-def test_an_argument_of_a_wrong_type_is_named(call, message, folder):
+def test_api_names_argument_of_wrong_type(call, message, folder):
     with pytest.raises(BadInput) as caught:
         call(JobSpec(name="demo", program="train.py"))
     assert caught.value.message.startswith(message)
     assert not (folder / "home").exists()
 
 
-def test_a_run_that_was_deleted_is_not_found(unstarted_run):
+def test_deleted_run_raises_run_not_found(unstarted_run):
     run = unstarted_run("launcher: forkserver\n")
     shutil.rmtree(run.path)
     for use in (run.status, run.logs, run.metrics, run.events, run.cancel, run.attach, run.wait,
@@ -246,7 +246,7 @@ def test_a_run_that_was_deleted_is_not_found(unstarted_run):
     assert repr(run) == f"<Run {run.id}>"
 
 
-def test_the_arguments_of_a_run_are_checked(unstarted_run):
+def test_run_methods_name_argument_of_wrong_type(unstarted_run):
     run = unstarted_run("launcher: forkserver\n")
     for use, message in (
         (lambda: list(run.logs(rank="0")), "rank: '0' is text"),

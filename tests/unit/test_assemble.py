@@ -70,7 +70,7 @@ def exported(assembly):
     return {name: value for name, equals, value in pairs if equals}
 
 
-def test_the_job_goes_before_the_cluster_and_the_cluster_before_the_defaults():
+def test_job_env_overrides_cluster_env_and_defaults():
     env = exported(
         assembled(
             job(env={"A": "job", "OMP_NUM_THREADS": "7"}),
@@ -87,19 +87,19 @@ def test_the_job_goes_before_the_cluster_and_the_cluster_before_the_defaults():
 
 @pytest.mark.parametrize("name", sorted(RESERVED_VARIABLES))
 @pytest.mark.parametrize("where", ["job", "cluster"])
-def test_nobody_else_may_set_a_variable_of_the_rendezvous(name, where):
+def test_env_refuses_reserved_rendezvous_variable(name, where):
     spec = job(env={name: "1"} if where == "job" else {})
     with pytest.raises(BadInput, match=rf"env\.{name}: clusterkit sets it"):
         assembled(spec, cluster=LocalCluster(env={name: "1"} if where == "cluster" else {}))
 
 
 @pytest.mark.parametrize("name", ["CLUSTERKIT_RUN_DIR", "CLUSTERKIT_ATTEMPT", "CLUSTERKIT_PIPE"])
-def test_nobody_else_may_set_what_clusterkit_finds_its_processes_by(name):
+def test_env_refuses_clusterkit_process_variable(name):
     with pytest.raises(BadInput, match=rf"env\.{name}: clusterkit sets it"):
         assembled(job(env={name: "/elsewhere"}))
 
 
-def test_a_rank_knows_its_run_its_batch_and_its_checkpoints():
+def test_rank_env_names_run_batch_and_checkpoint_settings():
     env = exported(
         assembled(
             job(
@@ -127,7 +127,7 @@ def test_a_rank_knows_its_run_its_batch_and_its_checkpoints():
     }
 
 
-def test_the_agents_are_told_after_which_exit_codes_they_start_ranks_again():
+def test_node_script_passes_restarts_and_retry_on_to_agent():
     node = file_of(assembled(job(restarts=2, retry_on=(137, 75))), "node.sh")
     assert "--restarts 2 --retry-on 137,75" in node.text
     with pytest.raises(BadInput, match=r"^retry_on: "):
@@ -135,7 +135,7 @@ def test_the_agents_are_told_after_which_exit_codes_they_start_ranks_again():
         assembled(job(restarts=2, retry_on=(137,), nodes=2), Topology(2, 2, 1))
 
 
-def test_nodes_that_go_on_without_others_say_how_few_they_may_be():
+def test_shrinkable_run_passes_min_nodes_and_coordinator_to_agent():
     spec = job(nodes="2:3", on_node_loss="shrink", restarts=1, command=("train",), program=None)
     coordinator = Coordinator("10.0.0.1", 29502)
     made = assembled(spec, Topology(2, 3, 4), coordinator=coordinator)
@@ -149,7 +149,7 @@ def test_nodes_that_go_on_without_others_say_how_few_they_may_be():
     assert "--min-nodes" not in file_of(fixed, "node.sh").text
 
 
-def test_spares_are_started_as_the_nodes_are():
+def test_node_script_passes_spares_and_coordinator_to_agent():
     spec = job(nodes=2, spares=1, command=("train",), program=None)
     coordinator = Coordinator("10.0.0.1", 29502)
     made = assembled(spec, Topology(2, 2, 4), coordinator=coordinator)
@@ -166,17 +166,17 @@ def test_spares_are_started_as_the_nodes_are():
     assert "--lost-after 30 --rejoin 15 --spares 1 --" in node
 
 
-def test_a_bucket_for_checkpoints_is_kept():
+def test_checkpoint_bucket_url_is_kept():
     env = exported(assembled(job(checkpoint=CheckpointSpec(dir="s3://runs/a"))))
     assert env["CLUSTERKIT_CHECKPOINT_DIR"] == "s3://runs/a"
 
 
-def test_an_absolute_checkpoint_folder_is_kept():
+def test_absolute_checkpoint_folder_is_kept():
     env = exported(assembled(job(checkpoint=CheckpointSpec(dir="/big/disk"))))
     assert env["CLUSTERKIT_CHECKPOINT_DIR"] == "/big/disk"
 
 
-def test_an_elastic_run_leaves_the_accumulation_to_each_round():
+def test_elastic_run_sets_no_accumulation_variable():
     env = exported(assembled(job(batch=BatchSpec(global_size=64, micro=8)), Topology(1, 2, 2)))
     assert (env["CLUSTERKIT_GLOBAL_BATCH"], env["CLUSTERKIT_MICRO_BATCH"]) == ("64", "8")
     assert "CLUSTERKIT_ACCUMULATION" not in env
@@ -185,7 +185,7 @@ def test_an_elastic_run_leaves_the_accumulation_to_each_round():
 # ---------------------------------------------------------------- batch and deepspeed
 
 
-def test_the_deepspeed_config_of_144_is_24_x_6_x_1():
+def test_deepspeed_config_holds_solved_batch_numbers():
     spec = job(batch=BatchSpec(global_size=144, micro=24), deepspeed={"fp16": {"enabled": True}})
     config = json.loads(file_of(assembled(spec), "deepspeed.json").text)
     assert config == {
@@ -202,7 +202,7 @@ def test_the_deepspeed_config_of_144_is_24_x_6_x_1():
     [(Topology(1, 1, 1), 8), (Topology(1, 1, 4), 2), (Topology(2, 2, 4), 1)],
     ids=["1 GPU", "4 GPUs", "2 nodes of 4"],
 )
-def test_the_deepspeed_config_follows_the_number_of_ranks(topology, accumulation):
+def test_deepspeed_accumulation_follows_number_of_ranks(topology, accumulation):
     spec = job(batch=BatchSpec(global_size=64, micro=8), deepspeed={})
     config = json.loads(file_of(assembled(spec, topology), "deepspeed.json").text)
     assert config["gradient_accumulation_steps"] == accumulation
@@ -210,13 +210,13 @@ def test_the_deepspeed_config_follows_the_number_of_ranks(topology, accumulation
     assert config["train_micro_batch_size_per_gpu"] == 8
 
 
-def test_a_clipping_that_was_asked_for_stays():
+def test_deepspeed_config_keeps_requested_gradient_clipping():
     config, notes = deepspeed_config({"gradient_clipping": 0.5}, None)
     assert config == {"gradient_clipping": 0.5}
     assert notes == []
 
 
-def test_a_clipping_that_was_not_asked_for_is_off_and_says_so():
+def test_deepspeed_config_disables_unrequested_clipping_with_note():
     config, notes = deepspeed_config({}, None)
     assert config == {"gradient_clipping": 0.0}
     assert [str(note) for note in notes] == [
@@ -224,7 +224,7 @@ def test_a_clipping_that_was_not_asked_for_is_off_and_says_so():
     ]
 
 
-def test_batch_numbers_in_the_deepspeed_section_must_agree_with_the_batch():
+def test_deepspeed_batch_numbers_must_agree_with_batch():
     sizes = Batch(64, 8, 2, 4)
     with pytest.raises(BadInput, match=r"deepspeed\.train_batch_size: 32, but batch gives 64"):
         deepspeed_config({"train_batch_size": 32}, sizes)
@@ -232,30 +232,30 @@ def test_batch_numbers_in_the_deepspeed_section_must_agree_with_the_batch():
     assert config["train_batch_size"] == 64
 
 
-def test_the_job_s_own_config_is_not_changed():
+def test_deepspeed_config_leaves_job_config_unchanged():
     original = {"zero_optimization": {"stage": 3}}
     deepspeed_config(original, Batch(64, 8, 2, 4))
     assert original == {"zero_optimization": {"stage": 3}}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")], ids=str)
-def test_a_number_that_json_cannot_hold_is_refused_and_not_changed(value):
+def test_deepspeed_config_refuses_non_finite_number(value):
     with pytest.raises(BadInput, match=r"deepspeed\.optimizer.*lr"):
         deepspeed_config({"optimizer": {"params": {"lr": value}}}, None)
 
 
-def test_an_elastic_config_names_only_the_micro_batch():
+def test_elastic_deepspeed_config_holds_micro_batch_as_only_size():
     config, _ = deepspeed_config({}, Batch(64, 8, 2, 4), elastic=True)
     assert config == {"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.0}
 
 
-def test_an_elastic_job_must_divide_for_every_number_of_nodes():
+def test_elastic_batch_must_divide_for_every_node_count():
     spec = job(batch=BatchSpec(global_size=64, micro=8), nodes="1:3")
     with pytest.raises(BadInput, match="micro x ranks = 24 on 3 ranks"):
         solve_batch(spec, Topology(1, 3, 1))
 
 
-def test_the_batch_says_how_it_came_about():
+def test_solve_batch_notes_factors_of_global_batch():
     spec = job(batch=BatchSpec(global_size=64, micro=8))
     _, notes = solve_batch(spec, Topology(2, 2, 2))
     assert [str(note) for note in notes] == [
@@ -263,7 +263,7 @@ def test_the_batch_says_how_it_came_about():
     ]
 
 
-def test_on_the_cpu_accelerate_is_told_so():
+def test_cpu_job_sets_accelerate_use_cpu_except_with_deepspeed():
     assert exported(assembled(job()))["ACCELERATE_USE_CPU"] == "true"
     assert "ACCELERATE_USE_CPU" not in exported(assembled(job(), device="cuda"))
     # The Trainer would leave DeepSpeed out.
@@ -273,7 +273,7 @@ def test_on_the_cpu_accelerate_is_told_so():
     assert exported(own)["ACCELERATE_USE_CPU"] == "false"
 
 
-def test_on_the_cpu_deepspeed_is_told_so():
+def test_cpu_job_sets_deepspeed_accelerator_to_cpu():
     assert exported(assembled(job(deepspeed={})))["DS_ACCELERATOR"] == "cpu"
     assert "DS_ACCELERATOR" not in exported(assembled(job(deepspeed={}), device="cuda"))
 
@@ -286,35 +286,35 @@ def run_env(**more):
 
 
 @pytest.mark.parametrize("word", ["python", "python3"])
-def test_python_in_a_command_is_the_ranks_own(word):
+def test_python_in_command_becomes_rank_interpreter(word):
     spec = job(program=None, command=(word, "-c", "python"))
     assert program_argv(spec, "/v/bin/python", run_env(), ONE) == ["/v/bin/python", "-c", "python"]
 
 
-def test_names_in_arguments_are_replaced():
+def test_clusterkit_names_in_arguments_are_replaced():
     spec = job(args=("--id=${clusterkit.run_id}", "${clusterkit.run_dir}/${clusterkit.world_size}"))
     argv = program_argv(spec, "python", run_env(), Topology(2, 2, 4))
     assert argv == ["python", "-u", "train.py", "--id=r1", "/runs/r1/8"]
 
 
-def test_other_dollars_in_arguments_are_left_alone():
+def test_other_dollar_signs_in_arguments_are_kept():
     words = ("${HOME}", "$x", "${clusterkit", "${clusterkit.run_id", "{}")
     assert program_argv(job(args=words), "python", run_env(), ONE)[3:] == list(words)
 
 
-def test_a_replaced_value_is_not_looked_into_again():
+def test_replaced_value_is_not_expanded_again():
     env = run_env(CLUSTERKIT_CHECKPOINT_DIR="/${clusterkit.run_id}")
     spec = job(args=("${clusterkit.checkpoint_dir}",))
     assert program_argv(spec, "python", env, ONE)[3:] == ["/${clusterkit.run_id}"]
 
 
-def test_an_unknown_name_in_arguments_is_refused_with_the_known_ones():
+def test_unknown_name_in_arguments_is_refused_with_known_names():
     with pytest.raises(BadInput, match=r"args: \$\{clusterkit\.nope\} is unknown") as error:
         program_argv(job(args=("${clusterkit.nope}",)), "python", run_env(), ONE)
     assert "micro_batch" in (error.value.hint or "")
 
 
-def test_a_name_without_a_value_in_this_job_is_refused():
+def test_name_without_value_in_job_is_refused():
     with pytest.raises(BadInput, match=r"\$\{clusterkit\.micro_batch\} has no value in this job"):
         program_argv(job(args=("${clusterkit.micro_batch}",)), "python", run_env(), ONE)
 
@@ -333,7 +333,7 @@ def test_a_name_without_a_value_in_this_job_is_refused():
         ({}, ONE, "deepspeed_config", "the job has no `deepspeed` section"),
     ],
 )  # fmt: skip
-def test_a_name_without_a_value_says_why(fields, topology, name, hint):
+def test_refusal_of_name_without_value_gives_reason(fields, topology, name, hint):
     fields = {k: msgspec.convert(v, BatchSpec) for k, v in fields.items()}
     spec = job(args=(f"${{clusterkit.{name}}}",), **fields)
     with pytest.raises(BadInput, match="has no value in this job") as error:
@@ -349,14 +349,14 @@ def test_a_name_without_a_value_says_why(fields, topology, name, hint):
         ({"program": None, "command": ("./go", "--a")}, ["./go", "--a", "x"]),
     ],
 )
-def test_programs_modules_and_commands_become_argument_lists(fields, argv):
+def test_program_module_and_command_become_argument_lists(fields, argv):
     assert program_argv(job(args=("x",), **fields), "/py", run_env(), ONE) == argv
 
 
 # ---------------------------------------------------------------- files
 
 
-def test_mpirun_is_told_each_variable_once():
+def test_mpirun_forwards_each_variable_once():
     text = file_of(assembled(job(launcher="mpirun", env={"A": "1"})), "node.sh").text
     words = text.split()
     forwarded = [name for flag, name in pairwise(words) if flag == "-x"]
@@ -374,12 +374,12 @@ def test_mpirun_is_told_each_variable_once():
         ("mpirun", {"node.sh", "rank.sh", "agent.pyz", "hostfile"}),
     ],
 )
-def test_each_launcher_gets_the_files_that_it_needs(launcher, names):
+def test_each_launcher_gets_exactly_files_it_needs(launcher, names):
     paths = [file.path for file in assembled(job(launcher=launcher)).files]
     assert {path.removeprefix("/runs/r1/files/") for path in paths} == names
 
 
-def test_scripts_can_be_executed():
+def test_node_and_rank_scripts_are_executable():
     modes = {f.path: f.mode for f in assembled(job(launcher="torchrun")).files}
     assert modes["/runs/r1/files/node.sh"] == modes["/runs/r1/files/rank.sh"] == 0o755
 
@@ -402,20 +402,18 @@ def test_scripts_can_be_executed():
         ({"launcher": "mpirun"}, {"tools": {}}, "mpirun needs Open MPI", "apt-get install openm"),
     ],
 )
-def test_a_missing_package_or_tool_is_named_with_the_interpreter_and_the_remedy(
-    fields, host, message, hint, make_facts
-):
+def test_missing_package_or_tool_is_named_with_remedy(fields, host, message, hint, make_facts):
     with pytest.raises(Unavailable, match=message) as error:
         require_packages(job(**fields), make_facts(**host).hosts[0])
     assert hint in (error.value.hint or "")
     assert error.value.exit_code == 125
 
 
-def test_the_fork_server_needs_nothing(make_facts):
+def test_fork_server_needs_no_package_or_tool(make_facts):
     require_packages(job(), make_facts(versions={}, tools={}).hosts[0])
 
 
-def test_assembling_does_not_change_the_job():
+def test_assemble_leaves_job_unchanged():
     spec = job(batch=BatchSpec(global_size=64, micro=8), deepspeed={"a": {"b": 1}}, env={"A": "1"})
     before = msgspec.json.encode(spec)
     assembled(spec)
@@ -431,7 +429,7 @@ def test_assembling_does_not_change_the_job():
      ("deepspeed", Topology(2, 2, 1)),
      ("forkserver", Topology(2, 2, 1)), ("mpirun", Topology(2, 2, 1))],
 )  # fmt: skip
-def test_the_first_host_may_be_known_on_the_nodes_alone(launcher, topology, tmp_path):
+def test_rendezvous_address_is_read_from_node_environment(launcher, topology, tmp_path):
     """As in an allocation of a batch system: the node's environment names its first host."""
     run_dir = tmp_path / "run"
     dump = tmp_path / "python"
@@ -467,6 +465,6 @@ def test_the_first_host_may_be_known_on_the_nodes_alone(launcher, topology, tmp_
 
 
 @pytest.mark.parametrize(("bind", "told"), [("auto", False), ("none", True)])
-def test_the_agent_is_told_to_bind_no_rank(bind, told):
+def test_agent_gets_bind_none_only_when_job_says_so(bind, told):
     text = file_of(assembled(job(bind=bind)), "node.sh").text
     assert ("--bind none" in text) is told

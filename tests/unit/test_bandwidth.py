@@ -41,12 +41,12 @@ from clusterkit.ui import plots
         ("sendrecv", 8, 1.0),
     ],
 )
-def test_factors_are_those_of_nccl_tests(collective: str, ranks: int, factor: float) -> None:
+def test_bus_factors_match_nccl_tests(collective: str, ranks: int, factor: float) -> None:
     assert FACTORS[collective](ranks) == factor
 
 
 @given(ranks=st.integers(2, 4096))
-def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(ranks: int) -> None:
+def test_all_reduce_factor_is_reduce_scatter_plus_all_gather(ranks: int) -> None:
     parts = FACTORS["reduce_scatter"](ranks) + FACTORS["all_gather"](ranks)
     assert FACTORS["all_reduce"](ranks) == pytest.approx(parts)
     assert 1 <= FACTORS["all_reduce"](ranks) < 2
@@ -72,12 +72,12 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(ranks: int) -> None
         (" 1K : 4K : x2 ", (1024, 2048, 4096)),
     ],
 )
-def test_sizes_are_a_size_several_or_a_range(text: str, sizes: tuple[int, ...]) -> None:
+def test_sizes_parse_as_single_list_or_range(text: str, sizes: tuple[int, ...]) -> None:
     assert parse_sizes(text) == sizes
 
 
 @given(st.integers(1, 1 << 40), st.integers(0, 60), st.integers(2, 9999))
-def test_a_range_is_geometric_and_stays_within_its_ends(low: int, more: int, factor: int) -> None:
+def test_size_range_is_geometric_and_stays_within_ends(low: int, more: int, factor: int) -> None:
     high = min(low << more, 10**12 - 1)
     low = min(low, high)
     sizes = parse_sizes(f"{low}:{high}:x{factor}")
@@ -112,7 +112,7 @@ def test_a_range_is_geometric_and_stays_within_its_ends(low: int, more: int, fac
         ("1K\n", None),
     ],
 )
-def test_what_is_no_size_is_named(text: str, said: str | None) -> None:
+def test_parse_sizes_names_invalid_size(text: str, said: str | None) -> None:
     if said is None:  # blanks around a size are no fault
         assert parse_sizes(text) == (1024,)
         return
@@ -123,7 +123,7 @@ def test_what_is_no_size_is_named(text: str, said: str | None) -> None:
     assert error.value.hint or "1 byte" in error.value.message
 
 
-def test_all_collectives_are_measured_unless_some_are_chosen() -> None:
+def test_bench_measures_all_collectives_unless_some_are_chosen() -> None:
     assert choose().collectives == tuple(FACTORS)
     assert choose(collectives="broadcast, all_reduce,broadcast").collectives == (
         "broadcast",
@@ -148,7 +148,7 @@ def test_all_collectives_are_measured_unless_some_are_chosen() -> None:
         ({"pairwise": True, "collectives": "broadcast"}, "collectives: pairs", "leave out"),
     ],
 )
-def test_options_that_cannot_be_are_refused_by_name(
+def test_bench_refuses_invalid_options_by_name(
     choices: dict[str, Any], said: str, hint: str | None
 ) -> None:
     with pytest.raises(BadInput) as error:
@@ -157,7 +157,7 @@ def test_options_that_cannot_be_are_refused_by_name(
     assert (hint or "") in (error.value.hint or "")
 
 
-def test_the_job_says_everything_in_its_arguments() -> None:
+def test_bench_job_arguments_carry_all_options() -> None:
     job = bandwidth.job_of(
         choose(collectives="broadcast", sizes="1K,2K", dtype="int8", iterations=7, warmup=3)
     )
@@ -177,7 +177,7 @@ def test_the_job_says_everything_in_its_arguments() -> None:
     )  # fmt: skip
 
 
-def test_the_job_s_program_is_there() -> None:
+def test_bench_job_program_exists() -> None:
     job = bandwidth.job_of(choose())
     assert job.program is not None
     assert Path(job.program).is_file()
@@ -203,19 +203,21 @@ def refusal(
     return error.value.message, error.value.hint
 
 
-def test_one_rank_has_nobody_to_talk_to(facts: Facts) -> None:
+def test_bench_refuses_single_rank(facts: Facts) -> None:
     message, hint = refusal(facts)
     assert message == "bench: 1 node x 1 rank: there is nothing to measure between"
     assert hint == "--nodes 2"
 
 
-def test_pairs_are_of_nodes_not_of_ranks(facts: Facts) -> None:
+def test_pairwise_bench_refuses_single_node(facts: Facts) -> None:
     message, _ = refusal(facts, {"pairwise": True}, gpus=2)
     assert message.startswith("pairwise: 1 node x 2 ranks: it measures between nodes")
 
 
 @pytest.mark.parametrize("dtype", bandwidth.ONLY_NCCL)
-def test_float8_needs_gpus(facts: Facts, make_facts: Callable[..., Facts], dtype: str) -> None:
+def test_float8_bench_needs_gpus(
+    facts: Facts, make_facts: Callable[..., Facts], dtype: str
+) -> None:
     message, hint = refusal(facts, {"dtype": dtype}, nodes=2)
     assert f"dtype: {dtype}: gloo" in message
     assert hint is not None
@@ -223,7 +225,7 @@ def test_float8_needs_gpus(facts: Facts, make_facts: Callable[..., Facts], dtype
     bandwidth.check(chosen, ready.plan, ready.facts)
 
 
-def test_a_size_beyond_a_machine_s_memory_is_refused_with_figures(
+def test_bench_refuses_size_beyond_host_memory_with_figures(
     make_facts: Callable[..., Facts],
 ) -> None:
     facts = make_facts(memory_mib=4096)
@@ -234,7 +236,7 @@ def test_a_size_beyond_a_machine_s_memory_is_refused_with_figures(
     bandwidth.check(chosen, ready.plan, ready.facts)
 
 
-def test_a_size_beyond_a_gpu_s_memory_is_refused(make_facts: Callable[..., Facts]) -> None:
+def test_bench_refuses_size_beyond_gpu_memory(make_facts: Callable[..., Facts]) -> None:
     message, _ = refusal(make_facts(gpus=4, memory_mib=1), {"sizes": "100G"}, nodes=2, gpus=2)
     assert "a GPU of localhost has 81559 MiB" in message
     chosen, ready = planned(make_facts(gpus=4, memory_mib=1), {"sizes": "1G"}, nodes=2, gpus=2)
@@ -252,7 +254,7 @@ def test_a_size_beyond_a_gpu_s_memory_is_refused(make_facts: Callable[..., Facts
         ({"pairwise": True, "sizes": "10,100"}, 120.0),
     ],
 )
-def test_the_largest_buffers_count(choices: dict[str, Any], needed: float) -> None:
+def test_needed_bytes_counts_largest_buffers(choices: dict[str, Any], needed: float) -> None:
     options = choose(**{"sizes": "10,100"} | choices)
     assert bandwidth.needed_bytes(options, ranks=4) == needed
 
@@ -281,7 +283,7 @@ def exchange(source: int, target: int, **fields: Any) -> dict[str, Any]:
     } | fields  # fmt: skip
 
 
-def test_a_report_holds_bandwidths_of_the_medians() -> None:
+def test_report_computes_bandwidth_from_median_time() -> None:
     marks = [{"event": "other"}, SETUP, row(), row("all_gather", 1000)]
     report = bandwidth.report("r", marks)
     first, second = report.rows
@@ -292,7 +294,7 @@ def test_a_report_holds_bandwidths_of_the_medians() -> None:
     assert report.pairs is None
 
 
-def test_latency_is_the_time_at_the_smallest_size() -> None:
+def test_report_latency_is_median_time_at_smallest_size() -> None:
     marks = [
         SETUP | {"measurements": 4}, row(size=8192, median_us=3.0), row(size=4, median_us=7.0),
         row("broadcast", 4, median_us=2.0), row("broadcast", 8192, median_us=9.0),
@@ -300,12 +302,12 @@ def test_latency_is_the_time_at_the_smallest_size() -> None:
     assert bandwidth.report("r", marks).latency_us == {"all_reduce": 7.0, "broadcast": 2.0}
 
 
-def test_a_time_too_short_for_the_clock_divides_nothing_by_zero() -> None:
+def test_report_survives_zero_median_time() -> None:
     marks = [SETUP | {"measurements": 1}, row(median_us=0.0)]
     assert bandwidth.report("r", marks).rows[0].bus_gb_per_s > 0
 
 
-def test_wrong_elements_add_up() -> None:
+def test_report_sums_wrong_elements() -> None:
     assert bandwidth.report("r", [SETUP, row(wrong=2), row("broadcast", wrong=3)]).wrong == 5
 
 
@@ -319,14 +321,14 @@ def test_wrong_elements_add_up() -> None:
         ([SETUP, row(), {"event": "bench_row"}], "run r reported 1 of 2 measurements"),
     ],
 )
-def test_what_was_not_measured_is_said(marks: list[dict[str, Any]], said: str) -> None:
+def test_report_refuses_missing_measurements(marks: list[dict[str, Any]], said: str) -> None:
     with pytest.raises(ClusterkitError) as error:
         bandwidth.report("r", marks)
     assert error.value.message == said
     assert error.value.hint == "clusterkit logs r"
 
 
-def test_only_the_last_attempt_counts() -> None:
+def test_report_counts_only_last_attempt() -> None:
     marks = [SETUP, row(median_us=1.0), SETUP, row(), row("broadcast")]
     assert [one.median_us for one in bandwidth.report("r", marks).rows] == [100.0, 100.0]
 
@@ -341,7 +343,7 @@ def test_only_the_last_attempt_counts() -> None:
         (["only-one"], ["x", "y"], ["x", "y"]),
     ],
 )
-def test_nodes_go_by_names_that_tell_them_apart(
+def test_report_gives_nodes_distinct_names(
     hosts: list[str], own: list[str], names: list[str]
 ) -> None:
     nodes = [{"node": at, "host": host, "ranks": [at]} for at, host in enumerate(own)]
@@ -349,7 +351,7 @@ def test_nodes_go_by_names_that_tell_them_apart(
     assert [node.host for node in report.nodes] == names
 
 
-def test_pairs_become_matrices_from_row_to_column() -> None:
+def test_report_turns_pairs_into_row_to_column_matrices() -> None:
     marks = [SETUP, exchange(0, 1), exchange(1, 0, median_us=2050.0, latency_us=50.0)]
     pairs = bandwidth.report("r", marks, ["h0", "h1"]).pairs
     assert pairs is not None
@@ -360,7 +362,7 @@ def test_pairs_become_matrices_from_row_to_column() -> None:
     assert "from h1 to h0" in pairs.judgement
 
 
-def test_the_way_back_is_never_more_than_half_of_a_round_trip() -> None:
+def test_pair_bandwidth_subtracts_at_most_half_of_round_trip() -> None:
     quick = msgspec.convert(exchange(0, 1, median_us=60.0, latency_us=50.0), bandwidth.MeasuredPair)
     assert bandwidth.pair_bandwidth(quick) == pytest.approx((1 << 20) / 30e-6 / 1e9)
 
@@ -402,7 +404,7 @@ NODES = [3, 4, 5, 16]
 
 
 @pytest.mark.parametrize("nodes", [2, *NODES])
-def test_equal_links_blame_nobody(nodes: int) -> None:
+def test_judge_finds_nothing_on_equal_links(nodes: int) -> None:
     assert blamed(even(nodes)) == []
     _, judgement = judge(names(nodes), even(nodes, 1.25), even(nodes, 50.0))
     assert "1.25" in judgement
@@ -443,7 +445,7 @@ CULPRITS: dict[str, tuple[list[int], Callable[[int, int], bool], Blamed, str]] =
 @pytest.mark.parametrize(
     ("culprit", "nodes"), [(name, nodes) for name, case in CULPRITS.items() for nodes in case[0]]
 )
-def test_a_slow_link_or_host_is_named_and_nobody_else(culprit: str, nodes: int) -> None:
+def test_judge_names_only_slow_link_or_host(culprit: str, nodes: int) -> None:
     _, is_slow, expected, said = CULPRITS[culprit]
     table = changed(even(nodes), lambda a, b: 0.1 if is_slow(a, b) else 1.0)
     assert blamed(table) == expected
@@ -451,13 +453,13 @@ def test_a_slow_link_or_host_is_named_and_nobody_else(culprit: str, nodes: int) 
 
 
 @pytest.mark.parametrize("nodes", [5, 16])
-def test_a_fast_link_makes_the_others_no_slower(nodes: int) -> None:
+def test_judge_blames_no_link_beside_one_fast_link(nodes: int) -> None:
     """Two containers on one machine, say."""
     assert blamed(changed(even(nodes), lambda a, b: 20.0 if {a, b} == {0, 1} else 1.0)) == []
 
 
 @pytest.mark.parametrize("nodes", NODES)
-def test_latency_is_judged_as_well(nodes: int) -> None:
+def test_judge_finds_slow_latency_of_link_or_host(nodes: int) -> None:
     late = changed(even(nodes, 20.0), lambda a, b: 100.0 if {a, b} == {0, 2} else 1.0)
     found, judgement = judge(names(nodes), even(nodes), late)
     assert [(one.what, one.hosts, one.value, one.usual) for one in found] == [
@@ -469,12 +471,12 @@ def test_latency_is_judged_as_well(nodes: int) -> None:
     assert [(one.kind, one.what, one.hosts) for one in found] == [("host", "latency", ("h1",))]
 
 
-def test_both_ends_time_the_same_round_trip_so_the_quicker_counts() -> None:
+def test_judge_uses_quicker_latency_of_both_directions() -> None:
     one_sided = changed(even(4, 20.0), lambda a, b: 100.0 if (a, b) == (0, 2) else 1.0)
     assert blamed(even(4), one_sided) == []
 
 
-def test_a_host_that_is_slow_in_both_ways_is_said_twice() -> None:
+def test_judge_reports_host_slow_in_bandwidth_and_latency_twice() -> None:
     slow = changed(even(4), lambda a, b: 0.1 if 1 in (a, b) else 1.0)
     late = changed(even(4, 20.0), lambda a, b: 100.0 if 1 in (a, b) else 1.0)
     found, judgement = judge(names(4), slow, late)
@@ -483,7 +485,7 @@ def test_a_host_that_is_slow_in_both_ways_is_said_twice() -> None:
 
 
 @pytest.mark.parametrize("nodes", NODES)
-def test_noise_blames_nobody(nodes: int) -> None:
+def test_judge_finds_nothing_in_noise(nodes: int) -> None:
     """Of ten per cent in bandwidth and thirty in latency."""
     for seed in range(100):
         latency = noisy(even(nodes, 50.0), 0.3, -seed)
@@ -491,7 +493,7 @@ def test_noise_blames_nobody(nodes: int) -> None:
 
 
 @pytest.mark.parametrize("nodes", NODES)
-def test_in_noise_the_culprit_is_still_found(nodes: int) -> None:
+def test_judge_finds_slow_link_or_host_in_noise(nodes: int) -> None:
     host = changed(even(nodes), lambda a, b: 0.2 if 1 in (a, b) else 1.0)
     link = changed(even(nodes), lambda a, b: 0.2 if {a, b} == {0, 2} else 1.0)
     for seed in range(100):
@@ -504,7 +506,7 @@ def test_in_noise_the_culprit_is_still_found(nodes: int) -> None:
         lambda n: st.lists(st.floats(1e-6, 1e6), min_size=n * n, max_size=n * n)
     )
 )
-def test_any_figures_have_a_judgement(figures: list[float]) -> None:
+def test_judge_accepts_any_figures(figures: list[float]) -> None:
     nodes = int(len(figures) ** 0.5)
     table = changed(even(nodes), lambda a, b: figures[a * nodes + b])
     found, judgement = judge(names(nodes), table, table)
@@ -516,7 +518,7 @@ def test_any_figures_have_a_judgement(figures: list[float]) -> None:
 
 
 @given(st.permutations(range(5)), st.sampled_from(["host", "link"]))
-def test_the_order_of_the_nodes_does_not_matter(order: list[int], kind: str) -> None:
+def test_judge_does_not_depend_on_node_order(order: list[int], kind: str) -> None:
     def slow(a: int, b: int) -> float:
         a, b = order[a], order[b]
         return 0.1 if (0 in (a, b) if kind == "host" else {a, b} == {0, 1}) else 1.0
@@ -537,7 +539,7 @@ def test_the_order_of_the_nodes_does_not_matter(order: list[int], kind: str) -> 
         (0.12345, "0.123"), (0.00001234, "0.0000123"),
     ],
 )  # fmt: skip
-def test_figures_have_three_digits_and_no_exponent(number: float, text: str) -> None:
+def test_figures_are_rounded_and_have_no_exponent(number: float, text: str) -> None:
     assert figure(number) == text
 
 
@@ -548,11 +550,11 @@ def test_figures_have_three_digits_and_no_exponent(number: float, text: str) -> 
         (1 << 20, "1 MiB"), (3 << 29, "1536 MiB"), (2 << 30, "2 GiB"),
     ],
 )  # fmt: skip
-def test_sizes_are_told_in_their_largest_whole_unit(size: int, text: str) -> None:
+def test_size_text_uses_largest_whole_unit(size: int, text: str) -> None:
     assert bandwidth.size_text(size) == text
 
 
-def test_what_is_measured_now_is_told_in_words() -> None:
+def test_doing_text_describes_current_measurement() -> None:
     assert bandwidth.doing_text({"collective": "broadcast", "size": 4096}) == "broadcast of 4 KiB"
     many = [[n, n + 1] for n in range(0, 12, 2)]
     assert bandwidth.doing_text({"pairs": many[:1]}) == "nodes 0 and 1"
@@ -604,7 +606,7 @@ MARKS = [
 PAIRS = [SETUP, exchange(0, 1), exchange(1, 0, median_us=50.0 + 10000.0)]
 
 
-def test_the_table_is_on_stdout_and_the_words_on_stderr(played: Any, cli: Any) -> None:
+def test_bench_prints_table_on_stdout_and_remarks_on_stderr(played: Any, cli: Any) -> None:
     played(MARKS)
     done = cli("bench", "--nodes", "2", "--gpus", "2")
     assert done.code == 0
@@ -621,7 +623,7 @@ def test_the_table_is_on_stdout_and_the_words_on_stderr(played: Any, cli: Any) -
     assert "latency: all_reduce 100 us at 4 KiB, broadcast 50.0 us at 4 KiB" in done.err
 
 
-def test_json_is_one_document_and_nothing_else(played: Any, cli: Any) -> None:
+def test_bench_json_prints_report_as_one_document(played: Any, cli: Any) -> None:
     played(MARKS)
     done = cli("bench", "-n", "2", "--json")
     assert done.code == 0
@@ -633,7 +635,7 @@ def test_json_is_one_document_and_nothing_else(played: Any, cli: Any) -> None:
     assert set(done.json) == set(bandwidth.Report.__struct_fields__)
 
 
-def test_pairs_are_printed_as_matrices_and_a_judgement(played: Any, cli: Any) -> None:
+def test_pairwise_bench_prints_matrices_and_judgement(played: Any, cli: Any) -> None:
     played(PAIRS)
     done = cli("bench", "-n", "2", "--pairwise")
     assert done.code == 0
@@ -654,7 +656,7 @@ def test_pairs_are_printed_as_matrices_and_a_judgement(played: Any, cli: Any) ->
     assert found["findings"][0]["hosts"] == ["b", "a"]
 
 
-def test_wrong_results_end_in_failure(played: Any, cli: Any) -> None:
+def test_bench_fails_on_wrong_results(played: Any, cli: Any) -> None:
     played([SETUP, row(), row("broadcast", wrong=3)])
     done = cli("bench", "-n", "2")
     assert done.code == 1
@@ -665,7 +667,7 @@ def test_wrong_results_end_in_failure(played: Any, cli: Any) -> None:
     assert done.json["wrong"] == 1
 
 
-def test_a_run_that_fails_is_explained_and_passes_its_exit_code_on(played: Any, cli: Any) -> None:
+def test_bench_explains_failed_run_and_passes_on_exit_code(played: Any, cli: Any) -> None:
     failure = Failure(
         node=1, rank=1, exit_code=7, cause="ValueError: bad", hint="mend it", traceback="T\nU"
     )
@@ -680,7 +682,7 @@ def test_a_run_that_fails_is_explained_and_passes_its_exit_code_on(played: Any, 
     )
 
 
-def test_a_run_without_a_diagnosis_says_where_to_look(played: Any, cli: Any) -> None:
+def test_bench_of_run_without_diagnosis_hints_at_logs(played: Any, cli: Any) -> None:
     played([], State.CANCELLED)
     done = cli("bench", "-n", "2")
     assert done.code == 7
@@ -688,7 +690,7 @@ def test_a_run_without_a_diagnosis_says_where_to_look(played: Any, cli: Any) -> 
     assert f"error: run {run} is CANCELLED\n hint: clusterkit logs {run}\n" in done.err
 
 
-def test_a_run_that_reports_too_little_is_no_result(played: Any, cli: Any) -> None:
+def test_bench_refuses_run_with_too_few_measurements(played: Any, cli: Any) -> None:
     played(MARKS[:3])
     done = cli("bench", "-n", "2")
     assert done.code == 125
@@ -696,9 +698,7 @@ def test_a_run_that_reports_too_little_is_no_result(played: Any, cli: Any) -> No
     assert done.out == ""
 
 
-def test_whoever_interrupts_it_cancels_the_run(
-    played: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_bench_cancels_run(played: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cancelled = []
     monkeypatch.setattr(api.Run, "cancel", lambda run: cancelled.append(run.id))
 
@@ -711,7 +711,7 @@ def test_whoever_interrupts_it_cancels_the_run(
     assert cancelled == [api.get("last").id]
 
 
-def test_from_python_it_gives_the_report(played: Any) -> None:
+def test_api_bench_returns_report_or_raises_run_failed(played: Any) -> None:
     played(MARKS)
     assert api.bench(nodes=2, sizes="4K").rows[0].collective == "all_reduce"
     played([], State.FAILED)
@@ -720,7 +720,7 @@ def test_from_python_it_gives_the_report(played: Any) -> None:
     assert error.value.exit_code == 7
 
 
-def test_without_nodes_every_host_takes_part(
+def test_bench_without_nodes_uses_every_host(
     played: Any, monkeypatch: pytest.MonkeyPatch, facts: Facts
 ) -> None:
     from clusterkit.backends.local.backend import LocalBackend
@@ -765,13 +765,13 @@ def test_without_nodes_every_host_takes_part(
         (["-c", "nowhere", "-n", "2"], "nowhere"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_anything_starts(
+def test_bench_refuses_invalid_arguments_before_start(
     refused: Any, no_gpus: None, cwd: Path, argv: list[str], said: str
 ) -> None:
     assert said in refused("bench", *argv)
 
 
-def test_a_bar_is_drawn_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_draws_progress_bar_in_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     import io
     import sys
 
@@ -795,7 +795,7 @@ def test_a_bar_is_drawn_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------- pictures
 
 
-def test_a_line_per_collective_is_drawn(tmp_path: Path) -> None:
+def test_draw_bandwidth_draws_one_line_per_collective(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report = bandwidth.report("r", [SETUP | {"measurements": 4}, row(), row(size=1 << 20),
                                     row("broadcast"), row("broadcast", 1 << 20)])  # fmt: skip
@@ -806,7 +806,7 @@ def test_a_line_per_collective_is_drawn(tmp_path: Path) -> None:
         assert f"<!-- {words} -->" in text
 
 
-def test_pairs_are_drawn_as_a_matrix_of_figures(tmp_path: Path) -> None:
+def test_draw_bandwidth_draws_pairs_as_matrix(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = plots.draw_bandwidth(bandwidth.report("r", PAIRS), tmp_path / "pairs.svg")
     text = path.read_text()
@@ -815,7 +815,7 @@ def test_pairs_are_drawn_as_a_matrix_of_figures(tmp_path: Path) -> None:
     assert "<!-- 0.105 -->" in text
 
 
-def test_the_verb_draws(played: Any, cli: Any, tmp_path: Path) -> None:
+def test_bench_writes_picture(played: Any, cli: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     played(MARKS)
     done = cli("bench", "-n", "2", "-o", str(tmp_path / "bus.png"))
@@ -824,7 +824,7 @@ def test_the_verb_draws(played: Any, cli: Any, tmp_path: Path) -> None:
     assert f"drawn: {tmp_path}/bus.png" in done.err
 
 
-def test_a_picture_that_cannot_be_written_does_not_hide_the_table(
+def test_bench_prints_table_when_picture_cannot_be_written(
     played: Any, cli: Any, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -839,7 +839,7 @@ def test_a_picture_that_cannot_be_written_does_not_hide_the_table(
     assert "there is no folder" in done.err
 
 
-def test_without_matplotlib_nothing_is_measured_in_vain(
+def test_bench_without_matplotlib_refuses_picture_before_measuring(
     refused: Any, no_gpus: None, cwd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
@@ -847,6 +847,6 @@ def test_without_matplotlib_nothing_is_measured_in_vain(
     assert "drawing needs matplotlib" in said
 
 
-def test_the_itemsizes_are_bytes() -> None:
+def test_itemsizes_match_bits_in_dtype_names() -> None:
     assert all(name.endswith(str(8 * size)) or "float8" in name or name == "bfloat16"
                for name, size in ITEMSIZES.items())  # fmt: skip

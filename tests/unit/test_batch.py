@@ -29,11 +29,11 @@ SMALL = st.integers(1, 256)
          Batch(144, 24, 6, 1)),
     ],
 )  # fmt: skip
-def test_what_is_missing_is_worked_out(given, batch):
+def test_solve_derives_missing_batch_sizes(given, batch):
     assert solve(**given) == batch
 
 
-def test_the_deepspeed_numbers_of_144_samples():
+def test_batch_gives_deepspeed_numbers_for_144_samples():
     assert solve(data_parallel=1, global_size=144, micro=24).deepspeed() == {
         "train_batch_size": 144,
         "train_micro_batch_size_per_gpu": 24,
@@ -42,7 +42,7 @@ def test_the_deepspeed_numbers_of_144_samples():
 
 
 @given(SMALL, SMALL, SMALL)
-def test_any_two_sizes_of_a_batch_give_the_third_back(micro, accumulation, ranks):
+def test_solve_derives_third_size_from_any_two(micro, accumulation, ranks):
     total = micro * accumulation * ranks
     whole = Batch(total, micro, accumulation, ranks)
     assert solve(data_parallel=ranks, global_size=total, micro=micro) == whole
@@ -51,9 +51,7 @@ def test_any_two_sizes_of_a_batch_give_the_third_back(micro, accumulation, ranks
 
 
 @given(SIZE, SIZE | st.none(), st.integers(1, 64), st.integers(1, 64) | st.none())
-def test_what_divides_is_solved_as_given_and_everything_else_is_refused(
-    total, micro, ranks, accumulation
-):
+def test_solve_accepts_sizes_that_divide_and_refuses_others(total, micro, ranks, accumulation):
     sizes = {"global_size": total, "micro": micro, "accumulation": accumulation}
     if total % ((micro or 1) * ranks * (accumulation or 1)) or (
         micro and accumulation and micro * ranks * accumulation != total
@@ -69,7 +67,7 @@ def test_what_divides_is_solved_as_given_and_everything_else_is_refused(
 
 
 @given(SIZE, st.integers(1, 64), st.integers(1, 64))
-def test_every_size_that_a_refusal_suggests_really_divides(total, micro, ranks):
+def test_every_size_suggested_in_refusal_divides(total, micro, ranks):
     if total % (micro * ranks) == 0:
         total += 1
         if total % (micro * ranks) == 0:  # micro x ranks is 1: everything divides
@@ -106,7 +104,7 @@ def test_every_size_that_a_refusal_suggests_really_divides(total, micro, ranks):
         ({"data_parallel": 4, "accumulation": 2}, "give `global` or `micro`", "batch: {global: 64"),
     ],
 )  # fmt: skip
-def test_a_refusal_names_the_nearest_sizes_that_divide(given, said, hint):
+def test_refusal_suggests_nearest_sizes_that_divide(given, said, hint):
     with pytest.raises(BadInput, match=said) as error:
         solve(**given)
     assert error.value.hint.startswith(hint)
@@ -114,7 +112,7 @@ def test_a_refusal_names_the_nearest_sizes_that_divide(given, said, hint):
 
 @pytest.mark.parametrize("key", ["global_size", "micro", "accumulation", "data_parallel"])
 @pytest.mark.parametrize("value", [0, -1])
-def test_sizes_below_one_are_refused(key, value):
+def test_solve_refuses_sizes_below_one(key, value):
     sizes = {"data_parallel": 1, "global_size": 8, "micro": 1, "accumulation": 8} | {key: value}
     with pytest.raises(BadInput, match=rf"is {value}; it must be at least 1"):
         solve(**sizes)

@@ -46,7 +46,7 @@ def only(project: Path) -> catalogue.CatalogueEntry:
     return entry
 
 
-def test_a_program_is_read_with_the_modules_beside_it(project: Path) -> None:
+def test_entry_lists_packages_of_program_and_modules_beside_it(project: Path) -> None:
     assert only(project) == catalogue.CatalogueEntry(
         name="one",
         path=os.path.join("jobs", "one.yaml"),
@@ -66,7 +66,7 @@ def test_a_program_is_read_with_the_modules_beside_it(project: Path) -> None:
         ("deepspeed: {}\n", ("deepspeed", "numpy", "sklearn", "torch", "transformers")),
     ],
 )
-def test_deepspeed_counts_where_the_job_asks_for_it(project: Path, more, packages) -> None:
+def test_deepspeed_is_listed_only_when_job_asks_for_it(project: Path, more, packages) -> None:
     job(project, "one", f"program: train/main.py\n{more}")
     assert only(project).packages == packages
 
@@ -84,32 +84,30 @@ def test_deepspeed_counts_where_the_job_asks_for_it(project: Path, more, package
         ('nodes: "1:4"\nbatch: {global: 48}', "1:4", "a divisor of 48"),
     ],
 )
-def test_how_many_ranks_can_run_it(project: Path, more, nodes, ranks) -> None:
+def test_entry_states_nodes_and_possible_ranks(project: Path, more, nodes, ranks) -> None:
     job(project, "one", f"program: train/main.py\n{more}\n")
     assert (only(project).nodes, only(project).ranks) == (nodes, ranks)
 
 
 @pytest.mark.parametrize(("device", "words"), [("cpu", "CPU"), ("cuda", "GPUs")])
-def test_which_device(project: Path, device: str, words: str) -> None:
+def test_entry_names_device_of_job(project: Path, device: str, words: str) -> None:
     job(project, "one", f"program: train/main.py\ndevice: {device}\n")
     assert only(project).device == words
 
 
 @pytest.mark.parametrize("text", [b"def broken(:\n", b"\xff\xfe\x00x", b"x = 1\0\n"])
-def test_a_program_that_is_no_python_does_not_keep_a_job_from_being_listed(
-    project: Path, text: bytes
-) -> None:
+def test_module_that_is_invalid_python_does_not_hide_job(project: Path, text: bytes) -> None:
     (project / "train" / "beside.py").write_bytes(text)
     assert "torch" in only(project).packages
 
 
-def test_a_command_is_not_looked_into() -> None:
+def test_command_and_module_jobs_list_only_launcher_packages() -> None:
     assert catalogue.packages(JobSpec(name="x", command=("./x",), launcher="mpirun")) == ()
     assert catalogue.packages(JobSpec(name="x", module="x")) == ()
     assert catalogue.packages(JobSpec(name="x", module="x", nodes="1:2")) == ("torch",)
 
 
-def test_the_folder_is_found_from_below_and_others_are_passed_over(
+def test_api_jobs_finds_folder_above_and_skips_folder_without_jobs(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     below = project / "train" / "jobs"
@@ -121,14 +119,14 @@ def test_the_folder_is_found_from_below_and_others_are_passed_over(
     assert entry.error is None
 
 
-def test_without_job_files_there_is_one_error(cwd: Path, refused) -> None:
+def test_jobs_without_job_files_is_refused(cwd: Path, refused) -> None:
     (cwd / "jobs").mkdir()
     with pytest.raises(BadInput, match="no folder jobs/ with job files"):
         catalogue.find_folder()
     assert "there is no folder jobs/" in refused("jobs")
 
 
-def test_a_file_that_cannot_be_read_is_an_error_after_the_others(project: Path, cli) -> None:
+def test_jobs_lists_unreadable_job_files_as_errors(project: Path, cli) -> None:
     job(project, "bad", "program: train/main.py\nnodse: 2\n")
     job(project, "gone", "program: train/gone.py\n")
     (project / "jobs" / "other.yml").write_text("command: [./run]\nlauncher: forkserver\n")
@@ -146,7 +144,7 @@ def test_a_file_that_cannot_be_read_is_an_error_after_the_others(project: Path, 
     ]  # fmt: skip
 
 
-def test_every_job_of_ours_is_listed(cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_lists_every_job_of_repository(cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     done = cli("jobs", "--json")
     assert done.code == 0, done.err

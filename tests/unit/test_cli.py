@@ -78,7 +78,7 @@ def test_help_lists_every_verb_with_one_line(cli):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help_an_example_and_described_options(verb):
+def test_every_verb_has_help_example_and_described_options(verb):
     command = cli_command(verb)
     assert command.name == verb
     assert command.help
@@ -97,29 +97,29 @@ def cli_command(verb):
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_every_verb_answers_to_both_help_flags(cli, verb, flag):
+def test_every_verb_accepts_both_help_flags(cli, verb, flag):
     done = cli(verb, flag)
     assert done.code == 0
     assert done.out.startswith(f"Usage: clusterkit {verb}")
 
 
 @pytest.mark.parametrize("verb", ANSWERS)
-def test_every_verb_that_answers_a_question_has_json(verb):
+def test_query_verbs_have_json_option(verb):
     assert "--json" in [flag for option in cli_command(verb).params for flag in option.opts]
 
 
-def test_no_verb_is_told_how_to_go_on(cli):
+def test_command_line_without_verb_prints_help(cli):
     assert cli() == cli("--help")
     assert cli().code == 0
 
 
-def test_a_mistyped_verb_is_told_the_nearest(cli):
+def test_mistyped_verb_suggests_nearest_verb(cli):
     done = cli("sumbit")
     assert done.code == 125
     assert "No such command 'sumbit'. Did you mean submit?" in done.err
 
 
-def test_an_option_of_the_program_is_told_to_stand_after_the_dashes(write_job, refused):
+def test_program_option_before_dashes_is_refused_with_corrected_line(write_job, refused):
     said = refused("plan", write_job(), "--nodes", "2", "--steps", "3")
     assert said.startswith("error: No such option '--steps'.\n")
     assert "clusterkit plan --nodes 2 job.yaml -- --steps 3\n" in said
@@ -128,7 +128,7 @@ def test_an_option_of_the_program_is_told_to_stand_after_the_dashes(write_job, r
 
 @pytest.mark.parametrize("words", [("plan", "job.yaml", "--nodes"), ("init", "--hosts"),
                                    ("logs", "last", "--rank"), ("estimate", "--gpus")])  # fmt: skip
-def test_a_missing_value_names_the_help_of_its_command(refused, words):
+def test_missing_option_value_hints_at_command_help(refused, words):
     assert f" hint: clusterkit {words[0]} --help\n" in refused(*words)
 
 
@@ -136,12 +136,12 @@ def test_a_missing_value_names_the_help_of_its_command(refused, words):
     ("convert", "-o", "no/job.yaml", "--", "python", "train.py"),
     ("convert", "--clusters-out", "no/c.yaml", "--", "torchrun", "train.py"),
 ])  # fmt: skip
-def test_an_output_needs_its_folder(refused, words, cwd):
+def test_convert_refuses_output_in_missing_folder(refused, words, cwd):
     assert f"{words[2]}: there is no folder no\n hint: mkdir -p no\n" in refused(*words)
     assert not (cwd / "no").exists()
 
 
-def test_a_picture_and_a_report_need_their_folder(cli, ended, cwd):
+def test_plot_and_web_report_refuse_missing_folder(cli, ended, cwd):
     for words in (("metrics", "last", "--plot", "no/loss.png"), ("web", "last", "-o", "no/r.html")):
         done = cli(*words)
         assert done.code == 125
@@ -149,23 +149,23 @@ def test_a_picture_and_a_report_need_their_folder(cli, ended, cwd):
     assert not (cwd / "no").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_no_full_disk(cli, write_job):
+def test_plan_refuses_output_folder_that_cannot_be_made(cli, write_job):
     done = cli("plan", write_job(), "-o", "/proc/x")
     assert done.code == 125
     assert "name another folder" in done.err
 
 
-def test_a_run_that_is_named_twice_is_removed_once(cli, ended):
+def test_rm_removes_run_named_twice_once(cli, ended):
     assert cli("rm", "last", "last").out == f"{ended.id}\n"
 
 
-def test_a_model_that_is_misspelled_is_told_of_the_known_ones(refused):
+def test_estimate_refuses_unknown_model_and_suggests_nearest(refused):
     said = refused("estimate", "llama-3-8c", "--gpus", "8", "--gpu-memory", "80GB")
     assert said.startswith("error: --model llama-3-8c: ")
     assert "did you mean llama-3-8b?" in said
 
 
-def test_a_short_run_tells_no_share_of_training(cli, ended):
+def test_status_omits_training_share_for_short_run(cli, ended):
     folder = RunFolder(ended.path)
     status = folder.saved_status()
     for seconds, shown in ((0.6, False), (60.0, True)):
@@ -174,20 +174,20 @@ def test_a_short_run_tells_no_share_of_training(cli, ended):
         assert ("% of the time was training" in cli("status", "last").out) == shown
 
 
-def test_a_host_that_cannot_be_resolved_is_not_said_to_be_reached(cli):
+def test_web_refuses_unresolvable_host(cli):
     done = cli("web", "--host", "nope.invalid")
     assert done.code == 125
     assert done.err.startswith("error: --host nope.invalid: ")
     assert "can be reached" not in done.err
 
 
-def test_an_unknown_option_is_told(cli):
+def test_unknown_option_is_refused(cli):
     done = cli("plan", "--nodez", "2")
     assert done.code == 125
     assert "No such option" in done.err
 
 
-def test_the_version_is_told(cli):
+def test_version_option_prints_version(cli):
     import clusterkit
 
     assert cli("--version").out.strip() == f"clusterkit, version {clusterkit.__version__}"
@@ -210,7 +210,7 @@ HEAVY = {
         (["logs", "last"], set()),
     ],
 )
-def test_help_and_what_reads_small_files_start_without_heavy_imports(verb, light, ended):
+def test_help_and_query_verbs_start_without_heavy_imports(verb, light, ended):
     code = (
         "import sys\nfrom clusterkit.cli import main\n"
         f"try: main({verb})\nexcept SystemExit: pass\n"
@@ -221,7 +221,7 @@ def test_help_and_what_reads_small_files_start_without_heavy_imports(verb, light
     assert done.stdout
 
 
-def test_all_of_the_orchestrator_imports_without_torch():
+def test_orchestrator_imports_without_torch():
     code = (
         "import sys, pkgutil, importlib, clusterkit\n"
         "for m in pkgutil.walk_packages(clusterkit.__path__, 'clusterkit.'):\n"
@@ -236,13 +236,13 @@ def test_all_of_the_orchestrator_imports_without_torch():
 # ---------------------------------------------------------------- plan
 
 
-def test_a_setting_may_need_a_flag(cli, write_job):
+def test_plan_accepts_setting_that_depends_on_flag(cli, write_job):
     job = write_job("launcher: forkserver\nnodes: 2\n")
     done = cli("plan", job, "--nodes", "1:2", "--set", "on_node_loss=shrink")
     assert (done.code, done.err) == (0, "")
 
 
-def test_plan_prints_the_plan_and_writes_nothing(cli, write_job, clusterkit_home):
+def test_plan_prints_plan_and_writes_nothing(cli, write_job, clusterkit_home):
     done = cli("plan", write_job("launcher: forkserver\n"), "--nodes", "2", "--gpus", "2")
     assert done.code == 0
     assert done.out.startswith("plan demo-plan: 2 nodes x 2 ranks on this machine")
@@ -260,7 +260,7 @@ def test_plan_prints_json(cli, write_job):
     assert done.json["run_id"] == "demo-plan"
 
 
-def test_plan_writes_its_files_to_a_folder(cli, write_job, cwd):
+def test_plan_writes_its_files_to_output_folder(cli, write_job, cwd):
     done = cli("plan", write_job("launcher: forkserver\n"), "--output", "out dir")
     assert done.out == ""
     assert done.err == "4 files written to out dir\n"
@@ -269,7 +269,7 @@ def test_plan_writes_its_files_to_a_folder(cli, write_job, cwd):
     assert os.access(cwd / "out dir" / "files" / "node.sh", os.X_OK)
 
 
-def test_plan_of_a_run_that_exists_is_that_run_s_plan_again(cli, ended, write_job):
+def test_plan_of_existing_run_repeats_recorded_plan(cli, ended, write_job):
     folder = RunFolder(ended.path)
     done = cli(
         "plan",
@@ -292,14 +292,14 @@ def test_plan_of_a_run_that_exists_is_that_run_s_plan_again(cli, ended, write_jo
         (b"\xff", "not a facts.json"),
     ],
 )
-def test_facts_that_cannot_be_used_are_named(refused, write_job, cwd, content, message):
+def test_plan_refuses_unusable_facts_by_file_name(refused, write_job, cwd, content, message):
     if content is not None:
         (cwd / "facts.json").write_bytes(content)
     said = refused("plan", write_job(), "--facts", "facts.json")
     assert said.startswith(f"error: --facts facts.json: {message}")
 
 
-def test_facts_without_a_host_are_refused(refused, write_job, cwd, facts):
+def test_plan_refuses_facts_without_host(refused, write_job, cwd, facts):
     import msgspec
 
     empty = msgspec.structs.replace(facts, hosts=())
@@ -307,7 +307,7 @@ def test_facts_without_a_host_are_refused(refused, write_job, cwd, facts):
     assert "host" in refused("plan", write_job(), "--facts", "facts.json")
 
 
-def test_a_command_after_two_dashes_is_a_job(cli, write_job):
+def test_command_after_dashes_is_planned_as_job(cli, write_job):
     write_job()
     done = cli(
         "plan", "--gpus", "2", "--set", "launcher=forkserver", "--", "python", "train.py", "-x"
@@ -316,14 +316,14 @@ def test_a_command_after_two_dashes_is_a_job(cli, write_job):
     assert "train.py -x" in done.out
 
 
-def test_words_after_two_dashes_are_further_arguments_of_a_job_file(cli, write_job):
+def test_words_after_dashes_extend_job_file_arguments(cli, write_job):
     job = write_job("launcher: forkserver\nargs: [--a, '1']\n")
     done = cli("plan", job, "--", "--steps", "2 0", "--")
     assert done.code == 0
     assert "train.py --a 1 --steps '2 0' --\n" in done.out
 
 
-def test_a_job_or_a_command_is_needed(cli):
+def test_plan_without_job_or_command_is_refused(cli):
     done = cli("plan")
     assert (done.code, done.out) == (125, "")
     assert "Give a job file, or a command after --." in done.err
@@ -341,21 +341,23 @@ def test_a_job_or_a_command_is_needed(cli):
     ],
 )
 @pytest.mark.parametrize("verb", ["plan", "submit"])
-def test_a_program_where_a_job_file_should_stand(verb, words, line, refused, write_job):
+def test_program_in_place_of_job_file_is_refused_with_corrected_line(
+    verb, words, line, refused, write_job
+):
     write_job()
     said = refused(verb, *words.split()).splitlines()
     assert said[0].endswith("is not a job file: a command stands after --")
     assert said[1] == f" hint: clusterkit {verb} {line}"
 
 
-def test_a_python_file_after_two_dashes(refused, write_job):
+def test_python_file_after_dashes_is_refused_with_corrected_line(refused, write_job):
     write_job()
     said = refused("submit", "--", "train.py", "--lr", "1").splitlines()
     assert said[0] == "error: train.py is a Python file, not a command"
     assert said[1] == " hint: clusterkit submit -- python train.py --lr 1"
 
 
-def test_a_launcher_after_two_dashes_is_taken_over(cli, write_job):
+def test_launcher_after_dashes_is_taken_over(cli, write_job):
     write_job()
     words = ["torchrun", "--nproc_per_node=2", "train.py", "--lr", "1"]
     done = cli("plan", "-n", "2", "-g", "2", "--run-id", "train-plan", "--", *words)
@@ -365,7 +367,7 @@ def test_a_launcher_after_two_dashes_is_taken_over(cli, write_job):
     assert done.out.count("torch.distributed.run") == 1
 
 
-def test_a_launcher_that_contradicts_a_flag_or_a_key_is_refused(refused, write_job):
+def test_launcher_that_contradicts_flag_or_key_is_refused(refused, write_job):
     write_job()
     words = ["torchrun", "--nproc_per_node=2", "train.py"]
     said = refused("plan", "-g", "4", "--", *words)
@@ -380,7 +382,7 @@ def test_a_launcher_that_contradicts_a_flag_or_a_key_is_refused(refused, write_j
     )
 
 
-def test_the_source_of_a_program_is_read_for_ranks_of_its_own(cli, write_job, cwd):
+def test_plan_reads_program_source_for_spawned_ranks_and_local_rank(cli, write_job, cwd):
     write_job()
     (cwd / "train.py").write_text("import torch.multiprocessing as mp\nmp.spawn(main)\n")
     done = cli("plan", "--gpus", "2", "--", "python", "train.py")
@@ -428,14 +430,14 @@ BAD = {
 
 @pytest.mark.parametrize("verb", ["plan", "submit"])
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_error_line_and_nothing_is_left(verb, case, refused, write_job):
+def test_bad_input_prints_one_error_line_and_leaves_nothing(verb, case, refused, write_job):
     text, options, message = BAD[case]
     first = refused(verb, write_job(text), *options, "--set", "launcher=forkserver").splitlines()[0]
     assert first.startswith(f"error: {message}") or not message.startswith("job.yaml")
     assert message in first
 
 
-def test_debug_shows_the_traceback(write_job):
+def test_debug_option_lets_exception_through(write_job):
     from clusterkit.cli import main
     from clusterkit.errors import BadInput
 
@@ -443,22 +445,20 @@ def test_debug_shows_the_traceback(write_job):
         main(["--debug", "plan", write_job("nodez: 2\n")])
 
 
-def test_words_that_are_no_utf_8_are_refused_and_no_traceback(refused, write_job):
+def test_argument_that_is_not_utf_8_is_refused_without_traceback(refused, write_job):
     write_job()
     said = refused("plan", "--set", "launcher=forkserver", "--", "python", "train.py", "\udcff")
     assert said.startswith("error: args[0]: ")
     assert "not valid U" in said
 
 
-def test_a_variable_of_ours_in_the_cluster_s_env_is_said_of_the_cluster_s_file(
-    refused, write_job, cwd
-):
+def test_reserved_variable_in_cluster_env_names_cluster_file_line(refused, write_job, cwd):
     (cwd / "clusters.yaml").write_text("lab:\n  backend: local\n  env:\n    RANK: 3\n")
     said = refused("plan", write_job("env: {A: b}\n"), "--cluster", "lab")
     assert f"{cwd}/clusters.yaml:4: lab.env.RANK: clusterkit sets it" in said
 
 
-def test_a_port_that_is_taken_is_named_with_the_cluster_s_remedy(cli, write_job, cwd):
+def test_plan_refuses_taken_cluster_port_with_remedy(cli, write_job, cwd):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -471,7 +471,7 @@ def test_a_port_that_is_taken_is_named_with_the_cluster_s_remedy(cli, write_job,
     )
 
 
-def test_a_full_disk_refuses_the_submit_and_leaves_nothing(cli, write_job, tmp_path, monkeypatch):
+def test_submit_on_full_disk_is_refused_and_leaves_nothing(cli, write_job, tmp_path, monkeypatch):
     disk = tmp_path / "tiny"
     disk.mkdir()
     mounted = subprocess.run(
@@ -510,9 +510,7 @@ def scripted_submit(monkeypatch, by_hand):
     return end
 
 
-def test_submit_prints_the_run_id_alone_on_stdout_and_exits_with_the_run_s_code(
-    cli, write_job, scripted_submit
-):
+def test_submit_prints_run_id_on_stdout_and_exits_with_run_code(cli, write_job, scripted_submit):
     scripted_submit(State.SUCCEEDED, 0)
     done = cli("submit", write_job("launcher: forkserver\n"), "--run-id", "demo-7")
     assert (done.code, done.out) == (0, "demo-7\n")
@@ -521,7 +519,7 @@ def test_submit_prints_the_run_id_alone_on_stdout_and_exits_with_the_run_s_code(
     assert "loss      2.5000 at step 1, 1.2500 at step 2" in done.err
 
 
-def test_submit_of_a_run_that_fails_exits_with_its_code_and_shows_the_failure(
+def test_submit_of_failing_run_exits_with_its_code_and_shows_failure(
     cli, write_job, scripted_submit
 ):
     failure = Failure(node=0, rank=1, exit_code=7, cause="ValueError: bad", hint="mend it")
@@ -531,21 +529,19 @@ def test_submit_of_a_run_that_fails_exits_with_its_code_and_shows_the_failure(
     assert "rank 1 on node 0 failed first: ValueError: bad (exit code 7)" in done.err
 
 
-def test_submit_with_json_prints_the_final_status_instead_of_the_id(
-    cli, write_job, scripted_submit
-):
+def test_submit_with_json_prints_final_status_instead_of_id(cli, write_job, scripted_submit):
     scripted_submit(State.SUCCEEDED, 0)
     done = cli("submit", write_job("launcher: forkserver\n"), "--json", "--run-id", "demo-8")
     assert (done.json["run"], done.json["state"]) == ("demo-8", "SUCCEEDED")
 
 
-def test_a_detached_submit_returns_the_id(cli, write_job, scripted_submit):
+def test_detached_submit_prints_run_id(cli, write_job, scripted_submit):
     scripted_submit(State.SUCCEEDED, 0)
     done = cli("submit", write_job("launcher: forkserver\n"), "--detach", "--run-id", "demo-9")
     assert (done.code, done.out) == (0, "demo-9\n")
 
 
-def test_a_detached_submit_that_fails_at_once_says_why(cli, write_job, scripted_submit):
+def test_detached_submit_that_fails_at_once_shows_cause(cli, write_job, scripted_submit):
     failure = Failure(node=0, exit_code=1, cause="image a/b:1 cannot be pulled", hint="push it")
     scripted_submit(State.FAILED, 1, failure=failure)
     done = cli("submit", write_job("launcher: forkserver\n"), "--detach", "--run-id", "demo-9")
@@ -554,14 +550,14 @@ def test_a_detached_submit_that_fails_at_once_says_why(cli, write_job, scripted_
     assert "push it" in done.err
 
 
-def test_a_submit_under_an_id_that_exists_is_refused_and_the_run_stays(cli, ended, write_job):
+def test_submit_under_existing_run_id_is_refused(cli, ended, write_job):
     done = cli("submit", "job.yaml", "--run-id", ended.id)
     assert done.code == 125
     assert f"run {ended.id} exists already" in done.err
     assert ended.status().state is State.SUCCEEDED
 
 
-def test_more_ranks_than_cores_are_remarked_upon(cli, write_job, scripted_submit):
+def test_submit_notes_more_ranks_than_cores(cli, write_job, scripted_submit):
     scripted_submit(State.SUCCEEDED, 0)
     done = cli("submit", write_job("launcher: forkserver\ndevice: cpu\n"), "--gpus", "5000")
     assert "note: 5000 ranks share" in done.err
@@ -570,14 +566,14 @@ def test_more_ranks_than_cores_are_remarked_upon(cli, write_job, scripted_submit
 # ---------------------------------------------------------------- looking again
 
 
-def test_ls_without_runs_says_how_to_begin(cli):
+def test_ls_without_runs_prints_note_and_empty_json(cli):
     done = cli("ls")
     assert (done.code, done.out) == (0, "")
     assert "no runs yet" in done.err
     assert cli("ls", "--json").json == []
 
 
-def test_ls_lists_runs_as_a_table_and_as_the_statuses_in_json(cli, ended):
+def test_ls_prints_runs_as_table_and_statuses_as_json(cli, ended):
     lines = cli("ls").out.splitlines()
     assert lines[0].split() == ["RUN", "STATE", "NODES", "CLUSTER", "AGE"]
     assert lines[1].split()[:4] == [ended.id, "SUCCEEDED", "1", "local"]
@@ -586,13 +582,13 @@ def test_ls_lists_runs_as_a_table_and_as_the_statuses_in_json(cli, ended):
     assert cli("ls", "--json").json == [{**status, "goodput": None}]
 
 
-def test_attach_says_that_a_run_has_ended(cli, ended):
+def test_attach_notes_that_run_has_ended(cli, ended):
     done = cli("attach", ended.id, "--detach")
     assert (done.code, done.out) == (0, f"{ended.id}\n")
     assert done.err == f"note: {ended.id} has ended (SUCCEEDED): nothing is left to do\n"
 
 
-def test_status_has_the_documented_form(cli, failed):
+def test_status_json_has_documented_keys(cli, failed):
     document = cli("status", "last", "--json").json
     assert set(document) >= {
         "run", "job", "cluster", "backend", "state", "exit_code", "attempt", "nodes", "failure",
@@ -602,7 +598,7 @@ def test_status_has_the_documented_form(cli, failed):
     assert set(document["failure"]) == {"node", "rank", "exit_code", "cause", "hint", "traceback"}
 
 
-def test_status_for_people_tells_state_nodes_failure_and_remedy(cli, failed):
+def test_status_shows_state_nodes_failure_and_hint(cli, failed):
     done = cli("status", failed.id)
     assert done.code == 0
     for words in ("FAILED", "job demo on local (local), attempt 1, 60.0 s", "NODE  HOST",
@@ -610,7 +606,7 @@ def test_status_for_people_tells_state_nodes_failure_and_remedy(cli, failed):
         assert words in done.out
 
 
-def test_logs_show_all_lines_with_source_and_events_as_words(cli, ended):
+def test_logs_show_source_of_each_line_and_metrics_as_words(cli, ended):
     texts = [line.split(" ", 1)[1] for line in cli("logs", ended.id).out.splitlines()]
     assert texts == [
         "n0 - launcher talk",
@@ -622,7 +618,7 @@ def test_logs_show_all_lines_with_source_and_events_as_words(cli, ended):
     ]
 
 
-def test_a_follower_of_logs_hears_of_a_restart_on_stderr(cli, ended):
+def test_logs_follow_notes_restart_on_stderr(cli, ended):
     folder = RunFolder(ended.path)
     text = "attempt 1 failed: rank 1 on node 0: because"
     folder.append("events.jsonl", Event(at=1.0, attempt=1, text=text))
@@ -630,7 +626,7 @@ def test_a_follower_of_logs_hears_of_a_restart_on_stderr(cli, ended):
     assert cli("logs", ended.id).err == ""
 
 
-def test_ctrl_c_in_the_moment_before_a_run_is_shown_cancels_it(monkeypatch):
+def test_ctrl_c_before_follow_is_imported_cancels_run(monkeypatch):
     """Importing what shows it takes a while: the id is printed by then, and it runs."""
 
     class Interrupted:
@@ -654,7 +650,7 @@ def test_ctrl_c_in_the_moment_before_a_run_is_shown_cancels_it(monkeypatch):
     assert getattr(left.value, "code", None) == 130
 
 
-def test_ctrl_c_while_a_new_run_s_id_is_printed_cancels_it(cli, cwd, monkeypatch):
+def test_ctrl_c_while_run_id_is_printed_cancels_run(cli, cwd, monkeypatch):
     echo = click.echo
 
     def interrupted(*words, **options):
@@ -666,13 +662,13 @@ def test_ctrl_c_while_a_new_run_s_id_is_printed_cancels_it(cli, cwd, monkeypatch
     assert [status.state for status in api.runs()] == ["CANCELLED"]
 
 
-def test_logs_of_one_rank_raw(cli, ended):
+def test_logs_raw_print_one_rank_without_prefix(cli, ended):
     assert cli("logs", ended.id, "--rank", "1", "--raw").out == "from rank one\n"
     assert cli("logs", ended.id, "--node", "0", "--rank", "1", "--raw").out == "from rank one\n"
 
 
 @pytest.mark.parametrize("lines", [1, 2, 3, 100])
-def test_the_last_lines_of_logs_are_those_that_end_all_of_them(cli, ended, lines):
+def test_logs_tail_prints_last_lines_of_logs(cli, ended, lines):
     for more in ((), ("--rank", "1"), ("--node", "0"), ("--json",)):
         whole = cli("logs", ended.id, *more)
         last = cli("logs", ended.id, "--tail", str(lines), *more)
@@ -684,9 +680,7 @@ def test_the_last_lines_of_logs_are_those_that_end_all_of_them(cli, ended, lines
     assert cli("logs", ended.id, "--tail", "1", "-f").err.startswith("error: --tail, --follow:")
 
 
-def test_logs_fold_torchrun_s_own_traceback_unless_they_are_raw_or_json(
-    cli, unstarted_run, by_hand
-):
+def test_logs_fold_torchrun_traceback_unless_raw_or_json(cli, unstarted_run, by_hand):
     report = [
         "Traceback (most recent call last):", '  File "run.py", line 1, in <module>',
         "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
@@ -704,7 +698,7 @@ def test_logs_fold_torchrun_s_own_traceback_unless_they_are_raw_or_json(
     assert [line["text"] for line in cli("logs", run.id, "--json").json] == report
 
 
-def test_logs_as_json_are_a_list_and_followed_one_object_per_line(cli, ended):
+def test_logs_json_is_list_but_one_object_per_line_when_followed(cli, ended):
     listed = cli("logs", ended.id, "--json").json
     followed = [json.loads(x) for x in cli("logs", ended.id, "--json", "-f").out.splitlines()]
     assert listed == followed
@@ -721,13 +715,13 @@ def test_logs_as_json_are_a_list_and_followed_one_object_per_line(cli, ended):
         (("--node", "1"), "node 1: run {} has nodes 0 to 0"),
     ],
 )
-def test_logs_of_a_rank_that_is_not_there_are_refused(cli, ended, option, message):
+def test_logs_of_unknown_rank_or_node_are_refused(cli, ended, option, message):
     done = cli("logs", ended.id, *option)
     assert done.code == 125
     assert message.format(ended.id) in done.err
 
 
-def test_metrics_are_a_table_and_a_list_in_json(cli, ended):
+def test_metrics_print_table_or_json_list(cli, ended):
     assert cli("metrics", ended.id).out.splitlines() == [
         "step  loss  tokens_per_second  step_seconds",
         "1     2.5   1000               0.5",
@@ -738,21 +732,21 @@ def test_metrics_are_a_table_and_a_list_in_json(cli, ended):
     }  # fmt: skip
 
 
-def test_metrics_of_a_run_that_reports_none(cli, failed):
+def test_metrics_of_run_without_metrics_are_empty_with_note(cli, failed):
     done = cli("metrics", failed.id)
     assert (done.code, done.out) == (0, "")
     assert "reported no metrics" in done.err
     assert cli("metrics", failed.id, "--json").json == []
 
 
-def test_cancel_of_a_run_that_has_ended_leaves_it_as_it_is(cli, ended):
+def test_cancel_of_ended_run_leaves_its_state(cli, ended):
     done = cli("cancel", ended.id)
     assert done.out == f"{ended.id} SUCCEEDED\n"
     assert re.fullmatch(r"it had ended at \d\d:\d\d:\d\d already\n", done.err)
     assert cli("cancel", ended.id, "--json").json["state"] == "SUCCEEDED"
 
 
-def test_cancel_of_a_run_whose_job_somebody_removed_has_nothing_left_to_do(cli, ended):
+def test_cancel_of_run_whose_job_was_deleted_exits_with_0(cli, ended):
     """It exited with 3, as for a host that does not answer."""
     removed = "NotFound: PyTorchJob demo-1 was deleted by a user"
     folder = RunFolder(ended.path)
@@ -764,7 +758,7 @@ def test_cancel_of_a_run_whose_job_somebody_removed_has_nothing_left_to_do(cli, 
     assert removed in cli("status", ended.id).out
 
 
-def test_plot_writes_a_picture_and_prints_its_name(cli, ended, cwd):
+def test_metrics_plot_writes_picture_and_prints_its_name(cli, ended, cwd):
     pytest.importorskip("matplotlib")
     done = cli("metrics", ended.id, "--plot", "loss.svg")
     assert (done.code, done.out) == (0, "loss.svg\n")
@@ -774,7 +768,7 @@ def test_plot_writes_a_picture_and_prints_its_name(cli, ended, cwd):
 @pytest.mark.parametrize(
     ("jobs", "labels"), [(("a", "b"), ("a", "b")), (("a", "a"), ("one-1", "two-2"))]
 )
-def test_a_plot_names_runs_after_their_jobs_unless_two_have_the_same(
+def test_plot_labels_runs_by_job_or_by_id_for_equal_jobs(
     cli, unstarted_run, by_hand, monkeypatch, jobs, labels
 ):
     drawn = []
@@ -787,7 +781,7 @@ def test_a_plot_names_runs_after_their_jobs_unless_two_have_the_same(
     assert drawn[0][2] == dict(zip(runs, labels, strict=True))
 
 
-def test_rm_removes_a_run_that_has_ended(cli, ended):
+def test_rm_removes_ended_run(cli, ended):
     assert cli("rm", "last").out == f"{ended.id}\n"
     assert not ended.path.exists()
 
@@ -805,13 +799,13 @@ def test_schema_prints_json_schema(cli):
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_prints_a_script(cli, shell):
+def test_completion_prints_script_for_shell(cli, shell):
     done = cli("completion", shell)
     assert done.code == 0
     assert "_CLUSTERKIT_COMPLETE" in done.out
 
 
-def test_runs_and_clusters_complete(ended, cwd):
+def test_shell_completion_offers_runs_and_clusters(ended, cwd):
     from clusterkit.cli.common import complete_cluster, complete_run
 
     (cwd / "clusters.yaml").write_text("lab: {backend: local}\n")
@@ -821,7 +815,7 @@ def test_runs_and_clusters_complete(ended, cwd):
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "metrics", "cancel", "rm", "wait"])
-def test_an_unknown_run_is_told_the_newest(cli, ended, verb):
+def test_unknown_run_is_refused_with_newest_runs(cli, ended, verb):
     done = cli(verb, "nope")
     assert (done.code, done.out) == (125, "")
     assert done.err.startswith("error: run 'nope' is unknown under ")
@@ -829,7 +823,7 @@ def test_an_unknown_run_is_told_the_newest(cli, ended, verb):
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "metrics", "cancel", "rm", "wait"])
-def test_an_ambiguous_run_is_told_the_candidates(cli, unstarted_run, verb):
+def test_ambiguous_run_is_refused_with_candidates(cli, unstarted_run, verb):
     first, second = unstarted_run(run_id="demo-1"), unstarted_run(run_id="demo-2")
     done = cli(verb, "demo")
     assert (done.code, done.out) == (125, "")
@@ -844,7 +838,7 @@ DAMAGED = ["run.json", "job.json", "cluster.json", "facts.json", "plan.json", "s
 
 @pytest.mark.parametrize("damage", ["missing", "torn", "of another shape"])
 @pytest.mark.parametrize("name", DAMAGED)
-def test_no_verb_ends_in_a_traceback_over_a_half_deleted_folder(cli, ended, name, damage):
+def test_query_verbs_survive_damaged_run_folder_without_traceback(cli, ended, name, damage):
     path = ended.path / name
     if path.is_dir():
         import shutil
@@ -865,27 +859,27 @@ def test_no_verb_ends_in_a_traceback_over_a_half_deleted_folder(cli, ended, name
                 assert ended.id in done.err
 
 
-def test_no_color_is_honoured(cli, ended, monkeypatch):
+def test_status_honours_no_color(cli, ended, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[" not in cli("status", ended.id).out
 
 
 @pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
-def test_no_color_is_honoured_in_errors(no_color, coloured):
+def test_error_output_honours_no_color(no_color, coloured):
     ours, theirs = pty.openpty()
     environment = os.environ | {"NO_COLOR": no_color, "TERM": "xterm"}
     subprocess.run([sys.executable, "-m", "clusterkit", "x"], stderr=theirs, env=environment)
     assert (b"\x1b[" in os.read(ours, 4096)) is coloured
 
 
-def test_columns_are_aligned():
+def test_table_aligns_columns():
     assert table([("a", "long cell"), ("longer", "b")], ("X", "Y")) == (
         "X       Y\na       long cell\nlonger  b"
     )
 
 
 @pytest.mark.parametrize("columns", [40, 80])
-def test_narrow_tables_leave_out_columns_and_break_no_id(cli, ended, monkeypatch, columns):
+def test_narrow_ls_and_status_drop_columns_but_keep_ids_whole(cli, ended, monkeypatch, columns):
     reason = "its agent ended: " + "no space left on device, " * 4
     status = final(ended.id)
     node = msgspec.structs.replace(status.nodes[0], reason=reason, host="gpu-17.cluster.example")
@@ -906,7 +900,7 @@ def test_narrow_tables_leave_out_columns_and_break_no_id(cli, ended, monkeypatch
 
 @pytest.mark.parametrize("room", range(1, 90, 8))
 @pytest.mark.parametrize("drop", [None, ("A", "C"), ()])
-def test_a_table_of_any_width_breaks_neither_ids_nor_numbers(monkeypatch, room, drop):
+def test_table_of_any_width_breaks_no_id_or_number(monkeypatch, room, drop):
     monkeypatch.setattr(common, "terminal_width", lambda: room)
     sentence = "a sentence of words that may stand below each other"
     header = ("RUN", "A", "B", "C", "WHY")
@@ -925,7 +919,7 @@ def test_a_table_of_any_width_breaks_neither_ids_nor_numbers(monkeypatch, room, 
     assert drop is None or {"B", "WHY"} <= {*shown}
 
 
-def test_a_metrics_table_of_40_columns_shows_whole_numbers(cli, ended, monkeypatch):
+def test_narrow_metrics_table_shows_whole_numbers(cli, ended, monkeypatch):
     wide = [line.split() for line in cli("metrics", ended.id).out.splitlines()]
     monkeypatch.setenv("COLUMNS", "20")
     narrow = [line.split() for line in cli("metrics", ended.id).out.splitlines()]
@@ -934,7 +928,7 @@ def test_a_metrics_table_of_40_columns_shows_whole_numbers(cli, ended, monkeypat
 
 
 @pytest.mark.parametrize("columns", [40, 80])
-def test_status_breaks_lines_between_words_and_logs_none(cli, ended, monkeypatch, columns):
+def test_status_wraps_between_words_and_logs_do_not_wrap(cli, ended, monkeypatch, columns):
     words = " ".join(f"{1234567 + number}" for number in range(40))
     log = f"2026-11-21T20:11:58.123456Z 0 {words}\n"
     RunFolder(ended.path).node_dir(1, 0).joinpath("log").write_text(log)
@@ -970,7 +964,7 @@ def hostile(ended):
 
 
 @pytest.mark.parametrize("argv", [("logs",), ("logs", "--raw"), ("logs", "-f"), ("status",)])
-def test_a_terminal_gets_a_program_s_text_and_colours_alone(cli, hostile, argv, monkeypatch):
+def test_terminal_output_keeps_colours_but_drops_control_sequences(cli, hostile, argv, monkeypatch):
     terminal(monkeypatch)
     out = cli(argv[0], hostile.id, *argv[1:]).out
     assert "over\x1b[31mred\x1b[0m" in out
@@ -980,11 +974,11 @@ def test_a_terminal_gets_a_program_s_text_and_colours_alone(cli, hostile, argv, 
 
 
 @pytest.mark.parametrize("option", [(), ("--raw",), ("-f",)])
-def test_a_pipe_gets_the_log_as_it_was_written(cli, hostile, option):
+def test_piped_logs_are_written_unchanged(cli, hostile, option):
     assert cli("logs", hostile.id, *option).out.endswith(f"{HOSTILE}\n")
 
 
-def test_a_long_log_is_written_in_large_pieces(cli, ended, monkeypatch):
+def test_long_log_is_written_in_large_pieces(cli, ended, monkeypatch):
     stamp = "2026-11-21T20:11:58.000000Z"
     log = "".join(f"{stamp} 0 line {number}\n" for number in range(10_000))
     RunFolder(ended.path).node_dir(1, 0).joinpath("log").write_text(log)
@@ -1003,7 +997,7 @@ def test_a_long_log_is_written_in_large_pieces(cli, ended, monkeypatch):
         assert len(pieces) < 10, option
 
 
-def test_plan_takes_no_doctor_as_submit_does(cli, write_job, monkeypatch):
+def test_plan_accepts_no_doctor_option(cli, write_job, monkeypatch):
     seen = []
     prepare = launch.prepare
 

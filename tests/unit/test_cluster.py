@@ -23,20 +23,20 @@ from clusterkit.cluster import CLUSTER_TYPES, Facts, LocalCluster
     ],
     ids=str,
 )
-def test_values_that_make_no_sense_are_refused(entry):
+def test_local_cluster_refuses_invalid_values(entry):
     with pytest.raises(msgspec.ValidationError, match=r"Expected|Invalid|unknown field"):
         msgspec.convert(entry, LocalCluster)
 
 
-def test_the_built_in_cluster_takes_all_gpus_and_a_free_port():
+def test_local_cluster_defaults_to_all_gpus_and_free_port():
     assert (LocalCluster().gpus, LocalCluster().port) == ("auto", "auto")
 
 
-def test_facts_survive_their_json_form(make_facts):
+def test_facts_survive_json_round_trip(make_facts):
     facts = make_facts(gpus=2)
     assert msgspec.json.decode(msgspec.json.encode(facts), type=Facts) == facts
 
 
-def test_each_kind_of_cluster_is_registered_under_the_backend_it_names():
+def test_each_cluster_type_is_registered_under_its_backend_name():
     for name, kind in CLUSTER_TYPES.items():
         assert kind().backend == name

@@ -91,7 +91,7 @@ def taken(line, given=None, typed=(), **fields):
         ("python3.9 who.py", {"command": ("python", "who.py"), "python": "python3.9"}),
     ],
 )  # fmt: skip
-def test_what_a_command_line_starts(line, fields):
+def test_command_line_is_taken_over_as_job_fields(line, fields):
     job = taken(line).job
     assert {key: getattr(job, key) for key in fields} == fields
 
@@ -115,12 +115,12 @@ def test_what_a_command_line_starts(line, fields):
         ("", None),
     ],
 )
-def test_options_of_python_end_where_its_program_begins(words, options):
+def test_interpreter_options_end_where_program_begins(words, options):
     assert interpreter_options(words.split()) == options
 
 
 @pytest.mark.parametrize("line", ["python -m", "python -u -m", "python -W ignore -m"])
-def test_a_python_without_a_module_says_so_itself(line):
+def test_python_without_module_is_kept_as_command(line):
     assert taken(line).job.command == tuple(line.split())
 
 
@@ -132,7 +132,7 @@ def test_a_python_without_a_module_says_so_itself(line):
         ("python -m torch.distributed.run train.py", "PET_MAX_RESTARTS", "--max-restarts 2"),
     ],
 )
-def test_what_torchrun_would_take_from_the_environment_is_refused(line, variable, option):
+def test_torchrun_options_from_environment_are_refused(line, variable, option):
     job = JobSpec(name="demo", command=tuple(shlex.split(line)))
     with pytest.raises(BadInput, match=f"would take {option} from {variable}") as error:
         take_over(job, {}, (), {variable: "2"})
@@ -144,7 +144,7 @@ def test_what_torchrun_would_take_from_the_environment_is_refused(line, variable
     assert take_over(given, {}, (), {variable: "8"}).note
 
 
-def test_what_is_taken_over_is_said():
+def test_take_over_notes_launcher_and_options():
     assert taken("torchrun --standalone --nproc_per_node=2 train.py").note == (
         "torchrun in the command is taken over: launcher torchrun, "
         "gpus_per_node 2 (--nproc_per_node=2); left to clusterkit: --standalone"
@@ -176,14 +176,14 @@ def test_what_is_taken_over_is_said():
                          "--deepspeed_hostfile hosts", "--cpu --mpirun_hostfile hosts")),
     ],
 )  # fmt: skip
-def test_an_option_that_cannot_be_taken_over_is_refused_with_the_line_to_type(line, said, instead):
+def test_unsupported_launcher_option_is_refused_with_line_to_type(line, said, instead):
     with pytest.raises(BadInput) as error:
         taken(line)
     assert said in error.value.message
     assert error.value.hint == instead
 
 
-def test_the_line_to_type_keeps_what_was_typed_and_a_file_gets_its_keys():
+def test_line_to_type_keeps_typed_options_and_job_file_gets_keys():
     line = "torchrun --tee 3 --nproc_per_node 2 --nnodes 4 train.py"
     with pytest.raises(BadInput) as error:
         taken(line, {"nodes": "--nodes 4"}, ["--cluster", "lab", "--nodes", "4"], nodes=4)
@@ -226,13 +226,13 @@ def test_the_line_to_type_keeps_what_was_typed_and_a_file_gets_its_keys():
         ("mpirun -np 2 torchrun train.py", {}, {}, "mpirun starts torchrun: only one of them"),
     ],
 )  # fmt: skip
-def test_what_contradicts_is_refused_naming_both(line, given, fields, said):
+def test_contradictory_or_incomplete_command_is_refused(line, given, fields, said):
     with pytest.raises(BadInput) as error:
         taken(line, given, **fields)
     assert said in error.value.message
 
 
-def test_what_agrees_is_taken():
+def test_command_options_that_agree_with_job_are_accepted():
     job = taken("torchrun --nproc_per_node=2 train.py", {"gpus_per_node": "--gpus 2"},
                 gpus_per_node=2, args=("--more",)).job  # fmt: skip
     assert (job.gpus_per_node, job.args) == (2, ("--more",))
@@ -250,7 +250,7 @@ def test_what_agrees_is_taken():
         ("processes.respawn(1)", False),
     ],
 )
-def test_a_program_that_starts_its_own_ranks_is_known_by_its_source(source, starts):
+def test_check_source_detects_program_that_spawns_ranks(source, starts):
     said = check_source(taken("torchrun --nproc_per_node 2 train.py").job, source)
     assert (said is not None) == starts
     assert said is None or "launcher: forkserver with gpus_per_node: 1" in said
@@ -269,7 +269,7 @@ def test_a_program_that_starts_its_own_ranks_is_known_by_its_source(source, star
         ("job", None),
     ],
 )
-def test_a_program_is_no_job_file(words, meant):
+def test_program_in_place_of_job_file_is_recognized(words, meant):
     found = instead_of_a_job(words.split())
     assert (None if found is None else " ".join(found)) == meant
 
@@ -280,7 +280,7 @@ def test_a_program_is_no_job_file(words, meant):
      ("python -m a.b", "b"), ("./go.sh 1", "go"),
      ("mpirun -np 2 ./a.out", "a")],
 )  # fmt: skip
-def test_a_job_is_named_after_what_runs(line, name):
+def test_job_is_named_after_program_of_command(line, name):
     assert read_past(line.split())[0].name == name
 
 
@@ -291,7 +291,7 @@ def test_a_job_is_named_after_what_runs(line, name):
         ("accelerate launch", "accelerate.commands.launch:launch_command_parser"),
     ],
 )
-def test_an_option_takes_as_many_words_as_the_launcher_s_own_parser_takes(words, parser):
+def test_launcher_option_arity_matches_launcher_parser(words, parser):
     module, _, function = parser.partition(":")
     made = getattr(pytest.importorskip(module), function)()
     takes = {

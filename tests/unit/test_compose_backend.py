@@ -66,7 +66,7 @@ def planned(make_facts: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("value", [value for value in UGLY.values() if value])
-def test_a_folder_of_any_name_is_mounted_and_its_dollars_are_kept_from_compose(
+def test_compose_file_mounts_workdir_and_escapes_dollars(
     planned: Callable[..., Any], value: str
 ) -> None:
     _, document = planned(workdir=f"/srv/{value}")
@@ -74,7 +74,7 @@ def test_a_folder_of_any_name_is_mounted_and_its_dollars_are_kept_from_compose(
     assert f"/srv/{value}".replace("$", "$$") in sources
 
 
-def test_compose_itself_replaces_the_number_of_the_attempt(planned: Callable[..., Any]) -> None:
+def test_compose_file_leaves_attempt_number_to_compose(planned: Callable[..., Any]) -> None:
     _, document = planned()
     assert document["x-labels"]["clusterkit.attempt"] == "${CLUSTERKIT_ATTEMPT:-1}"
     assert document["services"]["node-0"]["labels"]["clusterkit.attempt"].startswith("${")
@@ -83,17 +83,17 @@ def test_compose_itself_replaces_the_number_of_the_attempt(planned: Callable[...
 @pytest.mark.parametrize(
     ("text", "size"), [("512m", 512 << 20), ("8G", 8 << 30), ("1kb", 1024), ("7", 7), ("9b", 9)]
 )
-def test_sizes(text: str, size: int) -> None:
+def test_size_bytes_parses_units(text: str, size: int) -> None:
     assert size_bytes("memory", text) == size
 
 
 @pytest.mark.parametrize("text", ["", "0", "1.5g", "8 g", "-1", "8t", "much"])
-def test_text_that_is_not_a_size(text: str) -> None:
+def test_size_bytes_refuses_invalid_text(text: str) -> None:
     with pytest.raises(BadInput, match="memory: "):
         size_bytes("memory", text)
 
 
-def test_a_spare_is_another_container_with_gpus_of_its_own(planned: Callable[..., Any]) -> None:
+def test_spare_is_service_with_gpus_of_its_own(planned: Callable[..., Any]) -> None:
     plan, file = planned(gpus=6, nodes=2, spares=1)
     assert list(file["services"]) == ["node-0", "node-1", "node-2"]
     (devices,) = file["services"]["node-2"]["deploy"]["resources"]["reservations"]["devices"]
@@ -101,7 +101,7 @@ def test_a_spare_is_another_container_with_gpus_of_its_own(planned: Callable[...
     assert (plan.nodes, plan.world_size) == (3, 4)
 
 
-def test_a_thousand_nodes_have_one_description(planned: Callable[..., Any]) -> None:
+def test_compose_file_describes_thousand_nodes(planned: Callable[..., Any]) -> None:
     _, file = planned(nodes=1000)
     assert len(file["services"]) == 1000
     first, last = file["services"]["node-0"], file["services"]["node-999"]
@@ -110,7 +110,7 @@ def test_a_thousand_nodes_have_one_description(planned: Callable[..., Any]) -> N
     assert first["volumes"] == last["volumes"]
 
 
-def test_gpus_are_divided_between_the_nodes(planned: Callable[..., Any]) -> None:
+def test_gpus_are_divided_between_nodes(planned: Callable[..., Any]) -> None:
     plan, file = planned(gpus=8, nodes=2)
     shares = [
         service["deploy"]["resources"]["reservations"]["devices"]
@@ -124,14 +124,14 @@ def test_gpus_are_divided_between_the_nodes(planned: Callable[..., Any]) -> None
     assert plan.world_size == 8
 
 
-def test_three_nodes_cannot_share_two_gpus(planned: Callable[..., Any]) -> None:
+def test_plan_refuses_more_gpus_than_machine_has(planned: Callable[..., Any]) -> None:
     with pytest.raises(BadInput, match="3 nodes cannot share 2 GPUs"):
         planned(gpus=2, nodes=3)
     with pytest.raises(BadInput, match="2 nodes x 2 = 4 GPUs, but this machine has 2"):
         planned(gpus=2, nodes=2, gpus_per_node=2)
 
 
-def test_limits_and_network_of_the_entry(planned: Callable[..., Any]) -> None:
+def test_compose_file_applies_cluster_limits_and_subnet(planned: Callable[..., Any]) -> None:
     _, file = planned({
         "memory": "512m", "cpus": 1.5, "shm_size": "1g", "ulimits": {"memlock": -1, "core": 0},
         "subnet": "10.99.0.0/29", "stop_grace": 2.5,
@@ -144,7 +144,7 @@ def test_limits_and_network_of_the_entry(planned: Callable[..., Any]) -> None:
     assert file["networks"]["default"]["ipam"] == {"config": [{"subnet": "10.99.0.0/29"}]}
 
 
-def test_infiniband_brings_its_devices_and_locked_memory(planned: Callable[..., Any]) -> None:
+def test_infiniband_adds_devices_ipc_lock_and_memlock_limit(planned: Callable[..., Any]) -> None:
     for more, memlock in (({}, -1), ({"ulimits": {"memlock": 1 << 30}}, 1 << 30)):
         _, file = planned({"infiniband": True, **more})
         node = file["services"]["node-0"]
@@ -153,7 +153,7 @@ def test_infiniband_brings_its_devices_and_locked_memory(planned: Callable[..., 
         assert node["ulimits"] == {"memlock": memlock}
 
 
-def test_a_subnet_has_to_have_room(planned: Callable[..., Any]) -> None:
+def test_plan_refuses_more_nodes_than_subnet_holds(planned: Callable[..., Any]) -> None:
     planned({"subnet": "10.99.0.0/29"}, nodes=5)
     with pytest.raises(BadInput, match="has room for 5 nodes, not 6"):
         planned({"subnet": "10.99.0.0/29"}, nodes=6)
@@ -166,7 +166,7 @@ def binds(file: dict[str, Any]) -> dict[str, tuple[str, bool]]:
     }
 
 
-def test_mounts_of_the_containers(planned: Callable[..., Any]) -> None:
+def test_containers_mount_run_project_volumes_and_checkpoints(planned: Callable[..., Any]) -> None:
     plan, file = planned(
         {"volumes": ("./sets:/data:ro", "cache:/cache", "/srv/out:/out")},
         program="/home/u/other/train.py",
@@ -191,7 +191,7 @@ def test_mounts_of_the_containers(planned: Callable[..., Any]) -> None:
     assert depths == sorted(depths)
 
 
-def test_checkpoints_in_a_volume_need_no_folder_here(planned: Callable[..., Any]) -> None:
+def test_checkpoints_in_volume_need_no_host_folder(planned: Callable[..., Any]) -> None:
     plan, file = planned(
         {"volumes": ("cache:/cache",)}, checkpoint=CheckpointSpec(dir="/cache/run1")
     )
@@ -199,7 +199,7 @@ def test_checkpoints_in_a_volume_need_no_folder_here(planned: Callable[..., Any]
     assert "/cache/run1" not in binds(file)
 
 
-def test_baked_code_is_the_image_s(planned: Callable[..., Any]) -> None:
+def test_baked_code_runs_from_image_without_project_mount(planned: Callable[..., Any]) -> None:
     plan, file = planned({"code": "baked"}, program="/srv/project/jobs/train.py")
     assert list(binds(file)) == ["/home/u/.clusterkit/runs/demo-1"]
     script = plan.files[0].content().decode()
@@ -209,7 +209,7 @@ def test_baked_code_is_the_image_s(planned: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("folder", ["/", "/usr", "/tmp", "/proc/self/cwd", "/etc/"])
-def test_a_project_that_would_hide_the_image_is_refused(
+def test_workdir_that_hides_image_folder_is_refused(
     planned: Callable[..., Any], folder: str
 ) -> None:
     with pytest.raises(BadInput, match="would hide the image's own"):
@@ -217,7 +217,9 @@ def test_a_project_that_would_hide_the_image_is_refused(
     planned({"code": "baked"}, workdir=folder)
 
 
-def test_a_secret_is_a_name_and_nothing_else(planned: Callable[..., Any], monkeypatch: Any) -> None:
+def test_compose_file_names_secret_without_value(
+    planned: Callable[..., Any], monkeypatch: Any
+) -> None:
     monkeypatch.setenv("TOKEN", "hunter2")
     plan, file = planned(secrets=("TOKEN",))
     assert file["services"]["node-0"]["environment"]["TOKEN"] is None
@@ -243,13 +245,13 @@ def test_a_secret_is_a_name_and_nothing_else(planned: Callable[..., Any], monkey
     ],
     ids=str,
 )
-def test_invalid_entries(fields: dict[str, Any], message: str) -> None:
+def test_invalid_cluster_entries_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=re.escape(message)) as error:
         BACKEND.resolved(ComposeCluster(**fields), Path("/x"), None, None)
     assert error.value.hint
 
 
-def test_there_are_no_hosts_to_choose_from() -> None:
+def test_include_is_refused_on_compose_cluster() -> None:
     with pytest.raises(BadInput, match="include: backend compose has no hosts"):
         BACKEND.resolved(ComposeCluster(), Path("/x"), "a", None)
 
@@ -307,7 +309,9 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_facts_of_an_engine_and_an_image(tools: Path, clusterkit_home: Path) -> None:
+def test_probe_reports_engine_and_image_and_caches_answer(
+    tools: Path, clusterkit_home: Path
+) -> None:
     docker = Docker()
     facts = BACKEND.probe(ComposeCluster(), docker, job())
     assert facts.engine is not None
@@ -329,7 +333,7 @@ def test_facts_of_an_engine_and_an_image(tools: Path, clusterkit_home: Path) -> 
     assert "--device /dev/infiniband --cap-add IPC_LOCK --ulimit memlock=-1" in " ".join(last)
 
 
-def test_the_job_s_own_python_is_asked_in_the_image(tools: Path) -> None:
+def test_probe_asks_job_python_in_image(tools: Path) -> None:
     docker = Docker()
     facts = BACKEND.probe(ComposeCluster(), docker, job(python="/p/python3.12"))
     (asked,) = [words for words in docker.commands if "run" in words]
@@ -341,14 +345,14 @@ def test_the_job_s_own_python_is_asked_in_the_image(tools: Path) -> None:
         BACKEND.probe(ComposeCluster(), missing, job(python="/q/python"))
 
 
-def test_a_rootless_engine_calls_the_submitter_root(tools: Path) -> None:
+def test_rootless_engine_maps_submitter_to_root(tools: Path) -> None:
     info = INFO | {"SecurityOptions": ["name=seccomp,profile=builtin", "name=rootless"]}
     facts = BACKEND.probe(ComposeCluster(), Docker(info=(0, json.dumps(info), "")), job())
     assert facts.engine is not None
     assert facts.engine.user == "0:0"
 
 
-def test_an_engine_that_remaps_users_is_asked_for_the_host_s(tools: Path, planned: Any) -> None:
+def test_remapping_engine_uses_host_user_namespace(tools: Path, planned: Any) -> None:
     docker = Docker(info=(0, json.dumps(INFO | {"SecurityOptions": ["name=userns"]}), ""))
     facts = BACKEND.probe(ComposeCluster(), docker, job())
     assert facts.engine is not None
@@ -434,7 +438,7 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, Any], type[ClusterkitError], str]
     REFUSALS,
     ids=lambda v: str(v)[:50],
 )
-def test_each_refusal_is_one_sentence_with_a_remedy(
+def test_probe_refuses_in_one_sentence_with_hint(
     entry: dict[str, Any], answers: dict[str, Any], kind: type[ClusterkitError], message: str,
     tools: Path, clusterkit_home: Path,
 ) -> None:  # fmt: skip
@@ -454,7 +458,7 @@ def test_each_refusal_is_one_sentence_with_a_remedy(
     ],
     ids=["none is named", "one is named"],
 )
-def test_the_hint_for_a_missing_image_shows_how_to_get_one(
+def test_missing_image_hint_shows_how_to_get_image(
     entry: dict[str, Any], remedy: str, tools: Path
 ) -> None:
     docker = Docker(image=(1, "[]\n", "Error: No such image"))
@@ -466,13 +470,13 @@ def test_the_hint_for_a_missing_image_shows_how_to_get_one(
     assert "\n## An image of your own\n" in page.read_text()
 
 
-def test_a_machine_without_docker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_probe_without_docker_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Unavailable, match="needs docker, which is not installed"):
         BACKEND.probe(ComposeCluster(), Docker(), job())
 
 
-def test_gpus_without_nvidia_s_runtime(tools: Path) -> None:
+def test_probe_needs_nvidia_runtime_or_cdi_for_gpus(tools: Path) -> None:
     (tools / "nvidia-smi").write_text("#!/bin/sh\necho '0, GPU-1, NVIDIA H100, 81559'\n")
     (tools / "nvidia-smi").chmod(0o755)
     with pytest.raises(Unavailable, match="1 GPU, but the docker engine lacks NVIDIA's runtime"):
@@ -507,7 +511,7 @@ def test_gpus_without_nvidia_s_runtime(tools: Path) -> None:
     }
 
 
-def test_routes_of_this_machine() -> None:
+def test_routes_parse_interfaces_except_default_route() -> None:
     table = (
         "Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
         "eth0\t00000000\t0100000A\t0003\t0\t0\t0\t00000000\t0\t0\t0\n"
@@ -579,7 +583,7 @@ def judge(node: int, files: NodeFiles, **native: Any) -> NodeStatus:
         (True, None, Container(state=""), GONE, "UNKNOWN", "''"),
     ],
 )  # fmt: skip
-def test_states_of_a_node(
+def test_judge_node_derives_state_from_exit_file_and_container(
     begun: bool, exit_json: bytes | None, live: Container | None, saved: Container | None,
     state: str, reason: str | None,
 ) -> None:  # fmt: skip
@@ -589,19 +593,19 @@ def test_states_of_a_node(
     assert (found.reason is None) if reason is None else reason in (found.reason or "")
 
 
-def test_every_container_state_in_the_table() -> None:
+def test_every_container_state_maps_to_node_state() -> None:
     for word, state in STATES.items():
         found = judge(0, NodeFiles(begun=True), live=Container(state=word), saved=None)
         assert found.state is state
 
 
-def test_without_an_engine_only_an_exit_file_gives_a_state() -> None:
+def test_unreachable_engine_leaves_state_to_exit_file() -> None:
     engine = {"live": None, "saved": None, "unreachable": "it does not answer"}
     assert judge(0, NodeFiles(begun=True), **engine).state is State.UNKNOWN
     assert judge(0, NodeFiles(begun=True, exit=exited(0)), **engine).state is State.SUCCEEDED
 
 
-def test_a_silent_engine_ends_no_node_that_it_knew_to_run() -> None:
+def test_unreachable_engine_keeps_last_known_container_state() -> None:
     silent = "the docker engine does not answer"
     for live in (UP, Container(state="paused")):
         found = judge(0, NodeFiles(begun=True), live=live, saved=None, unreachable=silent)
@@ -611,7 +615,7 @@ def test_a_silent_engine_ends_no_node_that_it_knew_to_run() -> None:
     assert (found.state, found.exit_code) == (State.FAILED, 9)
 
 
-def test_a_node_that_is_interrupted_for_too_long_has_failed() -> None:
+def test_paused_or_disconnected_node_fails_once_lost() -> None:
     for live in (Container(state="paused"), Container(state="running", connected=False)):
         found = judge(0, NodeFiles(begun=True), live=live, saved=None, lost=True)
         assert found.state is State.FAILED
@@ -662,7 +666,7 @@ def handle(planned: Callable[..., Any], tmp_path: Path) -> RunHandle:
     return RunHandle(RunFolder(Path(plan.run_dir)), plan)
 
 
-def test_containers_of_a_later_attempt_are_ignored(handle: RunHandle) -> None:
+def test_inspect_ignores_containers_of_later_attempt(handle: RunHandle) -> None:
     engine = FakeEngine()
     engine.containers(replace(handle, attempt=2), node0={}, node1={})
     assert inspect(handle, engine) == {}
@@ -674,14 +678,14 @@ def test_containers_of_a_later_attempt_are_ignored(handle: RunHandle) -> None:
     "text",
     ["", "not json", "[]", "null", "{}", '{"state": "running", "node": ""}', '{"state": 3}'],
 )
-def test_a_malformed_answer_is_none_and_ends_no_run(handle: RunHandle, text: str) -> None:
+def test_inspect_refuses_malformed_answer(handle: RunHandle, text: str) -> None:
     engine = FakeEngine()
     engine.answer = Completed((), 0, text, "")
     with pytest.raises(Unavailable, match="docker inspect"):
         inspect(handle, engine)
 
 
-def test_containers_that_are_gone_are_no_error_and_a_dead_engine_is(handle: RunHandle) -> None:
+def test_inspect_accepts_missing_containers_and_refuses_dead_engine(handle: RunHandle) -> None:
     engine = FakeEngine()
     for words in ("Error: No such object: x", "Error response from daemon: No such container: x"):
         engine.answer = Completed((), 1, "", words)
@@ -700,7 +704,7 @@ def until(monitor: ContainerMonitor, state: State) -> Any:
     pytest.fail(f"never {state}: {seen}")
 
 
-def test_the_monitor_does_not_query_the_engine_each_time(handle: RunHandle) -> None:
+def test_monitor_queries_engine_rarely(handle: RunHandle) -> None:
     engine = FakeEngine()
     engine.containers(handle, node0={}, node1={})
     monitor = ContainerMonitor(handle, engine)
@@ -710,7 +714,9 @@ def test_the_monitor_does_not_query_the_engine_each_time(handle: RunHandle) -> N
     monitor.close()
 
 
-def test_no_run_ends_because_its_engine_is_silent(handle: RunHandle, monkeypatch: Any) -> None:
+def test_monitor_keeps_run_running_while_engine_is_silent(
+    handle: RunHandle, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(observe, "INSPECT_INTERVAL", 0.0)
     monkeypatch.setattr(observe, "RETRY_SECONDS", 0.0)
     engine = FakeEngine()
@@ -735,7 +741,7 @@ def test_no_run_ends_because_its_engine_is_silent(handle: RunHandle, monkeypatch
     assert seen.nodes[1].exit_code == 137
 
 
-def test_a_node_that_stays_paused_has_failed(handle: RunHandle, monkeypatch: Any) -> None:
+def test_monitor_fails_node_that_stays_paused(handle: RunHandle, monkeypatch: Any) -> None:
     monkeypatch.setattr(observe, "INSPECT_INTERVAL", 0.0)
     engine = FakeEngine()
     engine.containers(handle, node0={}, node1={"state": "paused"})
@@ -751,7 +757,7 @@ def test_a_node_that_stays_paused_has_failed(handle: RunHandle, monkeypatch: Any
     assert [cause.node for cause in seen.causes] == [1]
 
 
-def test_a_run_without_a_folder_has_no_status(handle: RunHandle) -> None:
+def test_run_without_folder_has_no_status(handle: RunHandle) -> None:
     engine = FakeEngine()
     Path(handle.plan.run_dir, "run.json").unlink()
     assert BACKEND.status(handle, engine) is None
@@ -775,7 +781,7 @@ def nodes(*states: str) -> list[NodeStatus]:
     ]
 
 
-def test_a_rank_that_was_killed_has_the_reason_that_the_backend_knows() -> None:
+def test_diagnose_gives_killed_rank_backend_cause() -> None:
     failure = diagnose(
         nodes("CANCELLED", "FAILED"), [], rank_exits=[RankExit(1, 1, -9, 1.0)], causes=[CAUSE]
     )
@@ -783,7 +789,7 @@ def test_a_rank_that_was_killed_has_the_reason_that_the_backend_knows() -> None:
     assert (failure.exit_code, failure.hint) == (137, "more memory")
 
 
-def test_echoes_do_not_hide_what_the_backend_knows() -> None:
+def test_diagnose_prefers_backend_cause_over_peer_errors() -> None:
     lines = [
         line(0, "Traceback (most recent call last):", 0),
         line(0, "RuntimeError: Connection closed by peer", 0),
@@ -792,7 +798,7 @@ def test_echoes_do_not_hide_what_the_backend_knows() -> None:
     assert (failure.node, failure.rank, failure.cause) == (1, None, CAUSE.words)
 
 
-def test_a_failure_of_the_program_s_own_goes_before_what_was_done_to_containers() -> None:
+def test_diagnose_prefers_program_failure_over_backend_cause() -> None:
     lines = [line(0, "Traceback (most recent call last):", 0), line(0, "ValueError: boom", 0)]
     failure = diagnose(nodes("FAILED", "FAILED"), lines, causes=[CAUSE])
     assert (failure.node, failure.cause) == (0, "ValueError: boom")
@@ -804,14 +810,14 @@ def test_a_failure_of_the_program_s_own_goes_before_what_was_done_to_containers(
     assert "SIGKILL" in failure.cause
 
 
-def test_mpirun_s_first_node_speaks_for_all() -> None:
+def test_diagnose_maps_mpirun_rank_to_its_node_and_cause() -> None:
     failure = diagnose(
         nodes("FAILED"), [], rank_exits=[RankExit(0, 3, -9, 1.0)], nproc_per_node=2, causes=[CAUSE]
     )
     assert (failure.node, failure.rank, failure.cause) == (1, 3, CAUSE.words)
 
 
-def test_the_probe_s_text_is_what_runs_in_the_image() -> None:
+def test_host_probe_does_not_depend_on_clusterkit() -> None:
     """Standard library only: an image need not hold clusterkit."""
     text = (Path(clusterkit.__file__).parent / "hosts" / "host_probe.py").read_text()
     assert "clusterkit" not in re.sub(r'""".*?"""', "", text, count=1, flags=re.S)

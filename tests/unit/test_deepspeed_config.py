@@ -171,29 +171,29 @@ def verdicts():
     return dict(zip(every, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
-def test_there_are_many_cases():
+def test_config_tables_hold_more_than_70_cases():
     assert len(GOOD) + len(BAD) + len(STRICTER) > 70
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_what_deepspeed_takes_is_taken(name, verdicts):
+def test_config_accepted_by_deepspeed_is_accepted(name, verdicts):
     assert verdicts[name] is None
     assert own_check(GOOD[name]) is None
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_deepspeed_refuses_is_refused_with_the_key(name, verdicts):
+def test_config_refused_by_deepspeed_is_refused_with_key(name, verdicts):
     assert verdicts[name] is not None
     assert own_check(BAD[name][0]) == BAD[name][1]
 
 
 @pytest.mark.parametrize("name", STRICTER)
-def test_what_deepspeed_would_not_notice_is_refused_as_well(name, verdicts):
+def test_config_error_that_deepspeed_ignores_is_refused(name, verdicts):
     assert verdicts[name] is None
     assert own_check(STRICTER[name][0]) == STRICTER[name][1]
 
 
-def test_the_table_is_the_installed_deepspeed_s():
+def test_config_table_matches_installed_deepspeed():
     pytest.importorskip("deepspeed")
     assert deepspeed_table.TABLE.read_text() == deepspeed_table.text(), (
         "python -m tests.deepspeed_table"
@@ -256,7 +256,7 @@ BAD_SECTIONS = {
 
 @pytest.mark.needs("deepspeed")
 @pytest.mark.parametrize("name", BAD_SECTIONS)
-def test_plan_refuses_a_bad_section_with_its_line_and_key(name, refused, write_job):
+def test_plan_refuses_bad_section_with_line_and_key(name, refused, write_job):
     text, message = BAD_SECTIONS[name]
     assert refused("plan", write_job(text), "--gpus", "2").startswith(f"error: {message}")
 
@@ -274,12 +274,12 @@ AUTO = "deepspeed: {train_batch_size: auto, zero_optimization: {reduce_bucket_si
         "import helpers\n",
     ],
 )
-def test_auto_is_for_a_program_that_fills_it_in(program, examine, cwd):
+def test_auto_is_accepted_for_program_that_fills_it_in(program, examine, cwd):
     (cwd / "helpers.py").write_text("if value == 'auto': value = 1\n")
     assert examine(AUTO, program=program) == []
 
 
-def test_where_the_program_cannot_be_read_auto_is_remarked_upon(facts, cwd):
+def test_plan_notes_auto_when_program_cannot_be_read(facts, cwd):
     (cwd / "job.yaml").write_text(f"command: [./train.sh]\n{AUTO}")
     plan = api.plan("job.yaml", facts=facts)
     names = "train_batch_size, zero_optimization.reduce_bucket_size"
@@ -288,7 +288,7 @@ def test_where_the_program_cannot_be_read_auto_is_remarked_upon(facts, cwd):
     ]
 
 
-def test_a_key_of_the_program_s_own_is_remarked_upon(examine):
+def test_examine_notes_key_that_is_not_of_deepspeed(examine):
     (note,) = examine("batch: {micro: 1}\ndeepspeed: {my_settings: {a: 1}}\n")
     assert note.startswith("deepspeed.my_settings is not a key of DeepSpeed")
 
@@ -296,7 +296,7 @@ def test_a_key_of_the_program_s_own_is_remarked_upon(examine):
 SECTION = "batch: {micro: 2}\ndeepspeed:\n  zero_optimization:\n    stage: 2\n"
 
 
-def test_the_hosts_own_deepspeed_has_the_last_word_and_is_asked_once(examine, clusterkit_home):
+def test_deepspeed_of_hosts_is_asked_once_and_can_refuse(examine, clusterkit_home):
     wrong = {"message": "Input should be 7", "place": ["zero_optimization", "stage"], "value": "2"}
     transport = Asking(wrong)
     for _ in range(2):
@@ -315,21 +315,21 @@ def test_the_hosts_own_deepspeed_has_the_last_word_and_is_asked_once(examine, cl
     assert [each["ranks"] for each in transport.asked] == [2, 4]
 
 
-def test_a_complaint_in_words_is_told_of_the_key_that_it_names(examine):
+def test_deepspeed_message_without_place_is_traced_to_named_key(examine):
     said = {"message": "zero_optimization: stage is not supported", "place": []}
     with pytest.raises(BadInput) as error:
         examine(SECTION, transport=Asking(said))
     assert error.value.key == ("deepspeed", "zero_optimization")
 
 
-def test_what_does_not_answer_is_not_asked_to_decide(examine):
+def test_failing_deepspeed_probe_refuses_nothing(examine):
     transport = Asking("not an answer", exit_code=1)
     transport.run = lambda *args, **options: Completed((), 1, "", "ImportError")
     assert examine(SECTION, transport=transport) == []
     assert not (run_folder.home() / "cache" / "deepspeed").exists()
 
 
-def test_a_program_that_completes_the_config_has_its_batch_left_out(examine):
+def test_deepspeed_is_asked_without_values_that_program_fills_in(examine):
     transport = Asking(None)
     assert examine(AUTO, program="from transformers import Trainer\n", transport=transport) == []
     assert transport.asked == [
@@ -344,7 +344,7 @@ def test_a_program_that_completes_the_config_has_its_batch_left_out(examine):
     ]
 
 
-def test_another_version_s_keys_are_its_own_business(examine):
+def test_keys_of_other_deepspeed_version_are_left_to_hosts(examine):
     section = "batch: {micro: 2}\ndeepspeed: {zero_optimization: {stage: 2, of_the_future: 1}}\n"
     with pytest.raises(BadInput, match="of_the_future"):
         examine(section)
@@ -377,7 +377,7 @@ def beside(write_job, cwd, monkeypatch):
     return write
 
 
-def test_the_section_may_be_a_file_beside_the_job(beside, facts):
+def test_section_may_name_file_beside_job(beside, facts):
     text = '{"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 1E-4}}}'
     job = loader.load_job(beside(text))
     assert job.deepspeed == json.loads(text)
@@ -388,12 +388,12 @@ def test_the_section_may_be_a_file_beside_the_job(beside, facts):
     assert loader.load_job(plain, ["deepspeed=ds_config.json"]).deepspeed == json.loads(text)
 
 
-def test_tabs_between_the_values_of_a_json_file_are_as_good_as_spaces(beside):
+def test_json_config_file_may_use_tabs(beside):
     assert loader.load_job(beside(JSON % "2")).deepspeed == json.loads(JSON % "2")
 
 
 @pytest.mark.needs("deepspeed")
-def test_an_error_in_such_a_file_is_told_with_its_own_line(beside, refused):
+def test_error_in_config_file_names_its_own_line(beside, refused):
     text = '{\n"train_batch_size": 4,\n"zero_optimization":\n{"stage": 9}}'
     said = refused("plan", beside(text), "--gpus", "2")
     assert said.startswith("error: jobs/ds_config.json:4: deepspeed.zero_optimization.stage: 9 is")
@@ -412,11 +412,11 @@ def test_an_error_in_such_a_file_is_told_with_its_own_line(beside, refused):
         ('{"a": 1, /* why */\n"b": 2}', "ds_config.json:1: a JavaScript comment (// or /*)"),
     ],
 )
-def test_a_file_that_is_no_config_is_refused(text, said, beside, refused):
+def test_invalid_config_file_is_refused(text, said, beside, refused):
     assert said in refused("plan", beside(text)).splitlines()[0]
 
 
-def test_a_file_that_is_not_there_is_refused_with_the_job_s_line(beside, refused):
+def test_missing_config_file_is_refused_with_job_line(beside, refused):
     said = refused("plan", beside("{}", section="ds_confg.json"))
     assert said.startswith(
         "error: jobs/job.yaml:3: deepspeed: jobs/ds_confg.json: no such file or directory"
@@ -434,18 +434,18 @@ def test_a_file_that_is_not_there_is_refused_with_the_job_s_line(beside, refused
         ('deepspeed: {\n\t"bf16": {"enabled": true}\n  }\n', "job.yaml:4: a tab where YAML needs"),
     ],
 )
-def test_comments_and_tabs_of_pasted_json_are_named(text, said, refused, write_job):
+def test_comment_or_tab_in_pasted_json_is_refused_with_line(text, said, refused, write_job):
     assert refused("plan", write_job(text)).startswith(f"error: {said}")
 
 
-def test_a_value_with_slashes_is_no_comment(write_job):
+def test_value_with_slashes_is_not_taken_as_comment(write_job):
     text = 'deepspeed: {tensorboard: {output_path: "a // b", job_name: http://x/y}}\n'
     job = loader.load_job(write_job(f"description: a // b\n{text}"))
     assert job.deepspeed == {"tensorboard": {"output_path": "a // b", "job_name": "http://x/y"}}
 
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.thorough)])
-def test_this_machine_s_deepspeed_is_asked_through_the_plan(stage, cwd, write_job, refused):
+def test_plan_asks_local_deepspeed_about_section(stage, cwd, write_job, refused):
     pytest.importorskip("deepspeed")
     write_job(
         "batch: {micro: 2}\ndeepspeed:\n  zero_optimization:\n"

@@ -41,7 +41,7 @@ def in_order(*blocks):
     return sorted((line for block in blocks for line in block), key=lambda line: line.time)
 
 
-def test_of_a_rank_that_is_ended_by_sigterm_its_peer_may_say_so_before_its_end_is_seen():
+def test_rank_ended_by_sigterm_is_blamed_before_its_disconnected_peer():
     lines = said(0, 0, 1.0, PEER_GONE)
     lines += said(1, 2, 1.0, PEER_GONE)
     ends = [RankExit(0, 1, -15, 1.1, asked=False), RankExit(1, 2, 1, 1.05)]
@@ -49,7 +49,7 @@ def test_of_a_rank_that_is_ended_by_sigterm_its_peer_may_say_so_before_its_end_i
     assert (found.rank, found.cause) == (1, "SIGTERM: the rank was ended by this signal")
 
 
-def test_what_a_rank_did_unasked_counts_though_its_node_was_stopped_and_others_ended_before():
+def test_unasked_exit_on_stopped_node_beats_earlier_peer_error():
     def ended(code, reason, *ends):
         processes = [
             {"rank": rank, "exit_code": code, "at": at, "asked": asked}
@@ -66,7 +66,7 @@ def test_what_a_rank_did_unasked_counts_though_its_node_was_stopped_and_others_e
     assert (found.rank, found.exit_code) == (1, 7)
 
 
-def test_the_rank_with_the_exception_is_blamed_with_its_traceback():
+def test_rank_with_exception_is_blamed_with_traceback():
     found = diagnose([node(0)], in_order(said(0, 1, 1.0, VALUE_ERROR)), nproc_per_node=2)
     assert (found.node, found.rank, found.exit_code) == (0, 1, 1)
     assert found.cause == "ValueError: the loss is not finite"
@@ -80,7 +80,7 @@ def test_the_rank_with_the_exception_is_blamed_with_its_traceback():
         ("stopped by SIGTERM from process 7 of user 0 (bash)", None),
     ],
 )
-def test_who_waited_in_vain_is_not_blamed_for_what_was_done_to_another_node(told, hint):
+def test_stopped_node_is_blamed_before_rank_that_timed_out_waiting(told, hint):
     waited = VALUE_ERROR.replace("ValueError: the loss is not finite", "RuntimeError: Timed out "
                                  "waiting 30000ms for recv operation to complete")  # fmt: skip
     ended = json.dumps({"exit_code": 137, "causes": [told]}).encode()
@@ -91,12 +91,12 @@ def test_who_waited_in_vain_is_not_blamed_for_what_was_done_to_another_node(told
     assert (found.cause, found.hint) == (told, hint)
 
 
-def test_torch_s_prefix_is_not_part_of_a_traceback():
+def test_traceback_omits_torch_rank_prefix():
     lines = said(0, 1, 1.0, VALUE_ERROR, prefix="[rank1]: ")
     assert diagnose([node(0)], lines).traceback == VALUE_ERROR
 
 
-def test_what_ended_nothing_because_lost_nodes_came_back_is_not_blamed():
+def test_failure_before_rejoin_of_lost_nodes_is_not_blamed():
     again = "all 2 nodes have joined; starting again"
     lines = in_order(
         said(0, 0, 1.0, VALUE_ERROR.replace("the loss", "node 1")),
@@ -110,7 +110,7 @@ def test_what_ended_nothing_because_lost_nodes_came_back_is_not_blamed():
     assert found.cause.endswith("ValueError: the loss is not finite")
 
 
-def test_peers_that_die_of_it_are_not_blamed_even_when_they_speak_first():
+def test_peer_errors_are_not_blamed_even_when_logged_first():
     lines = in_order(
         said(0, 0, 1.0, PEER_GONE),
         said(1, 2, 1.1, VALUE_ERROR),
@@ -135,13 +135,13 @@ def test_peers_that_die_of_it_are_not_blamed_even_when_they_speak_first():
         "torch.distributed.elastic.multiprocessing.api.SignalException: Process 3 got signal: 15",
     ],
 )
-def test_what_a_peer_says_of_the_end_of_another_is_an_echo(echo):
+def test_known_peer_errors_are_not_blamed(echo):
     block = f"Traceback (most recent call last):\n  File x\n{echo}"
     lines = in_order(said(0, 0, 1.0, block), said(0, 1, 2.0, VALUE_ERROR))
     assert diagnose([node(0)], lines, nproc_per_node=2).rank == 1
 
 
-def test_a_traceback_that_was_cut_off_accuses_nobody_where_another_node_says_why():
+def test_truncated_traceback_is_not_blamed_when_another_node_has_reason():
     cut_off = "\n".join(PEER_GONE.splitlines()[:2])
     stopped = node(0, 143, reason="stopped by SIGTERM from process 7 of user 0 (bash)")
     found = diagnose(
@@ -150,12 +150,12 @@ def test_a_traceback_that_was_cut_off_accuses_nobody_where_another_node_says_why
     assert (found.node, found.cause) == (0, stopped.reason)
 
 
-def test_when_all_are_echoes_the_earliest_is_blamed():
+def test_earliest_peer_error_is_blamed_without_other_cause():
     lines = in_order(said(0, 1, 2.0, PEER_GONE), said(0, 0, 1.0, PEER_GONE))
     assert diagnose([node(0)], lines, nproc_per_node=2).rank == 0
 
 
-def test_a_chain_of_exceptions_is_kept_whole_and_named_by_its_last():
+def test_chained_exception_is_kept_whole_and_named_by_last():
     block = (
         "Traceback (most recent call last):\n  File a\nKeyError: 'x'\n\n"
         "During handling of the above exception, another exception occurred:\n\n"
@@ -166,7 +166,7 @@ def test_a_chain_of_exceptions_is_kept_whole_and_named_by_its_last():
     assert found.traceback == block
 
 
-def test_an_exception_that_the_program_survived_is_forgotten_for_the_one_that_ended_it():
+def test_survived_exception_is_replaced_by_fatal_one():
     lines = in_order(
         said(0, 0, 1.0, "Traceback (most recent call last):\n  File a\nKeyError: 'survived'"),
         said(0, 0, 2.0, "going on"),
@@ -175,7 +175,7 @@ def test_an_exception_that_the_program_survived_is_forgotten_for_the_one_that_en
     assert diagnose([node(0)], lines).traceback == VALUE_ERROR
 
 
-def test_an_exception_that_a_rank_survived_is_not_blamed_when_another_was_killed():
+def test_survived_exception_is_not_blamed_when_other_rank_was_killed():
     lines = in_order(
         said(0, 0, 1.0, "Traceback (most recent call last):\n  File a\nKeyError: 'survived'"),
         said(0, 0, 2.0, "going on for an hour"),
@@ -186,12 +186,12 @@ def test_an_exception_that_a_rank_survived_is_not_blamed_when_another_was_killed
     assert "SIGKILL" in found.cause
 
 
-def test_torchrun_s_report_names_the_rank_of_a_later_node():
+def test_torchrun_report_names_rank_of_later_node():
     found = diagnose([node(0), node(1)], torchrun_says(1, -9, 1, 2.0), nproc_per_node=4)
     assert (found.node, found.rank, found.exit_code) == (1, 5, 137)
 
 
-def test_deepspeed_s_report_belongs_to_the_first_traceback_of_its_node():
+def test_deepspeed_report_goes_with_first_traceback_of_node():
     lines = in_order(
         said(0, 0, 1.0, VALUE_ERROR),
         [LogLine(2.0, 0, None, "[2026] [ERROR] [launch.py:341] exits with return code = 7")],
@@ -200,7 +200,7 @@ def test_deepspeed_s_report_belongs_to_the_first_traceback_of_its_node():
     assert found.exit_code == 7
 
 
-def test_deepspeed_s_report_accuses_nobody_where_it_is_known_who_failed():
+def test_deepspeed_report_does_not_override_known_rank_exit():
     lines = in_order(
         said(0, 0, 1.0, "Traceback (most recent call last):\n  File a\nKeyError: 'survived'"),
         [LogLine(9.0, 0, None, "[2026] [ERROR] [launch.py:341] exits with return code = 7")],
@@ -210,20 +210,20 @@ def test_deepspeed_s_report_accuses_nobody_where_it_is_known_who_failed():
     assert (found.rank, found.exit_code, found.cause) == (1, 7, "exit code 7")
 
 
-def test_deepspeed_s_report_without_a_traceback_blames_the_node():
+def test_deepspeed_report_without_traceback_blames_node():
     lines = [LogLine(2.0, 0, None, "exits with return code = -9")]
     found = diagnose([node(0)], lines)
     assert (found.node, found.rank, found.exit_code) == (0, None, 137)
 
 
-def test_a_rank_that_just_exits_is_told_with_its_last_words():
+def test_rank_exit_without_exception_quotes_last_output():
     lines = said(0, 0, 1.0, "disk check failed")
     found = diagnose([node(0, 3)], lines, rank_exits=[RankExit(0, 0, 3, 2.0)])
     assert (found.rank, found.exit_code) == (0, 3)
     assert found.cause == "exit code 3; last output: disk check failed"
 
 
-def test_a_rank_that_was_asked_to_end_is_not_the_first_failure():
+def test_rank_asked_to_end_is_not_first_failure():
     ends = [RankExit(0, 0, -15, 1.0), RankExit(0, 1, 5, 2.0)]
     found = diagnose([node(0)], [], rank_exits=ends, nproc_per_node=2)
     assert (found.rank, found.exit_code) == (1, 5)
@@ -240,7 +240,7 @@ BARE_ECHO = "RuntimeError: Timed out waiting 1800000ms for recv operation to com
     [(PEER_GONE, "rank 1"), (TIMED_OUT, "rank 1"), (BARE_ECHO, "rank 1"),
      (PEER_GONE, "ranks 1, 3"), (VALUE_ERROR, None)],
 )  # fmt: skip
-def test_ranks_that_left_with_0_are_named_where_another_one_waited_for_them(text, early):
+def test_hint_names_ranks_that_exited_0_while_another_waited(text, early):
     # Rank 2 was asked to end, rank 4 ended after the failure.
     others = [RankExit(1, 2, 0, 0.9, asked=True), RankExit(1, 4, 0, 1.6, asked=False),
               RankExit(0, 0, 1, 1.5, asked=False)]  # fmt: skip
@@ -256,7 +256,7 @@ def test_ranks_that_left_with_0_are_named_where_another_one_waited_for_them(text
         assert (found.hint or "").startswith(f"{early} exited with code 0 before")
 
 
-def test_ranks_of_a_node_that_succeeded_are_known_to_have_left():
+def test_hint_names_exited_rank_of_succeeded_node():
     def ended(code, *ends):
         processes = [{"rank": rank, "exit_code": code, "at": at, "asked": False}
                      for rank, code, at in ends]  # fmt: skip
@@ -268,12 +268,12 @@ def test_ranks_of_a_node_that_succeeded_are_known_to_have_left():
     assert (found.rank, (found.hint or "")[:30]) == (0, "rank 1 exited with code 0 befo")
 
 
-def test_ranks_that_ended_well_are_no_suspects():
+def test_ranks_that_exited_0_are_not_blamed():
     ends = [RankExit(0, 0, 0, 1.0), RankExit(0, 1, 5, 2.0)]
     assert diagnose([node(0)], [], rank_exits=ends, nproc_per_node=2).rank == 1
 
 
-def test_a_kill_for_want_of_memory_is_told_from_somebody_s_kill():
+def test_kernel_oom_kill_is_distinguished_from_manual_kill():
     ends = [RankExit(0, 0, -9, 1.0)]
     by_kernel = diagnose([node(0, 137)], [], rank_exits=ends, oom_kills=1)
     by_hand = diagnose([node(0, 137)], [], rank_exits=ends, oom_kills=0)
@@ -292,7 +292,7 @@ def test_a_kill_for_want_of_memory_is_told_from_somebody_s_kill():
         ("run.sh: 3: exec: nope: not found", "exit code 127: run.sh: 3: exec: nope: not found"),
     ],
 )
-def test_a_program_that_is_missing_is_named_without_the_script_that_starts_it(printed, cause):
+def test_missing_program_is_named_without_rank_script(printed, cause):
     found = diagnose([node(0)], said(0, 0, 1.0, printed), rank_exits=[RankExit(0, 0, 127, 1.0)])
     assert found.cause == cause
     assert "is not on the ranks' PATH" in (found.hint or "") or "does not exist" in (
@@ -311,7 +311,7 @@ def test_a_program_that_is_missing_is_named_without_the_script_that_starts_it(pr
         (137, "exit code 137: SIGKILL as a shell reports it, or the program's own code"),
     ],
 )
-def test_a_signal_is_named(code, words):
+def test_signal_exit_is_named(code, words):
     found = diagnose([node(0)], [], rank_exits=[RankExit(0, 0, code, 1.0)])
     assert words in found.cause
 
@@ -371,7 +371,7 @@ def test_a_signal_is_named(code, words):
         ),
     ],
 )
-def test_a_known_cause_has_a_remedy(last, hint):
+def test_known_cause_has_hint(last, hint):
     block = f"Traceback (most recent call last):\n  File x\n{last}"
     found = diagnose([node(0)], said(0, 0, 1.0, block))
     assert found.cause == last
@@ -385,7 +385,7 @@ def test_a_known_cause_has_a_remedy(last, hint):
         ([0, 1], "the file is missing on every node"),
     ],
 )
-def test_a_file_that_is_on_one_node_only(lacking, hint):
+def test_missing_file_hint_names_nodes_that_lack_it(lacking, hint):
     text = "FileNotFoundError: [Errno 2] No such file or directory: '/data/train.bin'"
     trace = f"Traceback (most recent call last):\n  File x\n{text}"
     lines = in_order(*(said(n, n, 1.0 + n, trace if n in lacking else PEER_GONE) for n in (0, 1)))
@@ -395,7 +395,7 @@ def test_a_file_that_is_on_one_node_only(lacking, hint):
     assert one_machine.hint is None
 
 
-def test_an_exit_code_of_its_own_wins_over_an_echo_though_its_end_was_seen_after_the_order():
+def test_own_exit_code_beats_peer_error_but_not_earlier_exception():
     ends = [{"rank": 1, "exit_code": 7, "at": 1.2, "asked": True},
             {"rank": 0, "exit_code": 143, "at": 1.3, "asked": True}]  # fmt: skip
     other = [{"rank": 2, "exit_code": 1, "at": 1.0, "asked": False}]
@@ -414,7 +414,7 @@ def test_an_exit_code_of_its_own_wins_over_an_echo_though_its_end_was_seen_after
     assert (found.rank, found.cause) == (2, "ValueError: the loss is not finite")
 
 
-def test_without_a_word_from_any_rank_the_first_failed_node_is_blamed():
+def test_first_failed_node_is_blamed_without_rank_output():
     nodes = [
         node(0, 0, State.SUCCEEDED),
         node(1, 1, ended_at=20.0),
@@ -425,19 +425,19 @@ def test_without_a_word_from_any_rank_the_first_failed_node_is_blamed():
     assert found.cause == "Permission denied: /x"
 
 
-def test_a_run_that_ended_without_a_trace_says_so():
+def test_cause_says_when_no_node_reported_exit_code():
     found = diagnose([NodeStatus(node=0, host="h", state=State.UNKNOWN)], [])
     assert found.cause == "no exit code: the run ended and no node reported one"
     assert found.exit_code == 1
 
 
-def test_marked_lines_are_not_last_words():
+def test_marked_lines_are_not_quoted_as_last_output():
     lines = said(0, 0, 1.0, 'giving up\n@clusterkit {"event": "end"}')
     found = diagnose([node(0, 3)], lines, rank_exits=[RankExit(0, 0, 3, 2.0)])
     assert "@clusterkit" not in found.cause
 
 
-def test_exit_codes_are_told_as_a_shell_tells_them():
+def test_shell_code_reports_signal_as_128_plus_number():
     assert (shell_code(-9), shell_code(7), shell_code(0)) == (137, 7, 0)
 
 
@@ -449,11 +449,11 @@ def test_exit_codes_are_told_as_a_shell_tells_them():
         ("address in use by nobody", False),
     ],
 )
-def test_a_taken_port_is_recognised(text, taken):
+def test_taken_port_is_recognised_in_output(text, taken):
     assert bool(PORT_TAKEN.search(text)) is taken
 
 
-def test_lines_of_a_rank_are_not_mixed_with_those_of_another():
+def test_interleaved_lines_of_ranks_are_kept_apart():
     a, b = said(0, 0, 1.0, VALUE_ERROR), said(0, 1, 1.0, PEER_GONE)
     mixed = [line for pair in zip(a, b, strict=True) for line in pair]
     found = diagnose([node(0)], mixed, nproc_per_node=2)

@@ -32,13 +32,13 @@ def copied() -> set[str]:
     return {word.split("/")[0] for word in (*words, *mounted)}
 
 
-def test_hadolint_has_no_complaint() -> None:
+def test_dockerfile_passes_hadolint() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     done = subprocess.run([hadolint, DOCKER / "Dockerfile"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_the_base_is_an_argument_and_the_compiler_is_that_of_torch_s_cuda() -> None:
+def test_dockerfile_base_is_argument_and_compiler_matches_torch_cuda() -> None:
     assert instructions("FROM") == ["${BASE_IMAGE}"]
     assert "BASE_IMAGE=python:3.11-slim-bookworm" in instructions("ARG")
     assert "'cuda-toolkit[nvcc,cccl,profiler]'" in DOCKERFILE  # the version is torch's choice
@@ -47,25 +47,25 @@ def test_the_base_is_an_argument_and_the_compiler_is_that_of_torch_s_cuda() -> N
     assert "CUDA_HOME=/usr/local/cuda " in environment
 
 
-def test_what_deepspeed_and_nccl_load_is_named() -> None:
+def test_dockerfile_installs_libraries_for_deepspeed_and_nccl() -> None:
     (install,) = (line for line in instructions("RUN") if "apt-get install" in line)
     assert {"libaio-dev", "numactl", "ibverbs-providers", "libibverbs1"} <= {*install.split()}
 
 
-def test_it_builds_on_old_engines_and_without_a_registry() -> None:
+def test_dockerfile_builds_on_old_engines_without_registry() -> None:
     """Docker 20.10 knows neither; a syntax line is fetched from a registry."""
     assert not re.search(r"^# *syntax *=", DOCKERFILE, re.MULTILINE)
     assert "<<" not in DOCKERFILE
     assert "--link" not in DOCKERFILE
 
 
-def test_it_runs_as_a_plain_user_under_an_init() -> None:
+def test_image_runs_as_plain_user_under_init() -> None:
     assert instructions("USER") == ["1000:1000"]
     assert instructions("ENTRYPOINT")[0].startswith('["tini", "--",')
     assert len(instructions("HEALTHCHECK")) == 1
 
 
-def test_nobody_in_a_container_but_root_can_add_a_key() -> None:
+def test_only_root_can_add_ssh_key_in_container() -> None:
     """sshd runs without strict modes there: where its keys lie is what keeps others out."""
     settings = dict(
         line.split(maxsplit=1)
@@ -83,7 +83,7 @@ def test_nobody_in_a_container_but_root_can_add_a_key() -> None:
 
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh: apt-get install openssh-client")
-def test_the_images_ssh_leaves_other_hosts_than_pods_alone() -> None:
+def test_image_ssh_config_leaves_other_hosts_alone() -> None:
     def port(host: str) -> str:
         argv = ["ssh", "-G", "-F", str(DOCKER / "ssh_config"), host]
         said = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
@@ -97,7 +97,7 @@ def test_the_images_ssh_leaves_other_hosts_than_pods_alone() -> None:
     assert {port(host) for host in ("github.com", "git", "gitea.tools.svc", "10.0.0.7")} == {"22"}
 
 
-def test_what_changes_often_comes_last() -> None:
+def test_dockerfile_orders_layers_by_change_frequency() -> None:
     order = [DOCKERFILE.index(text) for text in (
         "apt-get install", "--requirement /tmp/requirements.txt", "COPY clusterkit clusterkit",
         "COPY jobs jobs", "ARG REVISION",
@@ -108,11 +108,11 @@ def test_what_changes_often_comes_last() -> None:
 @pytest.mark.parametrize(
     "label", ["title", "description", "licenses", "source", "version", "revision"]
 )
-def test_labels(label: str) -> None:
+def test_dockerfile_sets_image_labels(label: str) -> None:
     assert f"org.opencontainers.image.{label}=" in DOCKERFILE
 
 
-def test_dockerignore_lets_in_what_the_dockerfile_copies_and_nothing_else() -> None:
+def test_dockerignore_admits_exactly_what_dockerfile_copies() -> None:
     lines = (ROOT / ".dockerignore").read_text("utf-8").splitlines()
     rules = [line for line in lines if line and not line.startswith("#")]
     assert rules[0] == "*"
@@ -120,7 +120,7 @@ def test_dockerignore_lets_in_what_the_dockerfile_copies_and_nothing_else() -> N
     assert "**/__pycache__" in rules
 
 
-def test_the_slow_layer_installs_what_clusterkit_train_asks_for() -> None:
+def test_requirements_layer_installs_what_train_extra_needs() -> None:
     words = [sys.executable, DOCKER / "requirements.py", "train"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     found = {re.split(r"[<>=~!\[; ]", line)[0].lower() for line in done.stdout.split("\n") if line}
@@ -137,13 +137,13 @@ def test_the_slow_layer_installs_what_clusterkit_train_asks_for() -> None:
     assert found - pinned == {"setuptools"}
 
 
-def test_what_ci_changes_is_a_limit_that_its_machine_refuses() -> None:
+def test_ci_override_changes_only_memlock_limit() -> None:
     override = yaml.safe_load((ROOT / "tests/live/compose/ci.yaml").read_text("utf-8"))
     services = yaml.safe_load((DOCKER / "compose.yaml").read_text("utf-8"))["services"]
     assert override == {"services": {name: {"ulimits": {"memlock": 8388608}} for name in services}}
 
 
-def test_the_nodes_of_the_compose_file_differ_in_rank_and_name_only() -> None:
+def test_compose_nodes_differ_only_in_rank_and_name() -> None:
     nodes = yaml.safe_load((DOCKER / "compose.yaml").read_text("utf-8"))["services"]
     ranks = [node["environment"].pop("PET_NODE_RANK") for node in nodes.values()]
     assert [node.pop("hostname") for node in nodes.values()] == list(nodes)
@@ -156,11 +156,11 @@ def test_the_nodes_of_the_compose_file_differ_in_rank_and_name_only() -> None:
 
 
 @pytest.mark.parametrize("name", ["clusterkit-entry", "clusterkit-health", "clusterkit-sshd"])
-def test_scripts_of_the_image_are_executable(name: str) -> None:
+def test_image_scripts_are_executable(name: str) -> None:
     assert (DOCKER / "bin" / name).stat().st_mode & 0o111 == 0o111
 
 
-def test_the_entry_point_finds_a_home_that_can_be_written_to(tmp_path: Path) -> None:
+def test_entry_point_sets_tmp_as_home_when_home_is_missing(tmp_path: Path) -> None:
     entry = ["sh", DOCKER / "bin" / "clusterkit-entry", "sh", "-c", 'printf %s "$HOME"']
     for home, expected in ((tmp_path, str(tmp_path)), (tmp_path / "gone", "/tmp")):
         env = {"HOME": str(home), "PATH": "/usr/bin:/bin"}
@@ -168,7 +168,7 @@ def test_the_entry_point_finds_a_home_that_can_be_written_to(tmp_path: Path) -> 
         assert done.stdout == expected
 
 
-def test_code_that_is_compiled_at_first_use_can_be_loaded() -> None:
+def test_compose_tmpfs_mounts_allow_exec_for_compiled_code() -> None:
     """From /tmp and the home: a tmpfs is noexec unless it is told otherwise."""
     node = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["node0"]
     assert len(node["tmpfs"]) == 2

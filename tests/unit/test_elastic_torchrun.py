@@ -48,7 +48,9 @@ for number in range(100):
         ("torch.distributed.DistBackendError: NCCL error", True),
     ],
 )
-def test_ranks_that_fail_by_themselves_end_it(tmp_path: Path, error: str, again: bool) -> None:
+def test_elastic_torchrun_restarts_after_lost_peer_but_not_own_failure(
+    tmp_path: Path, error: str, again: bool
+) -> None:
     package = tmp_path / "torch" / "distributed"
     package.mkdir(parents=True)
     for folder in (package, package.parent):

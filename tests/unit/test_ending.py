@@ -94,7 +94,7 @@ def gone(pid, seconds=60.0):
     return agent.start_ticks(pid) is None
 
 
-def test_sigterm_goes_to_the_rank_and_not_to_what_it_started(host):
+def test_sigterm_goes_to_rank_and_not_to_its_children(host):
     process = host.start(sys.executable, "-c", SAVES)
     host.up()
     process.terminate()
@@ -103,7 +103,7 @@ def test_sigterm_goes_to_the_rank_and_not_to_what_it_started(host):
     assert agent.processes_of(str(host.path)) == []
 
 
-def test_at_the_end_of_the_grace_all_that_the_rank_started_is_killed(host):
+def test_rank_and_children_are_killed_at_end_of_grace(host):
     process = host.start("sh", "-c", DEAF, grace=0.5)
     host.up()
     process.terminate()
@@ -111,7 +111,7 @@ def test_at_the_end_of_the_grace_all_that_the_rank_started_is_killed(host):
     assert agent.processes_of(str(host.path)) == []
 
 
-def test_an_agent_that_is_killed_takes_ranks_along_that_ignore_sigterm(host):
+def test_ranks_ignoring_sigterm_end_after_grace_when_agent_is_killed(host):
     process = host.start("sh", "-c", DEAF, grace=1.0)
     rank = host.up()
     began = time.monotonic()
@@ -123,7 +123,7 @@ def test_an_agent_that_is_killed_takes_ranks_along_that_ignore_sigterm(host):
     assert "this node's agent was killed; its ranks end within 1 s" in host.log()
 
 
-def test_a_rank_of_a_killed_agent_has_its_workers_and_its_last_words(host):
+def test_rank_of_killed_agent_is_asked_once_and_keeps_its_workers(host):
     process = host.start(sys.executable, "-c", SAVES, grace=60.0)
     rank = host.up()
     process.kill()
@@ -133,7 +133,7 @@ def test_a_rank_of_a_killed_agent_has_its_workers_and_its_last_words(host):
     assert host.log().count("worker None") == 1  # it was asked once
 
 
-def test_the_node_counts_as_alive_until_nothing_is_left(host):
+def test_node_counts_as_alive_until_no_process_is_left(host):
     process = host.start("sh", "-c", DEAF, grace=3.0)
     rank = host.up()
     process.kill()
@@ -147,7 +147,7 @@ def test_the_node_counts_as_alive_until_nothing_is_left(host):
 
 
 @pytest.mark.parametrize("attempt", [1, 2])
-def test_no_rank_starts_while_one_of_a_killed_agent_lives(host, attempt):
+def test_no_rank_starts_while_rank_of_killed_agent_lives(host, attempt):
     process = host.start("sh", "-c", DEAF, grace=2.0)
     first = host.up()
     os.kill(json.loads((host.node() / "started.json").read_bytes())["guard"]["pid"], signal.SIGKILL)
@@ -160,7 +160,7 @@ def test_no_rank_starts_while_one_of_a_killed_agent_lives(host, attempt):
     assert agent.start_ticks(second) is not None
 
 
-def test_stop_without_an_agent_ends_recorded_groups(host):
+def test_stop_without_agent_ends_recorded_process_groups(host):
     """Also of ranks that have emptied their environment, and what these have started."""
     script = 'trap "" TERM; echo "$$" >"$0/up"; sleep 600'
     process = host.start("env", "-i", "sh", "-c", script, str(host.path), grace=60.0)
@@ -178,7 +178,7 @@ def test_stop_without_an_agent_ends_recorded_groups(host):
     assert agent.start_ticks(rank) is None
 
 
-def test_stop_says_what_it_could_not_end(tmp_path, monkeypatch):
+def test_stop_names_process_it_could_not_end(tmp_path, monkeypatch):
     """As a process in state D: SIGKILL has no effect."""
     monkeypatch.setattr(limits, "KILL_SECONDS", 0.3)
     monkeypatch.setattr(ending, "send", lambda pids, signum: None)
@@ -199,7 +199,7 @@ STUCK = (
 )
 
 
-def test_a_rank_that_cannot_be_killed_is_named_and_does_not_block_the_agent(host):
+def test_unkillable_rank_is_named_and_does_not_block_agent(host):
     process = host.start("sh", "-c", DEAF, grace=0.3, run=STUCK)
     rank = host.up()
     process.terminate()
@@ -214,7 +214,7 @@ def test_a_rank_that_cannot_be_killed_is_named_and_does_not_block_the_agent(host
 
 
 @pytest.mark.parametrize("oom_kills", [0, 2])
-def test_an_agent_that_was_killed_is_known_as_such(host, oom_kills):
+def test_killed_agent_is_reported_with_any_oom_kill(host, oom_kills):
     process = host.start("sh", "-c", 'echo "$$" >"$DIR/up"; sleep 600', grace=1.0)
     rank = host.up()
     started = host.node() / "started.json"
@@ -236,7 +236,7 @@ def test_an_agent_that_was_killed_is_known_as_such(host, oom_kills):
     assert "memory" in (failure.hint or "") or not oom_kills
 
 
-def test_an_agent_that_failed_by_itself_was_not_killed(host):
+def test_agent_that_failed_by_itself_is_not_reported_as_killed(host):
     process = host.start("sh", "-c", 'echo "$$" >"$DIR/up"; sleep 600', grace=1.0)
     rank = host.up()
     guard = json.loads((host.node() / "started.json").read_bytes())["guard"]["pid"]
@@ -263,7 +263,7 @@ LEAVES = (
 
 
 @pytest.mark.parametrize(("count", "code"), [(2, 0), (9, 0), (0, 0), (2, 3)])
-def test_what_a_rank_leaves_running_is_named(host, count, code):
+def test_processes_left_by_successful_ranks_are_named(host, count, code):
     process = host.start(sys.executable, "-c", LEAVES, str(count), str(code))
     left = (host.path / "up").read_text().split()
     assert process.wait() == code
@@ -279,7 +279,7 @@ def test_what_a_rank_leaves_running_is_named(host, count, code):
         assert told == [f"{line}{names}{more}"]
 
 
-def test_nothing_is_left_of_the_guard_when_a_run_ends(host):
+def test_guard_ends_with_run(host):
     process = host.start("sh", "-c", 'echo "$$" >"$DIR/up"')
     host.up()
     assert process.wait() == 0
@@ -304,7 +304,7 @@ ECHO = (
 )  # fmt: skip
 
 
-def test_a_rank_that_cleans_up_before_its_traceback_is_waited_for(host):
+def test_agent_waits_for_rank_that_cleans_up_before_traceback(host):
     patient = RUN.replace(
         "sys.exit", "from clusterkit.agent import limits; limits.ECHO_SECONDS = 60.0; sys.exit"
     )
@@ -315,7 +315,7 @@ def test_a_rank_that_cleans_up_before_its_traceback_is_waited_for(host):
     assert "ValueError: the cause" in host.log()
 
 
-def test_a_rank_that_goes_on_is_not_waited_for_for_ever(host):
+def test_agent_does_not_wait_forever_for_rank_that_goes_on(host):
     quick = RUN.replace(
         "sys.exit", "from clusterkit.agent import limits; limits.ECHO_SECONDS = 1.0; sys.exit"
     )
@@ -325,7 +325,7 @@ def test_a_rank_that_goes_on_is_not_waited_for_for_ever(host):
     assert [end["asked"] for end in ends] == [False, True]
 
 
-def test_a_cancel_while_a_hang_ends_is_not_lost(host):
+def test_cancel_during_end_of_hang_prevents_restart(host):
     """The hang would be followed by a restart."""
     hang = (
         "import os, threading, time; from clusterkit.agent import __main__, messages; "
@@ -352,7 +352,7 @@ def test_a_cancel_while_a_hang_ends_is_not_lost(host):
     assert (host.path / "asked").read_text() == "asked\n"  # once
 
 
-def test_an_agent_that_cannot_begin_an_attempt_records_why(host):
+def test_agent_that_cannot_begin_next_attempt_records_why(host):
     """As with a disk quota, of which statvfs says nothing."""
     full = (
         "import errno; from clusterkit.agent import __main__; "
@@ -373,7 +373,7 @@ def test_an_agent_that_cannot_begin_an_attempt_records_why(host):
     assert agent.processes_of(str(host.path)) == []
 
 
-def test_ranks_of_deepspeed_are_asked_all_at_once(tmp_path, host):
+def test_deepspeed_ranks_are_asked_to_end_all_at_once(tmp_path, host):
     """Its launcher asks the next one when the last has ended: some would have no time to save."""
     package = tmp_path / "deepspeed" / "launcher"
     package.mkdir(parents=True)

@@ -15,11 +15,11 @@ from clusterkit.jobfile import values
 from clusterkit.spec import JobSpec
 
 
-def test_an_error_reads_as_its_message_and_its_hint_on_a_line_of_its_own():
+def test_error_text_shows_message_and_hint_on_own_line():
     assert str(ClusterkitError("it broke", hint="mend it")) == "it broke\n  hint: mend it"
 
 
-def test_an_error_without_a_hint_reads_as_its_message_alone():
+def test_error_text_without_hint_is_message_alone():
     assert str(ClusterkitError("it broke")) == "it broke"
 
 
@@ -36,22 +36,22 @@ def test_an_error_without_a_hint_reads_as_its_message_alone():
         (errors.RunFailed, 1),
     ],
 )
-def test_exit_codes_are_the_documented_ones(kind, code):
+def test_error_classes_have_documented_exit_codes(kind, code):
     assert kind("x").exit_code == code
 
 
-def test_errors_are_also_the_builtin_ones_that_a_notebook_would_catch():
+def test_errors_are_subclasses_of_matching_builtins():
     assert issubclass(BadInput, ValueError)
     assert issubclass(RunNotFound, LookupError)
 
 
-def test_a_taken_port_is_named_with_its_address_and_the_remedy():
+def test_taken_port_error_names_address_and_remedy():
     error = PortTaken(29500, "10.0.0.1")
     assert error.message == "port 29500 on 10.0.0.1 is in use"
     assert "leave `port` out" in (error.hint or "")
 
 
-def test_every_error_class_has_a_root_and_a_docstring():
+def test_every_error_class_has_root_and_docstring():
     found = [
         kind
         for _, kind in inspect.getmembers(errors, inspect.isclass)
@@ -94,12 +94,12 @@ def unattributed() -> Iterator[str]:
                     yield f"{name}:{call.lineno}: {text}"
 
 
-def test_an_error_that_begins_with_a_key_says_whose_it_is():
+def test_error_beginning_with_key_states_its_source():
     assert list(unattributed()) == []
 
 
 @pytest.mark.parametrize("kind", [BadInput, errors.CapabilityError])
-def test_an_error_knows_the_key_and_what_has_it(kind):
+def test_error_knows_its_key_and_source(kind):
     error = kind("batch.micro: 0", job=("batch", "micro"))
     assert (error.key, error.source) == (("batch", "micro"), "job")
     error = kind("port: 7", "8", cluster="port")

@@ -71,7 +71,7 @@ def folder(tmp_path: Path) -> Callable[[dict[str, Any]], str]:
         ("40960mi", 40960 << 20),
     ],
 )
-def test_sizes_are_read_as_people_write_them(text: str, size: float) -> None:
+def test_parse_size_reads_decimal_and_binary_units(text: str, size: float) -> None:
     assert parse_size(text, "--gpu-memory") == size
 
 
@@ -92,7 +92,7 @@ def test_sizes_are_read_as_people_write_them(text: str, size: float) -> None:
         ("\u0668\u0660GB", "not of the form"),
     ],
 )
-def test_sizes_that_mean_nothing_are_refused(text: str, said: str) -> None:
+def test_parse_size_refuses_invalid_text(text: str, said: str) -> None:
     with pytest.raises(BadInput, match=said) as caught:
         parse_size(text, "--gpu-memory")
     assert caught.value.message.startswith("--gpu-memory: ")
@@ -101,18 +101,18 @@ def test_sizes_that_mean_nothing_are_refused(text: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("text", "count"), [("7B", 7 * 10**9), ("350m", 35 * 10**7), ("124439808", 124439808)]
 )
-def test_counts_are_read_as_people_write_them(text: str, count: int) -> None:
+def test_parse_count_reads_parameter_counts(text: str, count: int) -> None:
     assert parse_count(text, "--parameters") == count
 
 
 @pytest.mark.parametrize("text", ["", "7GB", "seven", "0", "-1B", "7 B B"])
-def test_counts_that_mean_nothing_are_refused(text: str) -> None:
+def test_parse_count_refuses_invalid_text(text: str) -> None:
     with pytest.raises(BadInput, match="--parameters: "):
         parse_count(text, "--parameters")
 
 
 @given(st.floats(min_value=0, max_value=2.0**59))
-def test_gib_is_short(size: float) -> None:
+def test_gib_text_is_short(size: float) -> None:
     assert len(gib(size)) <= 11
 
 
@@ -128,14 +128,14 @@ def held(model: Model, setup: Setup) -> float:
 @pytest.mark.parametrize(
     ("strategy", "gigabytes"), [("zero0", 120), ("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.9)]
 )
-def test_model_states_are_those_of_the_zero_paper(strategy: str, gigabytes: float) -> None:
+def test_model_states_match_zero_paper(strategy: str, gigabytes: float) -> None:
     """Figure 1 of arXiv 1910.02054: 7.5 billion parameters on 64 GPUs, mixed precision, Adam."""
     model = models.from_numbers(7_500_000_000)
     setup = Setup(strategy, Mesh(shard=64), "fp16")
     assert held(model, setup) == pytest.approx(gigabytes, abs=0.06)
 
 
-def test_a_layer_saves_what_the_recomputation_paper_says() -> None:
+def test_layer_activations_match_recomputation_paper() -> None:
     """Section 4.1 of arXiv 2205.05198: s b h (34 + 5 a s / h) bytes, of which dropout is 2 + 3."""
     model = models.gpt("1.5b")
     tokens, width = model.context, model.hidden
@@ -144,7 +144,7 @@ def test_a_layer_saves_what_the_recomputation_paper_says() -> None:
     assert layer - statistics == (34 - 2) * tokens * width
 
 
-def test_tensor_and_sequence_parallel_divide_what_they_should() -> None:
+def test_tensor_and_sequence_parallel_divide_activations_as_in_paper() -> None:
     """Section 4.2: tensor parallel divides 24 of the 34 bytes (22 of 32 without dropout)."""
     model = models.gpt("1.5b")
     tokens, width = model.context, model.hidden
@@ -159,7 +159,7 @@ def test_tensor_and_sequence_parallel_divide_what_they_should() -> None:
     assert sequence > statistics
 
 
-def test_eager_attention_keeps_the_scores() -> None:
+def test_eager_attention_keeps_scores() -> None:
     model = models.gpt("124m")
     fused = Setup("zero1", Mesh(), "fp32")
     eager = replace(fused, attention="eager")
@@ -167,7 +167,7 @@ def test_eager_attention_keeps_the_scores() -> None:
     assert more == 4 * model.heads * model.context**2
 
 
-def test_recomputing_keeps_the_inputs_of_layers_and_one_layer() -> None:
+def test_recompute_keeps_layer_inputs_and_one_layer() -> None:
     model = models.gpt("1.5b")
     setup = Setup("zero1", Mesh(), "bf16")
     less = (
@@ -205,7 +205,7 @@ ANY_SETUP = st.builds(
 
 
 @given(ANY_SETUP)
-def test_every_part_is_a_size_and_the_peak_holds_what_is_always_there(setup: Setup) -> None:
+def test_memory_parts_are_nonnegative_and_peak_covers_weights_and_optimizer(setup: Setup) -> None:
     memory = predict(models.gpt("355m"), setup)
     parts = [memory.parameters, memory.gradients, memory.optimizer, memory.activations, memory.loss,
              memory.buffers, memory.communication, memory.temporary,
@@ -216,7 +216,7 @@ def test_every_part_is_a_size_and_the_peak_holds_what_is_always_there(setup: Set
 
 
 @given(ANY_SETUP)
-def test_a_larger_micro_batch_never_takes_less(setup: Setup) -> None:
+def test_larger_micro_batch_never_needs_less_memory(setup: Setup) -> None:
     model = models.gpt("124m")
     assert (
         predict(model, replace(setup, micro=setup.micro + 1)).total >= predict(model, setup).total
@@ -224,14 +224,14 @@ def test_a_larger_micro_batch_never_takes_less(setup: Setup) -> None:
 
 
 @given(ANY_SETUP)
-def test_sixteen_bits_and_recomputing_never_save_more_activations(setup: Setup) -> None:
+def test_bf16_saves_at_most_1_5_times_fp32_activations(setup: Setup) -> None:
     model = models.gpt("124m")
     fp32 = layer_activations(model, replace(setup, precision="fp32"))
     assert layer_activations(model, replace(setup, precision="bf16")) <= fp32 * 1.5
 
 
 @given(ANY_SETUP, st.integers(1, 100))
-def test_the_largest_micro_batch_fits_and_the_next_does_not(setup: Setup, gigabytes: int) -> None:
+def test_largest_micro_batch_fits_and_next_does_not(setup: Setup, gigabytes: int) -> None:
     model, limit = models.gpt("124m"), gigabytes * 10**9
     most = largest_micro(model, setup, limit, most=256)
     if most:
@@ -240,7 +240,7 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(setup: Setup, gigaby
         assert predict(model, replace(setup, micro=most + 1)).total > limit
 
 
-def test_more_ranks_of_zero_never_hold_more_states() -> None:
+def test_model_states_per_rank_never_grow_with_more_ranks() -> None:
     model = models.gpt("1.5b")
     for strategy in ("zero1", "zero2", "zero3", "fsdp"):
         sizes = [held(model, Setup(strategy, Mesh(shard=n))) for n in (1, 2, 4, 64)]
@@ -248,7 +248,7 @@ def test_more_ranks_of_zero_never_hold_more_states() -> None:
         assert sizes[-1] < sizes[0]
 
 
-def test_offload_moves_states_to_the_node_and_counts_each_of_its_ranks() -> None:
+def test_offload_moves_states_to_host_memory_of_every_local_rank() -> None:
     model = models.gpt("1.5b")
     setup = Setup("zero2", Mesh(shard=8), local_ranks=4)
     off = replace(setup, offload_optimizer=True)
@@ -260,7 +260,7 @@ def test_offload_moves_states_to_the_node_and_counts_each_of_its_ranks() -> None
     assert on_host.host_per_node == pytest.approx(shards, rel=0.1)
 
 
-def test_the_first_stage_of_a_pipeline_keeps_the_micro_batches_in_flight() -> None:
+def test_first_pipeline_stage_keeps_micro_batches_in_flight() -> None:
     model = models.gpt("1.5b")
     few = Setup("pp", Mesh(pp=4), "fp32", micro=4, accumulation=2)
     many = replace(few, accumulation=16)
@@ -282,7 +282,7 @@ def test_the_first_stage_of_a_pipeline_keeps_the_micro_batches_in_flight() -> No
     ],
     ids=["llama 7b", "qwen2 1.5b", "gpt2", "gpt2 with an output layer of its own"],
 )
-def test_a_config_alone_gives_the_count(
+def test_config_gives_parameter_count(
     folder: Callable[..., str], config: dict[str, Any], parameters: int
 ) -> None:
     found = models.locate(folder(config))
@@ -303,7 +303,7 @@ def test_a_config_alone_gives_the_count(
         LLAMA_7B | {"hidden_size": "large"},
     ],
 )
-def test_a_config_that_does_not_tell_is_unknown_and_no_error(
+def test_unknown_or_incomplete_config_gives_no_model(
     folder: Callable[..., str], config: dict[str, Any]
 ) -> None:
     found = models.locate(folder(config))
@@ -312,13 +312,13 @@ def test_a_config_that_does_not_tell_is_unknown_and_no_error(
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "", "\xff"])
-def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
+def test_config_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(BadInput, match=r"config\.json is no"):
         models.locate(str(tmp_path))
 
 
-def test_a_model_is_found_in_the_hub_s_cache(
+def test_locate_finds_model_in_hugging_face_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
@@ -336,7 +336,7 @@ def test_a_model_is_found_in_the_hub_s_cache(
     assert found.folder == snapshot
 
 
-def test_a_model_that_is_nowhere_is_refused_without_asking_the_network(
+def test_model_missing_from_cache_is_refused_without_subprocess(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
@@ -361,14 +361,14 @@ def no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_torch")
-def test_without_torch_the_formulas_do_for_the_kinds_they_know(folder: Callable[..., str]) -> None:
+def test_without_torch_formulas_count_known_model_types(folder: Callable[..., str]) -> None:
     model = models.hugging_face(folder(QWEN2_1_5B), 1024)
     assert (model.parameters, model.context) == (1_543_714_304, 1024)
     with pytest.raises(Unavailable, match="counting a mamba takes torch"):
         models.hugging_face(folder({"model_type": "mamba"}))
 
 
-def test_what_is_not_given_of_any_model_is_guessed_and_said() -> None:
+def test_from_numbers_guesses_missing_shape_and_says_so() -> None:
     model = models.from_numbers(7_000_000_000)
     assert 30 <= model.layers <= 36
     assert 3584 <= model.hidden <= 4608
@@ -402,7 +402,7 @@ def activations(model: Model) -> float:
         ("mistral-7b", {"layers": 32, "hidden": 4096, "kv_heads": 8}, 24.6),
     ],
 )  # fmt: skip
-def test_numbers_alone_never_give_less_than_the_model_s_real_shape(
+def test_guessed_activations_stay_close_to_real_model(
     name: str, numbers: dict[str, int], size: float
 ) -> None:
     real = models.hugging_face(name, 4096)
@@ -438,7 +438,7 @@ def test_numbers_alone_never_give_less_than_the_model_s_real_shape(
         ("qwen3-8b", 8_190_735_360), ("qwen3-14b", 14_768_307_200), ("qwen3-32b", 32_762_123_264),
     ],
 )  # fmt: skip
-def test_well_known_models_have_their_published_count(name: str, parameters: int) -> None:
+def test_published_models_have_known_parameter_count(name: str, parameters: int) -> None:
     assert name in published.NAMES
     found = models.hugging_face(name)
     assert found.parameters == parameters
@@ -446,8 +446,8 @@ def test_well_known_models_have_their_published_count(name: str, parameters: int
     assert "as published" in found.origin
 
 
-def test_every_published_model_is_counted_above() -> None:
-    marks = test_well_known_models_have_their_published_count.pytestmark  # type: ignore[attr-defined]
+def test_every_published_model_is_in_count_table() -> None:
+    marks = test_published_models_have_known_parameter_count.pytestmark  # type: ignore[attr-defined]
     assert {name for name, _ in marks[0].args[1]} == set(published.NAMES)
 
 
@@ -462,7 +462,7 @@ def setup_of(job: JobSpec, ranks: int = 8, **options: Any) -> tuple[Model, Setup
     return model, jobs.setup_of(job, program, ranks=ranks, model=model, **options)
 
 
-def test_a_job_says_its_model_strategy_and_batch() -> None:
+def test_setup_takes_model_strategy_and_batch_from_job() -> None:
     job = loader.load_job(JOBS / "zero3-offload.yaml")
     model, setup = setup_of(job)
     assert model.name == "gpt tiny"
@@ -484,7 +484,9 @@ def test_a_job_says_its_model_strategy_and_batch() -> None:
         (["--strategy", "fsdp", "--no-reshard-after-forward"], {"reshard": False}),
     ],
 )
-def test_flags_of_our_programs_are_understood(args: list[str], expected: dict[str, Any]) -> None:
+def test_setup_reads_flags_of_clusterkit_programs(
+    args: list[str], expected: dict[str, Any]
+) -> None:
     spec = JobSpec(
         name="x",
         program="jobs/train/gpt/train.py",
@@ -511,7 +513,7 @@ def test_flags_of_our_programs_are_understood(args: list[str], expected: dict[st
         ({"gradient_accumulation_steps": 2}, (1, 2)),
     ],
 )
-def test_a_deepspeed_section_says_the_batch(
+def test_setup_reads_batch_from_deepspeed_section(
     cwd: Path, config: dict[str, Any], expected: tuple[int, int]
 ) -> None:
     (cwd / "train.py").write_text("import deepspeed\n")
@@ -534,7 +536,7 @@ def test_a_deepspeed_section_says_the_batch(
         (["--per_device_train_batch_size", "8"], {"batch": BatchSpec(micro=2)}, (2, 1)),
     ],
 )  # fmt: skip
-def test_flags_of_the_trainer_say_the_batch(
+def test_setup_reads_batch_from_trainer_flags(
     cwd: Path, args: list[str], more: dict[str, Any], expected: tuple[int, int]
 ) -> None:
     (cwd / "train.py").write_text("from transformers import Trainer\n")
@@ -546,7 +548,7 @@ def test_flags_of_the_trainer_say_the_batch(
     assert (setup.micro, setup.accumulation) == expected
 
 
-def test_a_batch_of_a_deepspeed_section_that_does_not_divide_is_refused(cwd: Path) -> None:
+def test_setup_refuses_deepspeed_batch_that_does_not_divide(cwd: Path) -> None:
     (cwd / "train.py").write_text("import deepspeed\n")
     spec = JobSpec(
         name="x", program="train.py", deepspeed={"train_batch_size": 7}, workdir=str(cwd)
@@ -568,7 +570,7 @@ def test_a_batch_of_a_deepspeed_section_that_does_not_divide_is_refused(cwd: Pat
         ({"stage": 3, "offload_param": {"device": "cpu"}}, False, True),
     ],
 )
-def test_offload_is_read_in_its_old_and_its_new_spelling(
+def test_setup_reads_old_and_new_offload_keys(
     section: dict[str, Any], optimizer: bool, parameters: bool
 ) -> None:
     spec = JobSpec(
@@ -590,13 +592,13 @@ def test_offload_is_read_in_its_old_and_its_new_spelling(
         (["--strategy", "deepspeed"], "without a config"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(args: list[str], said: str) -> None:
+def test_setup_refuses_mesh_or_flags_that_do_not_fit(args: list[str], said: str) -> None:
     spec = JobSpec(name="x", program="jobs/train/gpt/train.py", args=tuple(args), workdir=str(ROOT))
     with pytest.raises(BadInput, match=said):
         setup_of(spec)
 
 
-def test_the_program_of_somebody_else_is_not_read_as_ours(cwd: Path) -> None:
+def test_program_of_user_is_not_read_as_clusterkit_program(cwd: Path) -> None:
     (cwd / "gpt.py").write_text("import torch\nPRESETS = {}\n")
     spec = JobSpec(name="x", program="gpt.py", args=("--model", "1.5b"), workdir=str(cwd))
     program = jobs.read_program(spec)
@@ -614,7 +616,7 @@ def warned(make_facts: Callable[..., Any], gpus: int = 1, **job: Any) -> str | N
     return estimates.warning(spec, make_facts(gpus=gpus))
 
 
-def test_a_job_that_does_not_fit_is_warned_of(make_facts: Callable[..., Any]) -> None:
+def test_warning_names_job_that_does_not_fit(make_facts: Callable[..., Any]) -> None:
     said = warned(make_facts, args=("--model", "1.5b", "--global-batch", "64"))
     assert said is not None
     assert said.startswith("gpt 1.5b with ddp on 1 GPU takes about ")
@@ -635,13 +637,13 @@ def test_a_job_that_does_not_fit_is_warned_of(make_facts: Callable[..., Any]) ->
         (1, {"program": None, "module": "train", "args": ("--model", "1.5b")}),
     ],
 )
-def test_what_fits_or_is_not_known_raises_no_false_alarm(
+def test_warning_is_absent_for_fitting_or_unknown_jobs(
     make_facts: Callable[..., Any], gpus: int, job: dict[str, Any]
 ) -> None:
     assert warned(make_facts, gpus, **job) is None
 
 
-def test_the_warning_knows_a_hugging_face_config_on_disk(
+def test_warning_uses_hugging_face_config_on_disk(
     make_facts: Callable[..., Any], folder: Callable[..., str]
 ) -> None:
     path = folder(LLAMA_7B)
@@ -673,7 +675,7 @@ def test_the_warning_knows_a_hugging_face_config_on_disk(
         (["--model", "no/such"], "--model no/such: no folder with config.json"),
     ],
 )
-def test_bad_input_is_one_error(
+def test_estimate_refuses_bad_options_with_one_error(
     refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     argv: list[str], said: str,
 ) -> None:  # fmt: skip
@@ -681,7 +683,7 @@ def test_bad_input_is_one_error(
     assert said in refused("estimate", str(JOBS / "ddp.yaml"), *argv)
 
 
-def test_a_program_whose_model_is_not_known_is_told_how_to_say_it(
+def test_estimate_of_unknown_model_hints_at_options(
     refused: Callable[..., str], write_job: Callable[..., str]
 ) -> None:
     said = refused("estimate", write_job(), "--gpus", "1", "--gpu-memory", "80GB")
@@ -694,19 +696,21 @@ def test_a_program_whose_model_is_not_known_is_told_how_to_say_it(
     [("7B", "--parameters"), ("350m", "--parameters"), ("1.5B", "--parameters"),
      ("llama-3-8b", "--model"), ("Qwen/Qwen2-1.5B", "--model"), ("small", "--model")],
 )  # fmt: skip
-def test_a_model_may_stand_in_the_place_of_the_job(
+def test_estimate_accepts_model_in_place_of_job(
     cli: Callable[..., Any], cwd: Path, word: str, flag: str
 ) -> None:
     rest = ["--gpus", "2", "--gpu-memory", "80G", "--json"]
     assert cli("estimate", word, *rest).json == cli("estimate", flag, word, *rest).json
 
 
-def test_a_file_goes_before_a_model_of_its_name(refused: Callable[..., str], cwd: Path) -> None:
+def test_estimate_prefers_file_over_model_of_same_name(
+    refused: Callable[..., str], cwd: Path
+) -> None:
     (cwd / "7B").write_text("nope: 1\n")
     assert "7B:1" in refused("estimate", "7B", "--gpus", "1", "--gpu-memory", "80G")
 
 
-def test_without_a_job_nothing_is_called_the_job(cli: Callable[..., Any]) -> None:
+def test_estimate_without_job_mentions_no_job(cli: Callable[..., Any]) -> None:
     done = cli("estimate", "--parameters", "7B", "--gpus", "8", "--gpu-memory", "80G")
     assert done.code == 0
     assert "*" not in done.out
@@ -715,7 +719,7 @@ def test_without_a_job_nothing_is_called_the_job(cli: Callable[..., Any]) -> Non
     assert max(map(len, done.out.splitlines())) <= 100
 
 
-def test_a_job_with_a_batch_in_its_deepspeed_section_is_not_called_without_one(
+def test_estimate_notes_missing_batch_unless_section_or_flag_gives_it(
     cli: Callable[..., Any], write_job: Callable[..., str]
 ) -> None:
     job = write_job("deepspeed: {train_micro_batch_size_per_gpu: 8}\n")
@@ -727,7 +731,9 @@ def test_a_job_with_a_batch_in_its_deepspeed_section_is_not_called_without_one(
     assert "no batch" not in cli("estimate", write_job(), *words, "--micro-batch", "2").err
 
 
-def test_samples_have_at_most_4096_tokens_unless_said(cli: Callable[..., Any]) -> None:
+def test_estimate_assumes_at_most_4096_tokens_without_context_option(
+    cli: Callable[..., Any],
+) -> None:
     words = ["estimate", "qwen2-1.5b", "--gpus", "8", "--gpu-memory", "80G"]
     done = cli(*words)
     assert "x 4096 tokens" in done.out
@@ -743,7 +749,9 @@ def test_samples_have_at_most_4096_tokens_unless_said(cli: Callable[..., Any]) -
     [("80GB", "79.65"), ("80 gb", "79.65"), ("80GiB", "80.00"), ("24G", "22.49"),
      ("40960MiB", "40.00"), ("141GB", "140"), ("50GB", "46.57")],
 )  # fmt: skip
-def test_memory_of_a_card_is_as_it_is_sold(cli: Callable[..., Any], text: str, usable: str) -> None:
+def test_estimate_converts_advertised_gpu_memory_to_usable_gib(
+    cli: Callable[..., Any], text: str, usable: str
+) -> None:
     done = cli("estimate", "gpt2", "--gpus", "8", "--gpu-memory", text)
     assert f"GPUs    8 (1 x 8) of {usable} GiB (--gpu-memory)" in done.out
 
@@ -758,7 +766,7 @@ def test_memory_of_a_card_is_as_it_is_sold(cli: Callable[..., Any], text: str, u
         ("llama-2-70b --gpus 64 --gpu-memory 80GB", "fsdp recompute"),
     ],
 )
-def test_activation_checkpointing_comes_before_offload(
+def test_advice_prefers_activation_checkpointing_over_offload(
     cli: Callable[..., Any], words: str, strategy: str
 ) -> None:
     found = cli("estimate", *words.split(), "--json").json
@@ -772,7 +780,7 @@ def test_activation_checkpointing_comes_before_offload(
 
 
 @pytest.mark.parametrize("job", ["qwen.yaml", "sentiment.yaml"])
-def test_a_program_of_ours_without_a_model_is_told_how_to_name_one(
+def test_estimate_notes_bundled_program_without_model_option(
     cli: Callable[..., Any], job: str
 ) -> None:
     done = cli("estimate", str(JOBS / job), "--gpus", "8", "--gpu-memory", "80GB")
@@ -781,13 +789,13 @@ def test_a_program_of_ours_without_a_model_is_told_how_to_name_one(
     assert cli("estimate", str(JOBS / job), *words).code == 0
 
 
-def test_nothing_to_estimate_is_refused(cli: Callable[..., Any]) -> None:
+def test_estimate_without_job_or_model_is_refused(cli: Callable[..., Any]) -> None:
     done = cli("estimate")
     assert (done.code, done.out) == (125, "")
     assert "Give a job file, --model or --parameters." in done.err
 
 
-def test_the_table_is_at_most_100_columns_wide_and_names_a_choice(cli: Callable[..., Any]) -> None:
+def test_estimate_table_fits_100_columns_and_names_choice(cli: Callable[..., Any]) -> None:
     done = cli("estimate", str(JOBS / "ddp.yaml"), "--gpus", "8", "--nodes", "2", "--gpu-memory",
                "80GB", "--model", "1.5b")  # fmt: skip
     assert done.code == 0
@@ -798,14 +806,14 @@ def test_the_table_is_at_most_100_columns_wide_and_names_a_choice(cli: Callable[
 
 
 @pytest.mark.usefixtures("no_gpus")
-def test_without_gpus_it_says_what_it_lacks(cli: Callable[..., Any]) -> None:
+def test_estimate_without_gpus_notes_missing_gpu_memory(cli: Callable[..., Any]) -> None:
     done = cli("estimate", str(JOBS / "zero2.yaml"))
     assert done.code == 0
     assert "note: no GPU was found: --gpu-memory 80GB says what would fit one" in done.err
     assert "choose" not in done.out
 
 
-def test_json_holds_every_moment(cli: Callable[..., Any]) -> None:
+def test_estimate_json_totals_match_moments_and_fit(cli: Callable[..., Any]) -> None:
     done = cli("estimate", "--parameters", "70B", "--gpus", "8", "--gpu-memory", "80GiB", "--json")
     found = done.json
     assert found["gpu_memory"] == 80 << 30
@@ -829,7 +837,7 @@ def test_json_holds_every_moment(cli: Callable[..., Any]) -> None:
          "ddp with a micro batch of 1 would"),
     ],
 )  # fmt: skip
-def test_where_little_fits_it_is_told_what_would_do(
+def test_advice_says_what_would_fit_where_nothing_fits(
     cli: Callable[..., Any], words: str, strategy: str | None, said: str
 ) -> None:
     advice = cli("estimate", *words.split(), "--json").json["advice"]
@@ -838,7 +846,7 @@ def test_where_little_fits_it_is_told_what_would_do(
     assert "nothing fits" in advice["reason"]
 
 
-def test_gpus_found_are_what_it_must_fit(
+def test_estimate_uses_gpus_found_in_facts(
     cli: Callable[..., Any], cwd: Path, make_facts: Callable[..., Any]
 ) -> None:
     import msgspec
@@ -863,7 +871,7 @@ TOO_CLOSE = {
 """Those that `estimate` calls wrongly."""
 
 
-def test_published_configurations_are_called_rightly() -> None:
+def test_published_trainings_are_predicted_except_listed_close_calls() -> None:
     wrong = []
     for row in PUBLISHED:
         setup = Setup(

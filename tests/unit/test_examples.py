@@ -24,7 +24,7 @@ def shipped(folder: str = "jobs") -> set[str]:
     return {name for name in listed.split("\0") if name}
 
 
-def test_every_job_file_is_listed(cwd, cli):
+def test_jobs_examples_lists_every_job_file(cwd, cli):
     done = cli("jobs", "--examples")
     names = sorted(path.stem for path in (ROOT / "jobs").glob("*.yaml"))
     assert [line.split()[0] for line in done.out.splitlines()] == ["JOB", *names]
@@ -36,7 +36,7 @@ def test_every_job_file_is_listed(cwd, cli):
     )
 
 
-def test_each_is_copied_with_all_that_its_program_imports_and_loads(cwd):
+def test_each_example_is_copied_with_all_its_imports_and_data(cwd):
     """A module that is left behind would count as a package that is to be installed."""
     for name in examples.names():
         copied = examples.example(name)
@@ -50,7 +50,7 @@ def test_each_is_copied_with_all_that_its_program_imports_and_loads(cwd):
     assert there == {name for name in shipped() if not name.endswith("make_reviews.py")}
 
 
-def test_what_a_program_names_comes_along_and_nothing_else(cwd, cli):
+def test_jobs_copy_writes_example_and_its_files_only(cwd, cli):
     done = cli("jobs", "--copy", "ddp-launch")
     assert done.out.splitlines() == [
         "jobs/ddp-launch.yaml", "jobs/train/ddp.py", "jobs/train/ddp_start.py"
@@ -59,7 +59,7 @@ def test_what_a_program_names_comes_along_and_nothing_else(cwd, cli):
     assert "jobs/data/reviews.csv" in cli("jobs", "--copy", "sentiment", "--json").json
 
 
-def test_a_file_that_is_there_with_other_contents_is_left_alone(cwd, refused, cli):
+def test_jobs_copy_refuses_to_overwrite_changed_file(cwd, refused, cli):
     (cwd / "jobs" / "train").mkdir(parents=True)
     (cwd / "jobs" / "train" / "ddp.py").write_text("mine")
     said = refused("jobs", "--copy", "ddp-torchrun")
@@ -69,13 +69,13 @@ def test_a_file_that_is_there_with_other_contents_is_left_alone(cwd, refused, cl
     assert [cli("jobs", "--copy", "ddp-torchrun").code for _ in range(2)] == [0, 0]
 
 
-def test_an_unknown_one_is_told_the_nearest(cwd, refused):
+def test_unknown_example_is_refused_with_nearest(cwd, refused):
     assert "there is no example 'dpd'" in refused("jobs", "--copy", "dpd")
     assert "did you mean" in refused("jobs", "--copy", "zero33")
 
 
 @pytest.mark.parametrize("cut", ["", "zero"])
-def test_their_names_complete(cut):
+def test_shell_completion_offers_example_names(cut):
     from clusterkit.cli.jobs import _complete
 
     assert _complete(None, None, cut) == [  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ def test_their_names_complete(cut):
     ]
 
 
-def test_the_wheel_has_every_example_and_all_data_of_the_package(monkeypatch):
+def test_wheel_holds_every_example_and_package_file(monkeypatch):
     monkeypatch.chdir(ROOT)
     built = Distribution({"script_name": "setup.py"})
     built.parse_config_files()
@@ -95,7 +95,7 @@ def test_the_wheel_has_every_example_and_all_data_of_the_package(monkeypatch):
     assert shipped("clusterkit") - {"clusterkit/jobs"} <= inside
 
 
-def test_hosts_without_clusterkit_get_it_without_the_examples(tmp_path, monkeypatch):
+def test_package_sent_to_hosts_omits_examples(tmp_path, monkeypatch):
     """As from a wheel, which has them as files of the package."""
     package = tmp_path / "clusterkit"
     (package / "jobs" / "train").mkdir(parents=True)

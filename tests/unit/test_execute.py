@@ -42,7 +42,7 @@ RUN = Step(kind="run", host="a", argv=("mkdir", "x y"), env={"A": "1"})
 START = Step(kind="start", host="b", node=0, argv=("sh", "n"), env={"B": "2"}, secrets=("TOKEN",))
 
 
-def test_steps_are_carried_out_in_order_and_recorded():
+def test_run_steps_carries_out_steps_in_order_and_records_them():
     transport, records = Recording(), []
     execute.run_steps(
         plan(RUN, START), transport, attempt=3, secrets={"TOKEN": Secret("TOKEN", "hunter2")},
@@ -61,7 +61,7 @@ def test_steps_are_carried_out_in_order_and_recorded():
     assert "hunter2" not in repr(records)
 
 
-def test_a_step_that_fails_stops_the_plan_and_says_command_status_and_stderr():
+def test_failed_step_stops_plan_and_names_command_code_and_stderr():
     transport, records = Recording(codes=[7]), []
     with pytest.raises(SubmitFailed, match=r"mkdir 'x y' on a exited with 7: complained\Z"):
         execute.run_steps(
@@ -71,7 +71,7 @@ def test_a_step_that_fails_stops_the_plan_and_says_command_status_and_stderr():
     assert records == ["mkdir 'x y' on a exited with 7: complained"]
 
 
-def test_files_reach_every_host_once():
+def test_write_files_sends_each_file_once_per_host():
     transport = Recording()
     file = PlanFile("/r/files/f", text="é", mode=0o755)
     execute.write_files(plan(RUN, START, RUN, files=[file]), transport)
@@ -83,7 +83,7 @@ def test_files_reach_every_host_once():
 
 @pytest.mark.parametrize("error", [OSError(11, "no more processes"), KeyboardInterrupt()])
 @pytest.mark.parametrize("step", [RUN, START])
-def test_an_error_that_is_not_ours_stays_itself_and_is_recorded(error, step):
+def test_foreign_exception_passes_unchanged_and_is_recorded(error, step):
     class Broken(Recording):
         def run(self, *_, **__):
             raise error
@@ -100,7 +100,7 @@ def test_an_error_that_is_not_ours_stays_itself_and_is_recorded(error, step):
     assert records == [f"{type(error).__name__}: {error}"]
 
 
-def test_a_step_whose_secret_is_missing_is_recorded():
+def test_step_with_missing_secret_is_recorded():
     records = []
     with pytest.raises(KeyError):
         execute.run_steps(
@@ -109,7 +109,7 @@ def test_a_step_whose_secret_is_missing_is_recorded():
     assert records == ["KeyError: 'TOKEN'"]
 
 
-def test_a_run_id_that_another_home_uses_on_the_hosts_is_refused(tmp_path):
+def test_claim_refuses_run_id_used_by_another_home(tmp_path):
     plan = Plan(
         run_id="mine", run_dir=str(tmp_path / "runs/mine"), backend="ssh", summary="", nodes=8,
         world_size=8, hosts=tuple(f"h{number}" for number in range(8)),

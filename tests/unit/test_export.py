@@ -33,7 +33,7 @@ def handed(write_job, monkeypatch):
 
 
 @pytest.mark.parametrize("form", ["pytorchjob", "sbatch"])
-def test_without_a_cluster_nothing_is_probed_and_the_file_says_so(
+def test_export_without_cluster_probes_nothing_and_says_so(
     handed, cli, write_job, form, monkeypatch
 ):
     monkeypatch.setattr(subprocess, "run", None)
@@ -49,7 +49,7 @@ def test_without_a_cluster_nothing_is_probed_and_the_file_says_so(
 
 
 @pytest.mark.parametrize("form", FLAVORS)
-def test_a_manifest_is_the_plan_s_and_brings_its_files(handed, form, monkeypatch):
+def test_kubernetes_manifest_holds_job_and_its_files(handed, form, monkeypatch):
     monkeypatch.setattr(archive, "build", lambda: b"\xff")  # as YAML the real one takes seconds
     text = JOB.replace("2\n", "2\nlauncher: mpirun\n", 1) if form == "mpijob" else JOB
     objects = list(yaml.safe_load_all(handed(form, text)))
@@ -62,7 +62,7 @@ def test_a_manifest_is_the_plan_s_and_brings_its_files(handed, form, monkeypatch
     assert files["binaryData"] == {"agent.pyz": "/w=="}
 
 
-def test_gpus_of_nodes_that_nobody_can_look_at_are_those_that_the_job_asks_for(handed):
+def test_export_assumes_gpus_that_job_asks_for(handed):
     text = handed("pytorchjob", "gpus_per_node: 8\n")
     assert 'nvidia.com/gpu: "8"' in text or "nvidia.com/gpu: 8" in text
     assert "#SBATCH --gres=gpu:8" in handed("sbatch", "gpus_per_node: 8\nnodes: 2\n")
@@ -77,7 +77,7 @@ def unpacked(script: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in paths}
 
 
-def test_a_batch_script_unpacks_the_plan_s_files_and_keeps_its_options(handed, clusterkit_home):
+def test_sbatch_script_unpacks_plan_files_and_keeps_options(handed, clusterkit_home):
     text = handed("sbatch")
     lines = text.splitlines()
     assert lines[0] == "#!/bin/bash"
@@ -94,7 +94,7 @@ def test_a_batch_script_unpacks_the_plan_s_files_and_keeps_its_options(handed, c
     assert text[rest:].count("srun") == 2
 
 
-def test_a_manifest_says_how_its_run_gets_a_token_of_its_own(handed):
+def test_manifest_says_how_to_create_peer_token(handed):
     """Without one, a pod of an earlier `kubectl apply` is taken for one of this run."""
     text = handed("pytorchjob")
     (line,) = [line for line in text.splitlines() if line.startswith("# First: ")]
@@ -112,30 +112,30 @@ def test_a_manifest_says_how_its_run_gets_a_token_of_its_own(handed):
         (("sbatch", "--set", "launcher=mpirun"), "slurm does not support launcher"),
     ],
 )
-def test_what_has_no_such_form_is_refused(refused, write_job, argv, said):
+def test_export_refuses_unsupported_form_or_option(refused, write_job, argv, said):
     form, *options = argv
     assert said in refused("export", form, write_job(), *options)
 
 
-def test_a_file_can_be_named(cli, write_job, cwd):
+def test_export_writes_named_output_file(cli, write_job, cwd):
     printed = cli("export", "sbatch", write_job(JOB)).out
     done = cli("export", "sbatch", write_job(JOB), "-o", "ddp.sh")
     assert (done.code, done.out, Path("ddp.sh").read_text()) == (0, "", printed)
     assert "no/ddp.sh" in cli("export", "sbatch", write_job(JOB), "-o", "no/ddp.sh").err
 
 
-def test_the_old_option_names_the_verb(refused, write_job):
+def test_plan_as_option_hints_at_export_verb(refused, write_job):
     assert "hint: clusterkit export sbatch" in refused("plan", write_job(), "--as", "sbatch")
 
 
-def test_a_command_can_be_exported(cli, write_job):
+def test_export_accepts_command_after_dashes(cli, write_job):
     write_job()
     done = cli("export", "sbatch", "--nodes", "2", "--", "python", "train.py")
     assert done.code == 0, done.err
     assert "train.py" in done.out
 
 
-def test_its_forms_complete():
+def test_shell_completion_offers_export_forms():
     from click.shell_completion import ShellComplete
 
     from clusterkit.cli import cli

@@ -20,7 +20,7 @@ BAD = 'ValueError: bad (File "train.py", line 7, in main)'
         ([b"ValueError: bad"], ""),
     ],
 )  # fmt: skip
-def test_the_last_exception_and_its_place(lines, error):
+def test_failure_holds_last_exception_and_its_place(lines, error):
     words = RankOutput()
     for line in lines:
         words.read("0", line)
@@ -32,7 +32,7 @@ def test_the_last_exception_and_its_place(lines, error):
     assert words.failure(0, 137)["error"] == ""  # it was killed, whatever it said before
 
 
-def test_steps_and_what_torchrun_tells_are_read():
+def test_rank_output_reads_steps_and_torchrun_exit_codes():
     words = RankOutput()
     for rank, line in [
         ("0", b'@clusterkit {"event": "metrics", "step": 3}'),
@@ -44,7 +44,7 @@ def test_steps_and_what_torchrun_tells_are_read():
     assert (words.step, words.codes) == (3, {77: -9})
 
 
-def test_an_echo_is_known():
+def test_rank_output_recognizes_peer_errors_and_quotes_last_words():
     words = RankOutput()
     for line in (*TRACEBACK[:2], b"RuntimeError: Connection closed by peer [127.0.0.1]:1"):
         words.read("2", line)

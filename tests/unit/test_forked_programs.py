@@ -341,7 +341,7 @@ def interpreter(version):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_as_under_python(name, forked, tmp_path, monkeypatch, request):
+def test_forked_program_behaves_as_under_python(name, forked, tmp_path, monkeypatch, request):
     if name.startswith("frames") and {"3.9", "3.10"} & {*request.node.callspec.params.values()}:
         pytest.skip("one frame of ours is seen before Python 3.11")
     case = PROGRAMS[name]
@@ -360,7 +360,7 @@ def test_as_under_python(name, forked, tmp_path, monkeypatch, request):
     assert found[1] == found[0], differs
 
 
-def test_compressed_files_that_are_left_open_are_whole(forked, tmp_path, monkeypatch):
+def test_forked_program_flushes_open_compressed_files(forked, tmp_path, monkeypatch):
     # Python 3.12 and 3.13 lose the first, as they close the file below it before.
     case = Case(COMPRESSED)
     case.lay_out(tmp_path / "folder")

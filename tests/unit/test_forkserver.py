@@ -132,7 +132,7 @@ print(json.dumps({k: v for k, v in os.environ.items() if k.startswith("TORCHELAS
 """
 
 
-def test_a_rank_has_what_torchrun_sets(agent):
+def test_forked_rank_gets_torchrun_environment(agent):
     begun = agent(
         SHOW, nproc=2, options=["--nodes", "3"], NODE_RANK="2", CLUSTERKIT_RUN_ID="r",
         CLUSTERKIT_ATTEMPT="3", TORCHELASTIC_MAX_RESTARTS="4",
@@ -151,7 +151,7 @@ def test_a_rank_has_what_torchrun_sets(agent):
         }
 
 
-def test_one_failed_rank_ends_the_others_and_its_code_is_the_node_s(agent):
+def test_one_failed_rank_ends_others_and_gives_node_exit_code(agent):
     os.mkfifo(agent.folder / "pipe")
     program = (
         "import os, sys, time\nif os.environ['RANK'] == '1': open('pipe').read(); sys.exit(9)\n"
@@ -163,7 +163,7 @@ def test_one_failed_rank_ends_the_others_and_its_code_is_the_node_s(agent):
     assert ends == [(1, 9), (0, -signal.SIGTERM)]
 
 
-def test_a_server_that_is_killed_is_the_reason_and_no_hang(agent):
+def test_killed_fork_server_ends_node_with_reason(agent):
     begun = agent("import time\nprint('on')\nwhile True: time.sleep(600)", nproc=2)
     begun.until_said("on")
     os.kill(server_of(begun), signal.SIGKILL)
@@ -172,7 +172,7 @@ def test_a_server_that_is_killed_is_the_reason_and_no_hang(agent):
     assert {end["rank"] for end in begun.exit["processes"]} == {None}  # none of them failed first
 
 
-def test_an_agent_that_is_killed_takes_the_ranks_along(agent):
+def test_killed_agent_ends_forked_ranks(agent):
     begun = agent("import time\nprint('on')\nwhile True: time.sleep(600)", nproc=2)
     begun.until_said("on")
     handles = [os.pidfd_open(pid) for pid in descendants(begun.process.pid)]
@@ -189,7 +189,7 @@ def test_an_agent_that_is_killed_takes_the_ranks_along(agent):
                 handles.remove(key.fd)
 
 
-def test_a_cancel_need_not_wait_for_an_import(agent, packages, tmp_path):
+def test_cancel_does_not_wait_for_import(agent, packages, tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     packages("torch", f"print('importing', flush=True)\n{BLOCKED.format(str(pipe))}")
@@ -201,7 +201,7 @@ def test_a_cancel_need_not_wait_for_an_import(agent, packages, tmp_path):
 
 
 @pytest.mark.parametrize("word", ["ctypes.string_at(0)", "os.kill(os.getpid(), 9)"])
-def test_an_import_that_kills_the_server_is_left_to_the_program(agent, packages, word):
+def test_import_that_kills_fork_server_is_left_to_program(agent, packages, word):
     packages("torch", f"import ctypes, os\nif 'RANK' not in os.environ: {word}\n")
     begun = agent("import torch; print('in')")
     assert begun.end() == 0
@@ -216,7 +216,7 @@ def test_an_import_that_kills_the_server_is_left_to_the_program(agent, packages,
         ("import socket; kept = socket.socket()", "socket:"),
     ],
 )  # fmt: skip
-def test_what_does_not_bear_a_fork_is_left_to_the_program(agent, packages, word, why):
+def test_import_unsafe_for_fork_is_left_to_program(agent, packages, word, why):
     packages("torch", f"import os\npid = os.getpid()\n{word}\n")
     program = "import os, torch\nprint(torch.pid == os.getpid())"
     begun = agent(program)
@@ -225,7 +225,7 @@ def test_what_does_not_bear_a_fork_is_left_to_the_program(agent, packages, word,
     assert f"preload: the imports left {why}" in " ".join(begun.says(None))
 
 
-def test_a_module_of_the_program_that_is_named_as_an_imported_one_is_its_own(agent, packages):
+def test_module_beside_program_shadows_installed_one(agent, packages):
     packages("torch", "import mine\n")
     packages("mine", "own = False\n")
     (agent.folder / "mine.py").write_text("own = True\n")
@@ -242,7 +242,7 @@ print(torch.pid == os.getppid(), sys.modules["torch"] is torch, os.environ["SET"
 """
 
 
-def test_what_is_imported_ahead_is_the_same_in_every_run(agent, packages):
+def test_preload_of_torch_is_same_in_every_run(agent, packages):
     """And not there before the program imports it; the run's log names it, the ranks do not."""
     packages("torch", "import os\npid = os.getpid()\nos.environ['SET'] = 'by torch'\n")
     packages("other", "import os\npid = os.getpid()\n")
@@ -263,7 +263,7 @@ def test_what_is_imported_ahead_is_the_same_in_every_run(agent, packages):
         ("other,nowhere", "True", "preloaded: other; nowhere: ModuleNotFoundError: No module"),
     ],
 )
-def test_a_job_s_own_list_is_what_is_imported_ahead(agent, packages, preload, ahead, note):
+def test_preload_option_names_modules_imported_ahead(agent, packages, preload, ahead, note):
     packages("torch", "import os\npid = os.getpid()\n")
     packages("other", "import os\npid = os.getpid()\n")
     program = "import os, torch, other\nprint(torch.pid == os.getpid(), other.pid == os.getppid())"
@@ -273,7 +273,7 @@ def test_a_job_s_own_list_is_what_is_imported_ahead(agent, packages, preload, ah
     assert begun.says(None)[0].startswith(note)
 
 
-def test_a_package_that_changes_what_torch_reads_is_named(agent, packages, tmp_path):
+def test_package_that_changes_torch_environment_is_remarked(agent, packages, tmp_path):
     """The source does not show it: here it is one that is taken to be harmless."""
     packages("torch", "import os\nread = os.environ.get('TORCH_LOGS')\n")
     (tmp_path / "site-packages").mkdir()
@@ -291,21 +291,21 @@ def test_a_package_that_changes_what_torch_reads_is_named(agent, packages, tmp_p
     assert ended["remarks"] == begun.says(None)[1:]
 
 
-def test_a_program_makes_no_remark_of_an_agent(agent):
+def test_remark_mark_printed_by_program_is_plain_output(agent):
     begun = agent("print('@clusterkit-remark bought')")
     assert begun.end() == 0
     assert begun.says() == ["@clusterkit-remark bought"]
     assert json.loads((begun.folder / "exit.json").read_bytes())["remarks"] == []
 
 
-def test_a_program_without_torch_has_none_imported(agent, packages):
+def test_program_without_torch_import_has_no_torch_preloaded(agent, packages):
     packages("torch", "raise SystemExit('imported')")
     begun = agent("import sys\nprint('torch' in sys.modules)")
     assert begun.end() == 0
     assert begun.says() == ["False"]
 
 
-def test_torch_in_a_module_beside_the_program_is_seen(agent, packages):
+def test_torch_import_in_package_of_program_is_detected(agent, packages):
     packages("torch", "import os\npid = os.getpid()\n")
     (agent.folder / "pack").mkdir()
     (agent.folder / "pack" / "__init__.py").write_text("from . import train\n")
@@ -327,7 +327,7 @@ print("imported", flush=True)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_imports_do_not_wait_for_node_0_s_name_and_ranks_do(agent, packages, nodes):
+def test_imports_run_before_node_0_name_resolves_and_ranks_wait(agent, packages, nodes):
     packages("torch", NAMES)
     program = "import torch; print('ran')"
     begun = agent(program, options=["--nodes", str(nodes)], MASTER_ADDR="node-0")
@@ -339,7 +339,7 @@ def test_imports_do_not_wait_for_node_0_s_name_and_ranks_do(agent, packages, nod
     assert [*dict.fromkeys(texts)] == ["imported", *["asked for b'node-0'"] * (nodes - 1), "ran"]
 
 
-def test_a_cancel_need_not_wait_for_a_name(agent, packages):
+def test_cancel_does_not_wait_for_name_resolution(agent, packages):
     packages("torch", NAMES)
     begun = agent("import torch; print('ran')", options=["--nodes", "2"], MASTER_ADDR="node-0")
     begun.until_said("asked for b'node-0'")
@@ -348,7 +348,7 @@ def test_a_cancel_need_not_wait_for_a_name(agent, packages):
     assert begun.says() == []
 
 
-def test_what_is_drawn_at_an_import_is_drawn_by_every_rank(agent, packages):
+def test_forked_ranks_draw_their_own_random_numbers(agent, packages):
     packages("torch", "import multiprocessing, random\nimport numpy.random\n")
     program = (
         "import multiprocessing, random, torch, numpy\n"
@@ -376,7 +376,7 @@ main()
 """
 
 
-def test_torch_answers_for_a_rank_and_record_leaves_its_error(agent):
+def test_torch_debug_socket_answers_and_record_writes_error_file(agent):
     begun = agent(TORCH)
     assert begun.end() == 1
     assert begun.says()[:2] == ["True", "Traceback (most recent call last):"]
@@ -385,7 +385,7 @@ def test_torch_answers_for_a_rank_and_record_leaves_its_error(agent):
     assert not (begun.folder / "rank-0.sock").exists()
 
 
-def test_a_second_start_forks_from_the_same_server(packages, tmp_path, monkeypatch):
+def test_second_start_forks_from_same_server(packages, tmp_path, monkeypatch):
     """With what the first has had imported, and nothing of what it did."""
     packages("torch", "import os\nserver = os.getpid()\n")
     program = tmp_path / "program.py"
@@ -416,13 +416,13 @@ def test_a_second_start_forks_from_the_same_server(packages, tmp_path, monkeypat
     assert sorted(texts) == [b"True None 0"] * 2 + [b"True None 1"] * 2
 
 
-def test_a_python_that_is_not_there_is_127_with_a_reason(agent):
+def test_missing_python_exits_127_with_reason(agent):
     begun = agent("", python=[], interpreter="/nope/python")
     assert begun.end() == 127
     assert begun.exit["reason"] == "No such file or directory: /nope/python"
 
 
-def test_slow_name_servers_do_not_multiply_the_wait_for_node_0_s_name(tmp_path, monkeypatch):
+def test_slow_name_servers_do_not_multiply_wait_for_node_0_name(tmp_path, monkeypatch):
     now = [0.0]
 
     def slow(name, port):

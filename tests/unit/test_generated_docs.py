@@ -41,11 +41,11 @@ def page(name: str) -> str:
 # ---------------------------------------------------------------- generated parts
 
 
-def test_generated_parts_are_what_the_code_says() -> None:
+def test_generated_parts_match_code() -> None:
     assert generated_docs.stale() == []
 
 
-def test_every_list_of_keys_is_that_of_the_struct() -> None:
+def test_job_keys_in_docs_match_job_spec() -> None:
     """The tables are generated; an error that a page shows is not."""
     text = page("docs/job-file.md")
     table = text.partition("generated: job-keys")[2].partition("/generated")[0]
@@ -55,12 +55,12 @@ def test_every_list_of_keys_is_that_of_the_struct() -> None:
     ]
 
 
-def test_every_part_stands_in_a_page() -> None:
+def test_every_generated_part_appears_in_one_page() -> None:
     named = re.findall(r"<!-- generated: ([\w-]+) -->", "".join(map(Path.read_text, PAGES)))
     assert sorted(named) == sorted(generated_docs.PARTS)
 
 
-def test_a_stale_page_is_named_and_the_check_changes_nothing(
+def test_check_names_stale_page_and_changes_nothing(
     copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert generated_docs.main(["--check"], copy) == 0
@@ -72,7 +72,7 @@ def test_a_stale_page_is_named_and_the_check_changes_nothing(
     assert spoilt.read_text() == text
 
 
-def test_a_stale_page_is_written_anew(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stale_page_is_rewritten(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spoilt = copy / "docs" / "jobs.md"
     spoilt.write_text(spoilt.read_text().replace("[`zero1`]", "[`zeroth`]"))
     assert generated_docs.main([], copy) == 0
@@ -88,13 +88,13 @@ def test_a_stale_page_is_written_anew(copy: Path, capsys: pytest.CaptureFixture[
         ("| a table |\n<!-- /generated -->", "without its other half"),
     ],
 )
-def test_a_marker_that_cannot_be_is_refused(text: str, complaint: str) -> None:
+def test_invalid_marker_is_refused(text: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         generated_docs.renewed(text, "page.md")
 
 
 @pytest.mark.parametrize("columns", ["20", "400"])
-def test_help_does_not_depend_on_the_terminal(
+def test_generated_help_does_not_depend_on_terminal(
     monkeypatch: pytest.MonkeyPatch, columns: str
 ) -> None:
     expected = generated_docs.verbs()
@@ -104,7 +104,7 @@ def test_help_does_not_depend_on_the_terminal(
     assert max(map(len, expected.splitlines())) <= generated_docs.WIDTH
 
 
-def test_flags_do_not_depend_on_a_run_s_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generated_flags_do_not_depend_on_run_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = generated_docs.gpt_flags()
     monkeypatch.setenv("CLUSTERKIT_GLOBAL_BATCH", "12345")
     assert generated_docs.gpt_flags() == expected
@@ -115,12 +115,12 @@ def test_flags_do_not_depend_on_a_run_s_environment(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_a_section(verb: str) -> None:
+def test_every_verb_has_section_in_cli_page(verb: str) -> None:
     assert f"\n## clusterkit {verb}\n" in page("docs/cli.md")
 
 
 @pytest.mark.parametrize("name", backends.NAMES)
-def test_every_backend_stands_in_the_table(name: str) -> None:
+def test_every_backend_is_in_architecture_table(name: str) -> None:
     assert f"\n| `{name}` | " in page("docs/architecture.md")
 
 
@@ -133,12 +133,12 @@ def test_every_backend_stands_in_the_table(name: str) -> None:
         and not name.startswith("_")
     ],
 )
-def test_every_function_is_documented(name: str) -> None:
+def test_every_api_function_is_documented(name: str) -> None:
     assert f"`api.{name}(" in page("docs/python-api.md")
 
 
 @pytest.mark.parametrize("name", [name for name in vars(api.Run) if not name.startswith("_")])
-def test_every_member_of_a_run_is_documented(name: str) -> None:
+def test_every_run_member_is_documented(name: str) -> None:
     assert re.search(rf"`run\.{name}\b", page("docs/python-api.md"))
 
 
@@ -173,13 +173,13 @@ def test_every_cited_test_exists() -> None:
 # ---------------------------------------------------------------- troubleshooting
 
 
-def test_every_hint_for_a_failure_is_in_the_page() -> None:
+def test_every_failure_hint_is_in_troubleshooting_page() -> None:
     hints = {hint for _, hint in diagnose._HINTS} | set(node_status._HINTS.values())
     hints |= {hint for _, hint in diagnose._SIGNALS.values() if hint} | {diagnose._MORE_MEMORY}
     assert hints - {failure.hint for failure, _ in troubleshooting.RANKS} == set()
 
 
-def test_every_message_of_a_platform_is_in_the_code() -> None:
+def test_every_platform_message_is_in_code() -> None:
     texts = troubleshooting.literals()
     messages = (entry.message for entry in troubleshooting.PLATFORMS)
     words = {part.strip() for message in messages for part in message.split(troubleshooting.GAP)}
@@ -220,7 +220,7 @@ def test_pictures_are_small_and_fetch_nothing(path: Path) -> None:
     assert re.findall(r"@font-face|@import|<script|<image|url\(\s*['\"]?http|href=", text) == []
 
 
-def test_a_broken_link_is_found(tmp_path: Path) -> None:
+def test_broken_link_is_found(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     path.write_text(
         "# Two words\n[here](#two-words) [a](gone.md) [b](page.md#gone) [c](https://example.org)\n"

@@ -15,7 +15,7 @@ def step(number):
     return {"event": "metrics", "step": number}
 
 
-def test_each_second_is_accounted_for_once():
+def test_account_assigns_each_second_once():
     first = [(20.0, START), (21.0, step(1)), (22.0, step(2)), (23.0, step(3))]
     # Another four seconds later it goes on after step 1, and does two steps again.
     resumed = {"event": "start", "first_step": 1}
@@ -27,16 +27,16 @@ def test_each_second_is_accounted_for_once():
     assert found.share == 4 / 21
 
 
-def test_a_program_that_reports_its_steps_alone_is_enough():
+def test_account_works_with_step_lines_alone():
     found = account([[(20.0, step(1)), (22.0, step(2))], [], [(30.0, step(2))]], 10.0, 10.0, 30.0)
     assert (found.start, found.training, found.restart, found.again) == (10.0, 2.0, 8.0, 0.0)
 
 
-def test_without_steps_nothing_is_said():
+def test_account_without_steps_gives_nothing():
     assert account([[(20.0, START)]], 10.0, 10.0, 30.0) is None
 
 
-def test_attempts_say_how_far_they_came_and_what_was_lost(tmp_path):
+def test_attempts_report_last_step_and_steps_lost(tmp_path):
     folder = RunFolder(tmp_path / "run")
     text = '2026-11-23T10:00:0{}.000000Z 0 @clusterkit {{"event": "{}", "{}": {}}}\n'
     logs = [[(1, "start", "first_step", 0), (2, "metrics", "step", 7)], [],
@@ -57,7 +57,7 @@ def test_attempts_say_how_far_they_came_and_what_was_lost(tmp_path):
     assert (found.goodput.start, found.goodput.training) == (1.0, 1.0)
 
 
-def test_of_nodes_whose_ranks_stay_one_log_is_read(tmp_path, monkeypatch):
+def test_rank0_reader_reads_only_logs_that_may_hold_rank_0(tmp_path, monkeypatch):
     run = Recorded(tmp_path, nodes=3)
     read = []
     monkeypatch.setattr(

@@ -64,18 +64,18 @@ def job(**fields) -> JobSpec:
     return JobSpec(name="x", program="x.py", **fields)
 
 
-def test_every_answer_is_looked_at():
+def test_every_recorded_answer_is_tested():
     assert {path.stem for path in ANSWERS.glob("*.txt")} == GOOD.keys() | BAD.keys()
 
 
 @pytest.mark.parametrize("name", [name for name, said in GOOD.items() if said])
-def test_gpus_that_can_be_used(name, host):
+def test_device_of_names_usable_gpus(name, host):
     assert device_of(job(), [host(name)]) == ("cuda", GOOD[name])
 
 
 @pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_gpus_that_cannot_be_used_are_no_run_on_cpus_nor_on_fewer(name, device, host):
+def test_unusable_gpus_are_refused_instead_of_cpu_fallback(name, device, host):
     with pytest.raises(BadInput) as error:
         device_of(job(device=device), [host(name)])
     assert BAD[name] in error.value.message
@@ -83,7 +83,7 @@ def test_gpus_that_cannot_be_used_are_no_run_on_cpus_nor_on_fewer(name, device, 
     assert "device=cpu" in (error.value.hint or "") or device == "cuda"
 
 
-def test_whoever_names_the_device_or_the_number_has_decided(host):
+def test_explicit_device_or_gpu_count_overrides_gpu_trouble(host):
     assert device_of(job(device="cpu"), [host("nodriver")])[0] == "cpu"
     left = host("offbus7")
     assert len(left.gpus) == 7
@@ -94,7 +94,7 @@ def test_whoever_names_the_device_or_the_number_has_decided(host):
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_a_torch_without_cuda_does_not_train_on_cpus_where_gpus_are(device, host):
+def test_torch_without_cuda_is_refused_where_gpus_are(device, host):
     cpu_build = msgspec.structs.replace(host("h100x8"), versions={"torch": "2.13.0+cpu"})
     with pytest.raises(BadInput, match=rf"device: {device}: torch 2.13.0\+cpu of .* without CUDA"):
         device_of(job(device=device), [cpu_build])
@@ -103,28 +103,28 @@ def test_a_torch_without_cuda_does_not_train_on_cpus_where_gpus_are(device, host
     assert device_of(without_torch, [cpu_build])[0] == "cuda"
 
 
-def test_a_gpu_without_memory_of_its_own_is_one(host):
+def test_gpu_without_own_memory_is_counted(host):
     assert [gpu.memory_mib for gpu in host("gb10").gpus] == [0]
 
 
 @pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles"])
-def test_hidden_gpus_are_a_decision_for_cpus(visible, host):
+def test_hidden_gpus_select_cpu(visible, host):
     found = host("h100x8", visible)
     assert device_of(job(), [found]) == ("cpu", "no GPU found")
     assert device_of(job(), [host("nodriver", visible)])[0] == "cpu"
 
 
 @pytest.mark.parametrize("visible", ["8", "0,0", "GPU-0000000", "x", "GPU-ffff"])
-def test_a_value_that_leaves_no_gpu_is_refused_with_it(visible, host):
+def test_visible_devices_that_name_no_gpu_are_refused(visible, host):
     with pytest.raises(BadInput, match=f"CUDA_VISIBLE_DEVICES={visible} names no GPU of this host"):
         device_of(job(), [host("h100x8", visible)])
 
 
-def test_what_is_visible_matters_and_not_the_rest(host):
+def test_trouble_of_invisible_gpu_is_ignored(host):
     assert device_of(job(), [host("lostrow", "0,1")]) == ("cuda", f"2 x {H100}")
 
 
-def test_one_rank_for_each_mig_slice(host):
+def test_each_mig_slice_takes_one_rank(host):
     two = host("a100mig", "MIG-aa,MIG-bb")
     assert names(gpu.name for gpu in two.gpus) == "2 x MIG slice"
     assert gpu_env(two, "cuda", 1, 1)["CUDA_VISIBLE_DEVICES"] == "MIG-bb"
@@ -132,7 +132,7 @@ def test_one_rank_for_each_mig_slice(host):
         gpu_env(two, "cuda", 0, 2)
 
 
-def test_gpus_are_numbered_as_nvidia_smi_does_and_hidden_from_ranks_on_cpus(host):
+def test_gpu_env_follows_nvidia_smi_order_and_hides_gpus_on_cpu(host):
     cards = host("l4l40s")
     assert gpu_env(cards, "cuda", 1, 1) == {
         "CUDA_VISIBLE_DEVICES": "1", "CLUSTERKIT_GPUS": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -151,7 +151,7 @@ def test_gpus_are_numbered_as_nvidia_smi_does_and_hidden_from_ranks_on_cpus(host
         (("pci",), "there is no nvidia-smi, but PCI device 0000:01:00.0 is a GPU of NVIDIA"),
     ],
 )
-def test_traces_of_a_gpu_without_nvidia_smi(traces, said, tmp_path, monkeypatch):
+def test_probe_detects_gpu_traces_without_nvidia_smi(traces, said, tmp_path, monkeypatch):
     folder = tmp_path / "sys/bus/pci/devices/0000:01:00.0"
     folder.mkdir(parents=True)
     (folder / "vendor").write_text("0x10de\n")

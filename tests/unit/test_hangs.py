@@ -43,7 +43,7 @@ def found(*ranks: dict[str, Any], nproc: int = 2, world: int | None = None) -> s
     return finding and finding.text
 
 
-def test_the_rank_that_did_not_come_is_named_with_the_collective_and_all_places() -> None:
+def test_finding_names_missing_rank_collective_and_places() -> None:
     assert found(waits(0), waits(1), waits(2), away(3)) == (
         "rank 3 on node 1 has not entered all_reduce #57, which ranks 0-2 wait in; "
         f"rank 3 on node 1 is at {LOAD}; ranks 0-2 are at {STEP}, in all_reduce #57"
@@ -70,12 +70,14 @@ def test_the_rank_that_did_not_come_is_named_with_the_collective_and_all_places(
           last={"a": 4, "b": 7})], "rank 0 has not entered broadcast #7 of group b"),
     ],
 )  # fmt: skip
-def test_what_is_said(ranks: list[dict[str, Any]], says: str | None) -> None:
+def test_compare_describes_each_kind_of_standstill(
+    ranks: list[dict[str, Any]], says: str | None
+) -> None:
     text = found(*ranks)
     assert text is None if says is None else says in str(text)
 
 
-def test_a_node_that_does_not_answer_is_said_to_be_silent() -> None:
+def test_node_that_does_not_answer_is_named_in_finding() -> None:
     assert "rank 1 on node 1 is on a node that does not report" in str(
         found(waits(0), nproc=1, world=2)
     )
@@ -126,13 +128,13 @@ class Run:
         return [(at, what) for at, what, _ in self.orders]
 
 
-def test_nobody_is_asked_while_all_goes_on() -> None:
+def test_ranks_are_not_queried_while_steps_go_on() -> None:
     run = Run()
     run.pass_time(1000, away(0), away(1))
     assert (run.asked, run.orders) == (0, [])
 
 
-def test_a_hang_is_told_after_5_s_and_ends_the_round_after_hang_timeout() -> None:
+def test_hang_is_noted_and_ends_round_after_hang_timeout() -> None:
     run = Run(120.0)
     run.pass_time(200, waits(0), away(1))
     assert run.told() == [(5, "note"), (120, "hang")]
@@ -142,7 +144,7 @@ def test_a_hang_is_told_after_5_s_and_ends_the_round_after_hang_timeout() -> Non
     assert run.told()[2:] == [(205, "note")]
 
 
-def test_long_work_on_one_rank_is_told_ended_by_nobody_and_taken_back() -> None:
+def test_long_work_within_group_timeout_is_noted_but_ends_nothing() -> None:
     """Rank 0 prepares data for 2 h 50 min; the others wait in a group with ``timeout=3h``."""
     run = Run()
     run.pass_time(10_200, waits(0, timeout=10_800.0), away(1))
@@ -151,7 +153,7 @@ def test_long_work_on_one_rank_is_told_ended_by_nobody_and_taken_back() -> None:
     assert [what for _, what in run.told()] == ["note", "over"]
 
 
-def test_without_hang_timeout_the_timeout_of_the_process_group_ends_a_hang() -> None:
+def test_process_group_timeout_ends_hang_without_hang_timeout() -> None:
     run = Run()
     run.pass_time(800, waits(0, timeout=600.0), away(1))
     (_, note), (at, what) = run.told()
@@ -159,7 +161,7 @@ def test_without_hang_timeout_the_timeout_of_the_process_group_ends_a_hang() -> 
     assert 630 <= at <= 700  # torch has 30 s to end the ranks by itself
 
 
-def test_after_a_loss_nodes_keep_the_numbers_that_people_know() -> None:
+def test_nodes_keep_their_numbers_after_loss() -> None:
     run = Run()
     run.hangs.begin([0, 2])
     run.pass_time(8, waits(0), away(1))
@@ -168,7 +170,7 @@ def test_after_a_loss_nodes_keep_the_numbers_that_people_know() -> None:
     ]
 
 
-def test_in_a_smaller_round_nobody_misses_the_ranks_that_were_lost() -> None:
+def test_smaller_round_does_not_miss_lost_ranks() -> None:
     run = Run()
     run.hangs.begin(range(1))
     run.pass_time(8, waits(0))
@@ -178,7 +180,7 @@ def test_in_a_smaller_round_nobody_misses_the_ranks_that_were_lost() -> None:
     ]
 
 
-def test_what_was_told_is_taken_back_when_it_goes_on() -> None:
+def test_note_is_taken_back_when_ranks_go_on() -> None:
     run = Run()
     run.pass_time(8, waits(0), away(1))
     run.hangs.resumed(0)
@@ -186,7 +188,7 @@ def test_what_was_told_is_taken_back_when_it_goes_on() -> None:
     assert [what for _, what in run.told()] == ["note", "over"]
 
 
-def test_a_rank_that_waits_somewhere_else_by_now_is_another_standstill() -> None:
+def test_wait_in_other_collective_is_new_standstill() -> None:
     run = Run()
     run.pass_time(100, waits(0, 57), away(1))
     run.pass_time(100, waits(0, 58), away(1, 57))
@@ -208,7 +210,7 @@ def test_a_rank_that_waits_somewhere_else_by_now_is_another_standstill() -> None
         (None, waits(0, every=3.0), away(1), Steps(), [(15, "note")]),
     ],
 )
-def test_how_long_it_takes(timeout, rank, other, steps, told) -> None:  # type: ignore[no-untyped-def]
+def test_note_and_end_times_follow_step_pace_and_timeout(timeout, rank, other, steps, told) -> None:  # type: ignore[no-untyped-def]
     run = Run(timeout)
     run.pass_time(1300, rank, other, steps=steps)
     # Asked at once and then every so often: not late by more than a question.
@@ -218,7 +220,7 @@ def test_how_long_it_takes(timeout, rank, other, steps, told) -> None:  # type: 
 
 
 @pytest.mark.parametrize(("timeout", "ends"), [(None, False), (60.0, True)])
-def test_steps_that_are_not_made_end_a_run_only_if_somebody_said_when(timeout, ends) -> None:  # type: ignore[no-untyped-def]
+def test_missing_steps_end_run_only_with_hang_timeout(timeout, ends) -> None:  # type: ignore[no-untyped-def]
     run = Run(timeout)
     for second in range(1, 201):
         run.pass_time(1, away(0), away(1), steps=Steps(9, second, 0.5, 0.5))
@@ -227,13 +229,13 @@ def test_steps_that_are_not_made_end_a_run_only_if_somebody_said_when(timeout, e
     assert run.orders[0][2] == f"no step completes; ranks 0-1 are at {LOAD}"
 
 
-def test_a_clock_that_leaps_ends_nothing() -> None:
+def test_clock_leap_ends_nothing() -> None:
     run = Run(120.0)
     run.pass_time(60, waits(0), away(1), leap=4000.0)
     assert [what for _, what in run.told()] == ["note"]
 
 
-def test_a_node_that_does_not_answer_is_not_waited_for() -> None:
+def test_hang_is_noted_without_answer_of_silent_node() -> None:
     run = Run(silent=True)
     run.pass_time(20, waits(0), away(1))
     assert "rank 1 on node 1 is on a node that does not report" in run.orders[0][2]
@@ -248,7 +250,7 @@ def entry(number: int, at: float, name: str = "gloo:all_reduce", *, retired: boo
     }  # fmt: skip
 
 
-def test_a_flight_recording_tells_what_was_entered_and_what_is_pending() -> None:
+def test_flight_recording_gives_entered_and_pending_collectives() -> None:
     entries = [entry(number, 10.0 + number / 2) for number in range(1, 9)]
     entries.append(entry(3, 14.0, "gloo:broadcast", group=("7", "undefined")))
     entries.append(entry(9, 14.5, retired=False))
@@ -283,7 +285,7 @@ Thread 0x00007f4e347c1b80 (most recent call first):
         ("/venv/lib/python3.11/site-packages/transformers/trainer.py", "evaluation_loop", True),
     ],
 )  # fmt: skip
-def test_a_rank_is_where_its_own_code_is(file: str, function: str, busy: bool) -> None:
+def test_traceback_gives_place_in_program_code(file: str, function: str, busy: bool) -> None:
     trace = TRACE.format(file, function)
     found = from_traceback(trace, "/home/me/job")
     assert (found["at"], found["busy"]) == ("train.py:44 in load()", busy)
@@ -291,13 +293,13 @@ def test_a_rank_is_where_its_own_code_is(file: str, function: str, busy: bool) -
     assert from_traceback("", "/") == {"at": None}
 
 
-def test_a_place_is_named_in_its_own_letters() -> None:
+def test_place_in_traceback_is_unescaped_to_unicode() -> None:
     frame = '  File "/h/m\\xfc \\u6f22/\\U0001f600.py", line 4 in f\n'
     trace = f"Thread 1 (most recent call first):\n{frame}"
     assert from_traceback(trace, "/h/mü 漢")["at"] == "😀.py:4 in f()"
 
 
-def test_steps_are_as_long_as_the_program_says_or_as_its_lines_are_apart(
+def test_steps_of_takes_reported_or_measured_step_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     moments = iter((101.0, 103.0, 105.0))
@@ -311,7 +313,7 @@ def test_steps_are_as_long_as_the_program_says_or_as_its_lines_are_apart(
     assert steps_of(list(words.metrics), 109.0) == Steps()
 
 
-def test_status_shows_it_until_it_is_taken_back(tmp_path: Path) -> None:
+def test_status_shows_hang_until_note_is_taken_back(tmp_path: Path) -> None:
     files = NodeFiles(tmp_path, 1, echo=False)
 
     def status() -> NodeStatus:
@@ -339,7 +341,7 @@ NATIVE = {
 
 
 @pytest.mark.parametrize("name", NATIVE)
-def test_native_code_is_signalled_only_where_it_cannot_notice(name):
+def test_native_code_is_signalled_only_where_signal_is_harmless(name):
     """A signal ends poll(2) and nanosleep(2) early, whatever the handler's flags."""
     program, expected = NATIVE[name]
     process = subprocess.Popen(

@@ -51,20 +51,20 @@ def tools(tmp_path, monkeypatch):
     return make
 
 
-def test_it_reads_and_writes_nothing_but_its_document(probe, tmp_path):
+def test_probe_creates_no_file_or_folder(probe, tmp_path):
     before = sorted(tmp_path.iterdir())
     probe(workdir=str(tmp_path / "not there yet"))
     assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize("variables", [{}, {"PYTHONPATH": "."}])
-def test_probe_imports_python_s_own_modules_alone(variables, probe, tmp_path):
+def test_probe_ignores_shadow_modules_in_working_folder(variables, probe, tmp_path):
     for name in ("array", "fcntl", "glob", "json", "random", "shutil", "socket", "struct"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(9)\n")
     assert probe(env=variables)["python"] == sys.executable
 
 
-def test_a_machine_tells_what_it_is(probe):
+def test_probe_reports_python_cpus_and_memory(probe):
     told = probe()
     assert told["python"] == sys.executable
     assert told["python_version"] == list(sys.version_info[:3])
@@ -74,7 +74,7 @@ def test_a_machine_tells_what_it_is(probe):
     assert abs(told["memory_mib"] - total / 1024) < 64
 
 
-def test_cpus_are_those_that_the_process_may_use(probe):
+def test_probe_counts_only_cpus_in_process_affinity(probe):
     one = min(os.sched_getaffinity(0))
     done = subprocess.run(
         ["taskset", "-c", str(one), sys.executable, "-", json.dumps(
@@ -96,13 +96,13 @@ def test_cpus_are_those_that_the_process_may_use(probe):
         ("/日本/$HOME", "/日本/$HOME"),
     ],
 )
-def test_the_working_folder_is_an_absolute_path(probe, tmp_path, workdir, expected):
+def test_probe_expands_workdir_to_absolute_path(probe, tmp_path, workdir, expected):
     told = probe(workdir=workdir, env={"HOME": "/home/of mine"})
     expected = expected.replace("HOME", "/home/of mine") if workdir[0] == "~" else expected
     assert told["workdir"] == expected.replace("CWD", str(tmp_path))
 
 
-def test_without_home_it_is_that_of_the_user_database(probe):
+def test_probe_without_home_variable_uses_home_of_user_database(probe):
     # As `env` would run it; None is what subprocess cannot say.
     asked = {"workdir": "~/w", "packages": [], "tools": [], "gpu_query": ["nvidia-smi"]}
     done = subprocess.run(
@@ -116,7 +116,7 @@ def test_without_home_it_is_that_of_the_user_database(probe):
 
 
 @pytest.mark.needs("ip")
-def test_interfaces_are_those_of_ip(probe):
+def test_probe_lists_same_interface_addresses_as_ip(probe):
     done = subprocess.run(["ip", "-j", "address"], capture_output=True)
     if done.returncode:
         pytest.skip("this ip has no -j")
@@ -142,7 +142,7 @@ def test_interfaces_are_those_of_ip(probe):
         ("10.0.0.9 50000", ""),
     ],
 )
-def test_the_address_it_was_reached_at(probe, connection, reached):
+def test_probe_takes_reached_address_from_ssh_connection(probe, connection, reached):
     assert probe(env={"SSH_CONNECTION": connection})["reached_at"] == reached
     assert probe()["reached_at"] == ""
 
@@ -150,7 +150,7 @@ def test_the_address_it_was_reached_at(probe, connection, reached):
 # ---------------------------------------------------------------- packages and tools
 
 
-def test_versions_of_what_is_installed(probe):
+def test_probe_reports_versions_of_installed_packages_only(probe):
     told = probe(packages=["pytest", "msgspec", "no-such-package", ""])["versions"]
     import msgspec
 
@@ -158,7 +158,7 @@ def test_versions_of_what_is_installed(probe):
 
 
 @pytest.mark.parametrize("metadata", [None, "", "Name: half\n", b"\xff\xfe", "Version:\n"])
-def test_half_a_package_is_none(probe, tmp_path, metadata):
+def test_probe_omits_package_without_readable_version(probe, tmp_path, metadata):
     folder = tmp_path / "lib" / "half-1.0.dist-info"
     folder.mkdir(parents=True)
     if metadata is not None:
@@ -168,7 +168,7 @@ def test_half_a_package_is_none(probe, tmp_path, metadata):
     assert told["versions"] == {}
 
 
-def test_tools_by_their_paths(probe, tools):
+def test_probe_reports_paths_of_executable_tools_only(probe, tools):
     mine = tools("mpirun", "")
     Path(tools("ninja", "")).chmod(0o644)
     told = probe(tools=["mpirun", "ninja", "no such tool"], env={"PATH": str(Path(mine).parent)})
@@ -185,13 +185,13 @@ def visible_gpus(told):
     return [gpu.index for gpu in found.gpus]
 
 
-def test_gpus_are_what_nvidia_smi_says(probe, tools):
+def test_probe_lists_gpus_from_nvidia_smi(probe, tools):
     tools("nvidia-smi", f'[ "$*" = "{" ".join(GPU_QUERY[1:])}" ] && printf "{CSV}"')
     told = probe()
     assert visible_gpus(told) == ["0", "1"]
 
 
-def test_visible_devices_are_told(probe, tools):
+def test_probe_reports_cuda_visible_devices(probe, tools):
     tools("nvidia-smi", f'printf "{CSV}"')
     for visible, indexes in (("1", ["1"]), ("", []), ("GPU-bb,GPU-aa", ["1", "0"])):
         told = probe(env={"CUDA_VISIBLE_DEVICES": visible})
@@ -212,30 +212,30 @@ def test_visible_devices_are_told(probe, tools):
         ("echo 'No devices were found'", "nvidia-smi exited with 0: No devices were found"),
     ],
 )
-def test_a_driver_that_is_broken_is_told(probe, tools, script, said):
+def test_probe_reports_exit_code_and_output_of_failed_nvidia_smi(probe, tools, script, said):
     tools("nvidia-smi", script)
     told = probe()
     assert (visible_gpus(told), told["gpu_complaint"]) == ([], said)
 
 
-def test_an_nvidia_smi_that_cannot_be_started(probe, tools):
+def test_probe_reports_nvidia_smi_that_cannot_be_executed(probe, tools):
     path = Path(tools("nvidia-smi", ""))
     path.write_bytes(b"\x7fELF of another machine")
     assert probe()["gpu_complaint"] == "nvidia-smi: Exec format error"
 
 
-def test_an_nvidia_smi_that_hangs_is_given_up(tools, monkeypatch):
+def test_probe_stops_waiting_for_hung_nvidia_smi(tools, monkeypatch):
     tools("nvidia-smi", "exec sleep 60")
     monkeypatch.setattr(host_probe, "NVIDIA_SECONDS", 0.2)
     assert host_probe.gpus(["nvidia-smi"])[1] == "nvidia-smi does not answer within 0.2 s"
 
 
-def test_output_of_nvidia_smi_that_is_no_text(probe, tools):
+def test_probe_reads_nvidia_smi_output_that_is_not_utf8(probe, tools):
     tools("nvidia-smi", r"printf '0, GPU-aa, Caf\351, 100\n'")
     assert [gpu.memory_mib for gpu in read_gpus(probe()["gpus"]).gpus] == [100]
 
 
-def test_without_nvidia_smi_there_are_no_gpus(monkeypatch):
+def test_probe_without_nvidia_smi_reports_no_gpus(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(host_probe, "ROOT", "/nowhere/")
     assert host_probe.gpus(list(GPU_QUERY)) == ("", "")
@@ -244,14 +244,14 @@ def test_without_nvidia_smi_there_are_no_gpus(monkeypatch):
 # ---------------------------------------------------------------- as text for any Python
 
 
-def test_it_runs_as_text_without_a_file_of_its_own():
+def test_probe_text_runs_without_module_file():
     module = types.ModuleType("host_probe")
     exec(compile(TEXT, "<stdin>", "exec"), module.__dict__)
     assert module.addresses()
 
 
 @pytest.mark.parametrize("taken", [False, True])
-def test_it_finds_a_free_port(taken):
+def test_probe_finds_port_in_range_even_if_wanted_port_is_taken(taken):
     with socket.create_server(("", 0)) as server:
         wanted = server.getsockname()[1] if taken else None
         done = subprocess.run(

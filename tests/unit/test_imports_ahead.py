@@ -46,7 +46,7 @@ def outputs(agent, program, *arguments, **env):
 
 
 @pytest.mark.parametrize("name", STAND_INS)
-def test_what_a_program_does_before_its_import_of_torch_has_its_effect(name, agent, packages):
+def test_statements_before_torch_import_take_effect_as_under_python(name, agent, packages):
     packages("torch", TORCH)
     packages("other", "found = 'installed'\n")
     (agent.folder / "lib").mkdir()
@@ -58,9 +58,7 @@ def test_what_a_program_does_before_its_import_of_torch_has_its_effect(name, age
 
 
 @pytest.mark.parametrize("folder", [".", "lib"])
-def test_torch_gets_the_module_of_a_standard_name_that_it_gets_under_python(
-    folder, agent, packages
-):
+def test_torch_imports_shadowed_stdlib_module_as_under_python(folder, agent, packages):
     packages("torch", "import random\nseen = hasattr(random, 'mine')\n")
     (agent.folder / "lib").mkdir()
     (agent.folder / folder / "random.py").write_text("mine = True\n")
@@ -70,7 +68,7 @@ def test_torch_gets_the_module_of_a_standard_name_that_it_gets_under_python(
     assert first == second == plain == ["True"]
 
 
-def test_a_package_that_reads_its_rank_at_import_is_imported_by_each_rank(agent, packages):
+def test_package_reading_rank_at_import_sees_rank_of_each_process(agent, packages):
     """As Lightning and torchmetrics do."""
     packages("torch", "")
     packages("zero", "import os\nrank = os.environ['RANK']\n")
@@ -124,12 +122,12 @@ print(torch._dynamo.config.suppress_errors, torch.fx.experimental.symbolic_shape
     "program",
     [REAL, COMPILER, DYNAMO, *(pytest.param(x, marks=pytest.mark.thorough) for x in (HUB, PLOT))],
 )
-def test_real_packages(program, agent):
+def test_real_packages_print_same_results_as_under_python(program, agent):
     first, second, plain = outputs(agent, program)
     assert first == second == plain
 
 
-def test_an_import_leaves_no_folder_of_its_own(tmp_path, monkeypatch):
+def test_preload_removes_inductor_cache_folder_only_if_new_and_empty(tmp_path, monkeypatch):
     made, kept = tmp_path / "made", tmp_path / "kept"
     began = time.time()
     made.mkdir()
@@ -158,7 +156,7 @@ class Library:
 
 
 @pytest.mark.parametrize(("by_pynvml", "left"), [(0, 0), (1, 3)])
-def test_what_torch_leaves_open_of_nvml_is_closed(monkeypatch, by_pynvml, left):
+def test_preload_shuts_nvml_down_unless_pynvml_uses_nvml(monkeypatch, by_pynvml, left):
     """It counts, and has the GPUs' devices open until all have closed it; pynvml's users go on."""
     library = Library(3)
     monkeypatch.setattr("ctypes.CDLL", lambda name, mode: library)
@@ -171,7 +169,7 @@ NVML = "import os, torch\nprint('PYTORCH_NVML_BASED_CUDA_CHECK' in os.environ, t
 
 
 @pytest.mark.parametrize("set_by", ["nobody", "the program", "a package", "the job"])
-def test_the_variable_that_spares_the_gpu_is_the_program_s_own(set_by, agent, packages):
+def test_preload_hides_only_its_own_nvml_cuda_check_variable(set_by, agent, packages):
     """DeepSpeed sets it itself, before it imports torch."""
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"
     packages("torch", f"import os\nthere = os.environ.get('{name}')\n")

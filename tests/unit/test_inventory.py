@@ -106,7 +106,7 @@ all:
 """  # noqa: E501
 
 
-def test_nested_groups_ranges_ports_and_precedence_are_ansible_s(write, ansible):
+def test_nested_groups_ranges_ports_and_precedence_match_ansible(write, ansible):
     path = write(NESTED)
     listing = ansible(path, "--list")
     found = {host.name: host for host in read_hosts(path, "all")}
@@ -118,7 +118,7 @@ def test_nested_groups_ranges_ports_and_precedence_are_ansible_s(write, ansible)
     assert names(read_hosts(path, "fast")) == ["a01", "b1"]
 
 
-def test_one_host_s_variables_are_those_that_ansible_gives_for_it(write, ansible):
+def test_host_variables_match_ansible_inventory_host_output(write, ansible):
     path = write(NESTED)
     (host,) = (host for host in read_hosts(path, "slow") if host.name == "a01")
     assert host == host_of(str(path), "a01", ansible(path, "--host", "a01"))
@@ -193,9 +193,7 @@ def random_inventory(dice):
     return {name: document[name] for name in dice.sample(sorted(document), len(document))}
 
 
-def test_inventories_drawn_at_random_are_read_as_ansible_reads_them_or_left_to_it(
-    write, tmp_path, monkeypatch
-):
+def test_random_inventories_match_ansible_or_are_left_to_ansible(write, tmp_path, monkeypatch):
     # Two hosts may have drawn one address: not what is compared here.
     monkeypatch.setattr(inventory, "check_hosts", lambda hosts, *_: tuple(hosts))
 
@@ -254,7 +252,7 @@ ansible_user=trainer
 """
 
 
-def test_an_ini_inventory_is_read_by_ansible_in_the_file_s_order(write):
+def test_ini_inventory_keeps_host_order_of_file(write):
     hosts = read_hosts(write(INI, "hosts"), "all")
     assert hosts == (
         Host(name="first"),
@@ -264,11 +262,11 @@ def test_an_ini_inventory_is_read_by_ansible_in_the_file_s_order(write):
     )
 
 
-def test_a_group_of_an_ini_inventory(write):
+def test_ini_inventory_group_selects_its_hosts(write):
     assert names(read_hosts(write(INI, "hosts"), "alpha")) == ["h1", "h2"]
 
 
-def test_group_vars_and_host_vars_beside_an_inventory_count(write, tmp_path):
+def test_group_vars_and_host_vars_beside_inventory_apply(write, tmp_path):
     path = write("nodes: {hosts: {h0: , h1: }}")
     for folder, name, text in (
         ("group_vars", "nodes.yml", "ansible_user: from_group\nslots: 2"),
@@ -282,7 +280,7 @@ def test_group_vars_and_host_vars_beside_an_inventory_count(write, tmp_path):
     )
 
 
-def test_a_script_says_who_the_hosts_are(write, monkeypatch):
+def test_executable_inventory_script_lists_hosts(write, monkeypatch):
     # Ansible refuses to start under this locale; it is not the user's to know.
     monkeypatch.setenv("LC_ALL", "C")
     monkeypatch.setenv("ANSIBLE_INVENTORY_EXPORT", "true")
@@ -298,7 +296,7 @@ def test_a_script_says_who_the_hosts_are(write, monkeypatch):
     )
 
 
-def test_a_folder_of_inventories_is_one_inventory(tmp_path):
+def test_inventory_folder_merges_its_files(tmp_path):
     folder = tmp_path / "inventory"
     folder.mkdir()
     (folder / "01-a.yaml").write_text("nodes: {hosts: {h0: {ansible_ssh_private_key_file: k}}}")
@@ -319,25 +317,25 @@ all:
 """
 
 
-def test_secrets_in_vaults_that_nobody_needs_here_do_no_harm(write):
+def test_vaulted_value_of_unused_variable_is_ignored(write):
     assert read_hosts(write(VAULT.replace("{{no template}}", "me")), "all") == (
         Host(name="h0", user="me"),
     )
 
 
-def test_a_value_in_a_vault_that_is_needed_is_refused(write):
+def test_vaulted_value_of_needed_variable_is_refused(write):
     text = VAULT.replace("ansible_become_password", "ansible_host")
     message, _ = refusal(write, text)
     assert message == ": host h0: ansible_host: the value is in a vault"
 
 
-def test_an_encrypted_inventory_is_ansible_s_to_refuse(write):
+def test_encrypted_inventory_is_refused_with_vault_error_of_ansible(write):
     message, _ = refusal(write, "$ANSIBLE_VAULT;1.1;AES256\n613262\n626364\n")
     assert "ansible-inventory cannot read it" in message
     assert "vault secrets" in message
 
 
-def test_what_ansible_cannot_read_either_is_said_in_its_words(write):
+def test_invalid_ini_inventory_is_refused_with_error_of_ansible(write):
     message, _ = refusal(write, "[nodes]\nh0 slots=2\n[nodes:nonsense]\n", name="hosts")
     assert "ansible-inventory cannot read it" in message
     assert "nonsense" in message
@@ -359,7 +357,9 @@ def test_what_ansible_cannot_read_either_is_said_in_its_words(write):
         ("a: {hosts: {h0: }}\nb:\n  hosts: {h0: }", ":3", "h0 is in groups a and b"),
     ],
 )
-def test_without_ansible_it_is_said_what_needs_it(write, tmp_path, monkeypatch, text, where, what):
+def test_without_ansible_error_names_line_and_feature_that_needs_ansible(
+    write, tmp_path, monkeypatch, text, where, what
+):
     monkeypatch.setattr(inventory.shutil, "which", lambda *_, **__: None)
     path = tmp_path if text is None else write(text)
     path.chmod(0o755)
@@ -371,36 +371,34 @@ def test_without_ansible_it_is_said_what_needs_it(write, tmp_path, monkeypatch, 
     assert error.value.hint == "pip install 'clusterkit[ansible]', or list every host in plain YAML"
 
 
-def test_without_ansible_group_vars_beside_an_inventory_are_not_passed_over(
-    write, tmp_path, monkeypatch
-):
+def test_without_ansible_group_vars_beside_inventory_are_refused(write, tmp_path, monkeypatch):
     monkeypatch.setattr(inventory.shutil, "which", lambda *_, **__: None)
     (tmp_path / "group_vars").mkdir()
     with pytest.raises(Unavailable, match="there is a folder group_vars beside it"):
         read_hosts(write("all: {hosts: {h0: }}"), "all")
 
 
-def test_ansible_that_does_not_end_is_given_up(write, monkeypatch):
+def test_ansible_inventory_timeout_is_reported_as_unavailable(write, monkeypatch):
     monkeypatch.setattr(inventory, "ANSIBLE_SECONDS", 0.1)
     with pytest.raises(Unavailable, match=r"ansible-inventory did not end within 0\.1 s") as error:
         read_hosts(write(INI, "hosts"), "all")
     assert "--list" in (error.value.hint or "")
 
 
-def test_ansible_leaves_nothing_behind(write, tmp_path, monkeypatch):
+def test_ansible_inventory_leaves_no_files_in_home(write, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     read_hosts(write(INI, "hosts"), "all")
     assert not [path for path in (tmp_path / "home").rglob("*") if path.is_file()]
 
 
-def test_a_plain_yaml_inventory_needs_no_ansible(write, monkeypatch):
+def test_plain_yaml_inventory_is_read_without_ansible(write, monkeypatch):
     monkeypatch.setattr(inventory.shutil, "which", lambda *_, **__: None)
     text = "# h0 ansible_host=10.0.0.1 is how INI would say it\nall: {hosts: {h0: }}\n"
     assert read_hosts(write(text), "all") == (Host(name="h0"),)
 
 
-def test_an_inventory_on_a_disk_where_all_files_are_executable(write):
+def test_inventory_text_with_executable_bit_is_read_as_text(write):
     for text in ("all: {hosts: {h0: }}", "h0 slots=1\n"):
         path = write(text)
         path.chmod(0o777)
@@ -411,7 +409,7 @@ def test_an_inventory_on_a_disk_where_all_files_are_executable(write):
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# nothing\n", "\ufeff", "---\n", "---\n...\n"])
-def test_an_empty_inventory(write, text):
+def test_empty_inventory_is_refused(write, text):
     message, _ = refusal(write, text)
     assert message == ": the file is empty"
 
@@ -434,19 +432,19 @@ def test_an_empty_inventory(write, text):
         ("all: {hosts: {h0: {x: &a [*a]}}}", ": nested too deeply"),
     ],
 )
-def test_what_is_no_inventory_is_refused_at_its_place(write, text, said):
+def test_malformed_inventory_is_refused_with_line_and_key(write, text, said):
     message, _ = refusal(write, text)
     assert message.startswith(said), message
 
 
-def test_no_file_and_no_folder(tmp_path):
+def test_missing_inventory_file_or_folder_is_refused(tmp_path):
     for path in (tmp_path / "gone.yaml", tmp_path / "gone" / "inventory.yaml"):
         with pytest.raises(BadInput, match=r"gone.*: no such file or directory") as error:
             read_hosts(path, "all")
         assert "hostfile" in (error.value.hint or "")
 
 
-def test_a_group_that_is_not_there(write):
+def test_unknown_group_is_refused_with_closest_name_in_hint(write):
     text = "all: {children: {trainers: {hosts: {h0: }}, cpus: {hosts: {h1: }}}}"
     message, hint = refusal(write, text, "trainer")
     assert message == ": there is no group 'trainer'"
@@ -461,11 +459,11 @@ def test_a_group_that_is_not_there(write):
         ("all: {hosts: {h0: }}\nempty:\n", "empty", ": no hosts in group empty"),
     ],
 )
-def test_a_group_without_hosts(write, text, group, said):
+def test_group_without_hosts_is_refused(write, text, group, said):
     assert refusal(write, text, group)[0] == said
 
 
-def test_groups_that_go_round_in_a_circle_are_ansible_s_to_refuse(write):
+def test_circular_groups_are_refused_with_error_of_ansible(write):
     message, _ = refusal(write, "a: {children: {b: }}\nb: {children: {a: }, hosts: {h0: }}")
     assert "ansible-inventory cannot read it" in message
 
@@ -494,13 +492,13 @@ def test_groups_that_go_round_in_a_circle_are_ansible_s_to_refuse(write):
          ":4: hosts h0 and h1 have the same address h0", "two SSH ports"),
     ],
 )  # fmt: skip
-def test_a_host_that_cannot_be_used_is_named_with_its_line_and_a_remedy(write, text, message, hint):
+def test_unusable_host_is_refused_with_line_and_hint(write, text, message, hint):
     told, remedy = refusal(write, text)
     assert told.startswith(message.replace("PATH", str(write(text, "inventory.yaml"))))
     assert hint in remedy
 
 
-def test_the_same_address_twice(write):
+def test_inventory_with_duplicate_address_is_refused(write):
     text = "all: {hosts: {h0: {ansible_host: 10.0.0.1}, h1: {ansible_host: 10.0.0.1}}}"
     message, hint = refusal(write, text)
     assert message == ":1: hosts h0 and h1 have the same address 10.0.0.1"
@@ -517,7 +515,7 @@ def test_the_same_address_twice(write):
         ({"address": "a", "jump": "x"}, {"address": "a", "jump": "y"}, False),
     ],
 )
-def test_which_addresses_are_the_same(first, second, same):
+def test_check_hosts_refuses_hosts_with_same_address_port_and_jump(first, second, same):
     hosts = [Host(name="h0", **first), Host(name="h1", **second)]
     if not same:
         assert check_hosts(hosts, "hosts") == tuple(hosts)
@@ -526,7 +524,7 @@ def test_which_addresses_are_the_same(first, second, same):
         check_hosts(hosts, "hosts")
 
 
-def test_the_same_name_twice():
+def test_check_hosts_refuses_duplicate_host_name():
     with pytest.raises(BadInput, match="host h0 is listed twice"):
         check_hosts([Host(name="h0"), Host(name="h0", address="b")], "hosts")
 
@@ -539,7 +537,7 @@ def test_the_same_name_twice():
         "h\x00",
     ],
 )
-def test_no_host_has_a_name_that_a_shell_would_read(name):
+def test_check_hosts_refuses_invalid_host_names_and_addresses(name):
     for host in (Host(name=name), Host(name="h0", address=name)):
         with pytest.raises(BadInput, match="is neither a host name nor an address"):
             check_hosts([host], "hosts")
@@ -548,11 +546,11 @@ def test_no_host_has_a_name_that_a_shell_would_read(name):
 @pytest.mark.parametrize(
     "name", ["h0", "gpu-01.example.org", "10.0.0.1", "2001:db8::1", "::1", "fe80::1%eth0", "a_b"]
 )
-def test_names_and_addresses_that_hosts_do_have(name):
+def test_check_hosts_accepts_valid_host_names_and_addresses(name):
     assert check_hosts([Host(name=name)], "hosts")[0].name == name
 
 
-def test_ranges_are_expanded_by_ansible(write):
+def test_host_ranges_are_expanded(write):
     ranges = ["n[1:3]", "m[:2]", "k[08:11]", "[a:c]", "s[0:10:5]-x", "r[1:2]n[1:2]", "o[5:5]:2222"]
     expected = "n1 n2 n3 m0 m1 m2 k08 k09 k10 k11 a b c s0-x s5-x s10-x r1n1 r1n2 r2n1 r2n2 o5"
     hosts = read_hosts(write(json.dumps({"nodes": {"hosts": dict.fromkeys(ranges)}})), "all")
@@ -561,7 +559,7 @@ def test_ranges_are_expanded_by_ansible(write):
 
 
 @pytest.mark.parametrize("pattern", ["n[a:3]", "n[01:100]", "n[1:3", "n[]"])
-def test_what_is_no_range_is_refused_in_ansible_s_words(write, pattern):
+def test_malformed_host_range_is_refused(write, pattern):
     message, _ = refusal(write, f'all:\n  hosts:\n    "{pattern}":\n')
     assert "ansible-inventory cannot read it" in message or "neither a host name" in message
 
@@ -569,19 +567,19 @@ def test_what_is_no_range_is_refused_in_ansible_s_words(write, pattern):
 @pytest.mark.parametrize(
     "pattern", ["n[1:99999999999]", "n[0:99999]m[0:99]", "n[0:200000:2]", "n[3:1]"]
 )
-def test_a_range_of_far_too_many_hosts_or_none_is_refused_at_its_place(write, pattern):
+def test_empty_or_oversized_host_range_is_refused_with_line(write, pattern):
     message, _ = refusal(write, f'all:\n  hosts:\n    "{pattern}":\n')
     said = "a range without hosts" if pattern == "n[3:1]" else "more than 100000 hosts"
     assert message == f":3: all.hosts.{pattern}: {said}"
 
 
-def test_a_string_in_the_place_of_hosts_is_one_host_as_for_ansible(write, ansible):
+def test_hosts_given_as_string_is_one_host_as_in_ansible(write, ansible):
     path = write("nodes: {hosts: h1, children: more}\nmore: {hosts: h2}\n")
     assert ansible(path, "--list")["more"]["hosts"] == ["h2"]
     assert names(read_hosts(path, "nodes")) == ["h1", "h2"]
 
 
-def test_five_thousand_hosts_in_a_hundred_groups_take_linear_time(write):
+def test_reading_inventory_of_5000_hosts_takes_linear_time(write):
     def seconds(racks):
         lines = ["all:", "  vars: {ansible_user: u}", "  children:"]
         for rack in range(racks):
@@ -605,7 +603,7 @@ def test_five_thousand_hosts_in_a_hundred_groups_take_linear_time(write):
 # ---------------------------------------------------------------- variables of a host
 
 
-def test_all_that_counts_of_a_host(write, tmp_path):
+def test_host_takes_every_supported_variable(write, tmp_path):
     host = one(
         write,
         "ansible_host: 10.0.0.1, ansible_port: 2222, ansible_user: me, slots: 8, "
@@ -619,7 +617,7 @@ def test_all_that_counts_of_a_host(write, tmp_path):
     )  # fmt: skip
 
 
-def test_names_of_variables_that_ansible_takes_too(write, tmp_path):
+def test_host_takes_legacy_ansible_variable_names(write, tmp_path):
     host = one(
         write,
         "ansible_ssh_host: 10.0.0.1, ansible_ssh_port: 2222, ansible_ssh_user: me, "
@@ -629,20 +627,20 @@ def test_names_of_variables_that_ansible_takes_too(write, tmp_path):
 
 
 @pytest.mark.parametrize("key", sorted(SECRETS))
-def test_secrets_in_an_inventory_are_refused_and_not_repeated(write, key):
+def test_secret_variable_is_refused_without_printing_value(write, key):
     message, hint = refusal(write, f"all: {{hosts: {{h0: {{{key}: hunter2}}}}}}")
     assert f"host h0: {key}: clusterkit takes no" in message
     assert "hunter2" not in message + hint
 
 
 @pytest.mark.parametrize("connection", ["local", "docker", "winrm", "community.docker.nsenter"])
-def test_a_connection_that_is_not_ssh_is_refused(write, connection):
+def test_connection_other_than_ssh_is_refused(write, connection):
     message, _ = refusal(write, f"all: {{hosts: {{h0: {{ansible_connection: {connection}}}}}}}")
     assert message == f":1: host h0: ansible_connection: {connection!r}: only SSH reaches a node"
 
 
 @pytest.mark.parametrize("connection", ["ssh", "smart", "ansible.builtin.ssh"])
-def test_connections_that_are_ssh(write, connection):
+def test_ssh_connection_plugins_are_accepted(write, connection):
     assert one(write, f"ansible_connection: {connection}") == Host(name="h0")
 
 
@@ -672,7 +670,7 @@ def test_connections_that_are_ssh(write, connection):
         ("ansible_ssh_common_args: '-o \"x'", "ansible_ssh_common_args"),
     ],
 )
-def test_values_that_cannot_be_used_are_refused_by_host_and_variable(write, line, key):
+def test_invalid_variable_value_is_refused_naming_host_and_variable(write, line, key):
     message, _ = refusal(write, f"all: {{hosts: {{h0: {{{line}}}}}}}")
     assert message.startswith(f":1: host h0: {key}: "), message
 
@@ -680,12 +678,12 @@ def test_values_that_cannot_be_used_are_refused_by_host_and_variable(write, line
 @pytest.mark.parametrize(
     ("written", "devices"), [("[3, 1]", (3, 1)), ('"0,2"', (0, 2)), ("1", (1,)), ("['0']", (0,))]
 )
-def test_devices_and_the_slots_that_follow_from_them(write, written, devices):
+def test_clusterkit_devices_set_devices_and_slots(write, written, devices):
     host = one(write, f"clusterkit_devices: {written}")
     assert (host.devices, host.slots) == (devices, len(devices))
 
 
-def test_what_ansible_knows_of_an_inventory_itself_may_stand_in_templates(write, tmp_path):
+def test_inventory_dir_and_inventory_hostname_templates_are_filled_in(write, tmp_path):
     host = one(
         write,
         "ansible_ssh_private_key_file: '{{ inventory_dir }}/id', "
@@ -695,17 +693,17 @@ def test_what_ansible_knows_of_an_inventory_itself_may_stand_in_templates(write,
 
 
 @pytest.mark.parametrize("value", ["{{ ip }}", "{{ inventory_dir | basename }}", "{% if x %}a"])
-def test_other_templates_are_refused(write, value):
+def test_unsupported_templates_are_refused(write, value):
     message, hint = refusal(write, f"all: {{hosts: {{h0: {{ansible_host: '{value}', ip: x}}}}}}")
     assert "is a template, which only a playbook can fill in" in message
     assert "inventory_dir" in hint
 
 
-def test_templates_in_variables_that_nobody_reads_here_do_no_harm(write):
+def test_templates_in_unused_variables_are_ignored(write):
     assert one(write, "greeting: '{{ hello }}'") == Host(name="h0")
 
 
-def test_paths_start_from_the_inventory_s_folder_or_home(write, tmp_path, monkeypatch):
+def test_private_key_path_is_relative_to_inventory_folder_or_home(write, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     for written, found in (
         ("id", f"{tmp_path}/id"),
@@ -750,11 +748,11 @@ def with_arguments(write, arguments, more=""):
         ("", {}),
     ],
 )  # fmt: skip
-def test_arguments_for_ssh_that_say_how_to_reach_a_host(write, arguments, expected):
+def test_ssh_arguments_set_host_fields(write, arguments, expected):
     assert with_arguments(write, arguments) == Host(name="h0", **expected)
 
 
-def test_variables_go_before_arguments_for_ssh(write):
+def test_host_variables_take_precedence_over_ssh_arguments(write):
     host = one(
         write,
         "ansible_port: 1, ansible_user: me, ansible_host: a, ansible_ssh_private_key_file: /k, "
@@ -763,7 +761,7 @@ def test_variables_go_before_arguments_for_ssh(write):
     assert host == Host(name="h0", port=1, user="me", address="a", identity="/k")
 
 
-def test_all_three_variables_with_arguments_count(write):
+def test_ssh_arguments_of_all_three_variables_are_merged(write):
     host = one(
         write,
         "ansible_ssh_args: '-p 1 -C', ansible_ssh_common_args: '-p 2 -l me', "
@@ -785,7 +783,7 @@ def test_all_three_variables_with_arguments_count(write):
         "cloudflared access ssh --hostname %h",
     ],
 )
-def test_a_way_through_that_is_not_understood_is_not_passed_over(write, command):
+def test_proxy_command_is_refused_with_jump_hint(write, command):
     arguments = json.dumps(f'-o ProxyCommand="{command}"')
     message, hint = refusal(
         write, f"all: {{hosts: {{h0: {{ansible_ssh_common_args: {arguments}}}}}}}"
@@ -819,21 +817,21 @@ HOSTFILE = "# DeepSpeed's form\r\n\r\n\tworker-0\tslots=8 # fast\r\nworker-1  sl
 
 
 @pytest.mark.parametrize("head", [b"", b"\xef\xbb\xbf"], ids=["", "bom"])
-def test_a_hostfile_with_comments_tabs_and_windows_line_ends(write, head):
+def test_hostfile_with_comments_tabs_bom_and_crlf_is_read(write, head):
     assert read_hosts(write(head + HOSTFILE.encode(), "hostfile"), "all") == (
         Host(name="worker-0", slots=8),
         Host(name="worker-1", slots=4),
     )
 
 
-def test_a_hostfile_without_slots(write):
+def test_hostfile_without_slots_is_read(write):
     assert read_hosts(write("10.0.0.1\n10.0.0.2 # second\n", "hostfile"), "all") == (
         Host(name="10.0.0.1"),
         Host(name="10.0.0.2"),
     )
 
 
-def test_open_mpi_s_most_slots_do_no_harm(write):
+def test_hostfile_ignores_max_slots_of_open_mpi(write):
     assert read_hosts(write("h0 slots=2 max_slots=4\n", "h"), "all") == (Host(name="h0", slots=2),)
 
 
@@ -852,7 +850,7 @@ def test_open_mpi_s_most_slots_do_no_harm(write):
         "",
     ],
 )
-def test_a_user_that_no_host_has_is_refused(user):
+def test_check_hosts_refuses_invalid_user_names(user):
     with pytest.raises(BadInput, match=r"^hosts: host h0: user .* is not a valid user name"):
         check_hosts((Host(name="h0", user=user),), "hosts")
 
@@ -860,7 +858,7 @@ def test_a_user_that_no_host_has_is_refused(user):
 @pytest.mark.parametrize(
     "user", ["me", "me.too", "m-e_1", "me@corp.example", r"CORP\me", "j\u00fcrg"]
 )
-def test_users_as_directories_have_them(user):
+def test_check_hosts_accepts_directory_service_user_names(user):
     assert check_hosts((Host(name="h0", user=user),), "hosts")
 
 
@@ -952,21 +950,21 @@ TAKEN_APART = {
 
 
 @pytest.mark.parametrize("text", SAME_HOSTFILES)
-def test_a_hostfile_is_what_deepspeed_reads_of_it(write, deepspeed, text):
+def test_hostfile_gives_same_slots_as_deepspeed(write, deepspeed, text):
     found = read_hosts(write(text, "hostfile"), "all")
     theirs = deepspeed["_parse_hostfile"](text.splitlines(keepends=True))
     assert [(host.name, host.slots) for host in found] == list(theirs.items())
 
 
 @pytest.mark.parametrize("text", BOTH_REFUSE)
-def test_a_hostfile_that_deepspeed_refuses_is_refused(write, deepspeed, text):
+def test_hostfile_refused_by_deepspeed_is_refused(write, deepspeed, text):
     with pytest.raises(ValueError, match="Hostfile"):
         deepspeed["_parse_hostfile"](text.splitlines(keepends=True))
     assert refusal(write, text, name="hostfile")[0]
 
 
 @pytest.mark.parametrize("text", OURS_ONLY)
-def test_a_hostfile_that_deepspeed_refuses_and_open_mpi_takes(write, deepspeed, text):
+def test_hostfile_in_open_mpi_form_is_read_though_deepspeed_refuses(write, deepspeed, text):
     with pytest.raises(ValueError, match="bad entry"):
         deepspeed["_parse_hostfile"](text.splitlines(keepends=True))
     found = read_hosts(write(text, "hostfile"), "all")
@@ -974,13 +972,13 @@ def test_a_hostfile_that_deepspeed_refuses_and_open_mpi_takes(write, deepspeed, 
 
 
 @pytest.mark.parametrize("text", DEEPSPEED_ONLY)
-def test_a_hostfile_that_deepspeed_takes_and_could_not_use(write, deepspeed, text):
+def test_hostfile_taken_by_deepspeed_but_unusable_is_refused(write, deepspeed, text):
     assert deepspeed["_parse_hostfile"](text.splitlines(keepends=True))
     assert refusal(write, text, name="hostfile")[0]
 
 
 @pytest.mark.parametrize("text", TAKEN_APART)
-def test_user_port_and_brackets_in_a_hostfile_are_taken_apart(write, deepspeed, text):
+def test_hostfile_entry_is_split_into_user_address_and_port(write, deepspeed, text):
     assert list(deepspeed["_parse_hostfile"]([text]).values()) == [2]
     assert read_hosts(write(text, "hostfile"), "all") == (TAKEN_APART[text],)
 
@@ -1000,12 +998,12 @@ def test_user_port_and_brackets_in_a_hostfile_are_taken_apart(write, deepspeed, 
         ("h0:22\nh1:0\n", ":2: 'h1:0': not a port"),
     ],
 )
-def test_a_hostfile_that_cannot_be_used(write, text, said):
+def test_invalid_hostfile_is_refused_with_line_number(write, text, said):
     message, _ = refusal(write, text, name="hostfile")
     assert message.startswith(said), message
 
 
-def test_a_hostfile_has_no_groups(write):
+def test_hostfile_with_group_is_refused(write):
     message, hint = refusal(write, "h0 slots=1\n", "nodes", name="hostfile")
     assert message == ": a hostfile has no group 'nodes'"
     assert "leave `group` out" in hint
@@ -1021,7 +1019,7 @@ def test_a_hostfile_has_no_groups(write):
         "h0 rack=3\nh1 rack=4\n",
     ],
 )
-def test_ini_inventories_that_look_like_hostfiles_lose_nothing(write, text):
+def test_ini_inventory_resembling_hostfile_keeps_hosts_and_variables(write, text):
     hosts = read_hosts(write(text, "hosts"), "all")
     assert names(hosts) == ["h0", "h1"]
     assert (hosts[0].slots == 2) == ("slots=2" in text)
@@ -1051,7 +1049,7 @@ HOSTS = (
         (None, "h0:0,1,2,3", {"h1": (2, 3, 6, 7), "h2": None}),
     ],
 )
-def test_hosts_and_gpus_are_chosen_as_deepspeed_users_know_it(include, exclude, expected):
+def test_include_and_exclude_choose_hosts_and_gpus(include, exclude, expected):
     found = choose_hosts(HOSTS, include, exclude)
     assert {host.name: host.devices for host in found} == expected
     for host in found:
@@ -1078,7 +1076,7 @@ def test_hosts_and_gpus_are_chosen_as_deepspeed_users_know_it(include, exclude, 
         (None, "h0@h1@h2", "exclude h0@h1@h2: no host is left", ""),
     ],
 )
-def test_choices_that_cannot_be_made(include, exclude, said, hint):
+def test_invalid_include_or_exclude_is_refused(include, exclude, said, hint):
     with pytest.raises(BadInput) as error:
         choose_hosts(HOSTS, include, exclude)
     assert error.value.message.startswith(said)
@@ -1110,7 +1108,7 @@ def both(deepspeed, text, flag):
 
 @pytest.mark.parametrize("flag", ["include", "exclude"])
 @pytest.mark.parametrize("text", FILTERS)
-def test_choices_are_deepspeed_s(deepspeed, text, flag):
+def test_include_and_exclude_choose_same_gpus_as_deepspeed(deepspeed, text, flag):
     theirs, ours = both(deepspeed, text, flag)
     # Without a filter DeepSpeed keeps hosts without slots, and starts nothing there.
     expected = [(name, slots) for name, slots in theirs().items() if slots]
@@ -1125,7 +1123,7 @@ def test_choices_are_deepspeed_s(deepspeed, text, flag):
 
 @pytest.mark.parametrize("flag", ["include", "exclude"])
 @pytest.mark.parametrize("text", BAD_FILTERS)
-def test_choices_that_deepspeed_refuses_are_refused(deepspeed, text, flag):
+def test_include_or_exclude_refused_by_deepspeed_is_refused(deepspeed, text, flag):
     theirs, ours = both(deepspeed, text, flag)
     with pytest.raises(ValueError):  # noqa: PT011 (int() has words of its own)
         theirs()
@@ -1142,12 +1140,12 @@ def test_choices_that_deepspeed_refuses_are_refused(deepspeed, text, flag):
         (" w0 ", {"w0": None}),
     ],
 )
-def test_choices_that_deepspeed_has_no_form_for(text, expected):
+def test_include_takes_ipv6_hosts_and_surrounding_spaces(text, expected):
     hosts = (Host(name="2001:db8::1", slots=4), Host(name="w0", slots=4))
     found = choose_hosts(hosts, text, None)
     assert {host.name: host.devices for host in found} == expected
 
 
-def test_hosts_without_slots_alone_are_refused():
+def test_choose_hosts_refuses_hosts_that_all_have_zero_slots():
     with pytest.raises(BadInput, match="every host has slots=0"):
         choose_hosts((Host(name="w0", slots=0),), None, None)

@@ -74,7 +74,7 @@ def imports(name: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def test_packages_import_only_from_layers_below_their_own():
+def test_packages_import_only_from_lower_layers():
     layer = {name: number for number, line in enumerate(LAYERS) for name in line.split()}
     assert layer.keys() == {part(name) for name in ORCHESTRATOR} - {""}
     for name in ORCHESTRATOR:
@@ -85,18 +85,18 @@ def test_packages_import_only_from_layers_below_their_own():
                 assert layer[part(other)] < layer[part(name)], f"{name} imports {other}"
 
 
-def test_modules_do_not_import_each_other_in_a_circle():
+def test_module_imports_form_no_cycle():
     graphlib.TopologicalSorter(
         {name: imports(name) & MODULES.keys() - {name, "clusterkit"} for name in MODULES}
     ).prepare()
 
 
-def test_the_top_holds_few_modules():
+def test_package_top_level_holds_at_most_14_modules():
     tops = {name for name, path in MODULES.items() if path.parent == PACKAGE}
     assert len(tops - {"clusterkit", "clusterkit.__main__"}) <= 14
 
 
-def test_what_serves_one_backend_is_used_by_that_one_alone():
+def test_backend_modules_are_imported_only_by_same_backend():
     """The registry names them, and imports what is asked for."""
     for name in ORCHESTRATOR:
         own = name.split(".")[2:3]
@@ -105,13 +105,13 @@ def test_what_serves_one_backend_is_used_by_that_one_alone():
             assert of is None or of[1] in own, f"{name} imports {other}"
 
 
-def test_only_the_runtime_imports_torch():
+def test_only_runtime_imports_torch_deepspeed_transformers_or_numpy():
     heavy = {"torch", "deepspeed", "transformers", "numpy"}
     for name in ORCHESTRATOR:
         assert not {other.split(".")[0] for other in imports(name)} & heavy, name
 
 
-def test_the_runtime_needs_little_of_the_orchestrator():
+def test_runtime_imports_only_errors_from_orchestrator():
     """It runs inside the ranks, where neither a cluster nor a command line is."""
     for name in set(MODULES) - set(ORCHESTRATOR):
         ours = {other for other in imports(name) if other.startswith("clusterkit.")}
@@ -125,7 +125,7 @@ LONG = {
 """Modules of over 500 lines, with the reason."""
 
 
-def test_modules_are_short():
+def test_modules_stay_below_line_limits():
     lines = {name: path.read_text().count("\n") for name, path in MODULES.items()}
     assert {name for name, count in lines.items() if count > 500} == LONG.keys()
     agent = {name: count for name, count in lines.items() if name.startswith("clusterkit.agent.")}
@@ -142,13 +142,13 @@ SENT = {
 }
 
 
-def test_what_is_sent_to_a_node_imports_the_standard_library_alone():
+def test_agent_and_modules_sent_to_nodes_import_only_standard_library():
     for name in AGENT | SENT:
         found = imports(name) - (AGENT if name in AGENT else set())
         assert {module.split(".")[0] for module in found} <= sys.stdlib_module_names, name
 
 
-def test_no_backend_is_asked_for_by_name_outside_backends():
+def test_no_module_outside_backends_branches_on_backend():
     """No ``if backend == "slurm"``: what differs between backends lives in their modules."""
     for name in ORCHESTRATOR:
         if part(name) != "backends":
@@ -172,7 +172,7 @@ def asks_for_a_backend(node: ast.AST) -> bool:
     return False
 
 
-def test_only_shell_py_quotes_for_a_shell():
+def test_only_shell_module_uses_shlex_shell_true_or_os_system():
     for name in ORCHESTRATOR:
         if name != "clusterkit.shell":
             text = MODULES[name].read_text()
@@ -181,12 +181,12 @@ def test_only_shell_py_quotes_for_a_shell():
             assert "os.system(" not in text, name
 
 
-def test_every_module_says_what_it_is_for():
+def test_every_module_has_docstring():
     for name in MODULES:
         assert ast.get_docstring(nodes(name)[0]), name
 
 
-def test_nothing_is_killed_by_name():
+def test_no_code_mentions_pkill_or_killall():
     for path in [*PACKAGE.rglob("*.py"), *(ROOT / "jobs").rglob("*.py")]:
         assert not re.search(r"\b(pkill|killall)\b", path.read_text()), path
 
@@ -201,7 +201,7 @@ DOCUMENTS = sorted(
 LINK = re.compile(r"(?<!!)\[[^\]\n]*\]\(([^)\s]+)[^)\n]*\)|!\[[^\]\n]*\]\(([^)\s]+)[^)\n]*\)")
 
 
-def test_no_limit_is_set_twice():
+def test_limits_module_assigns_each_limit_once():
     tree = ast.parse((PACKAGE / "agent" / "limits.py").read_text())
     names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
     assert [name for name, count in Counter(names).items() if count > 1] == []
@@ -217,7 +217,7 @@ def anchors(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_link_of_a_document_leads_somewhere(path):
+def test_document_links_lead_to_existing_files_and_anchors(path):
     text = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
     for match in LINK.finditer(text):
         target = match[1] or match[2]
@@ -230,5 +230,5 @@ def test_every_link_of_a_document_leads_somewhere(path):
             assert anchor in anchors(there), f"{path}: {target}"
 
 
-def test_there_is_a_document_to_check():
+def test_checked_documents_include_readme():
     assert ROOT / "README.md" in DOCUMENTS

@@ -30,7 +30,7 @@ def run(tmp_path):
     made.close()
 
 
-def test_a_look_gives_what_is_new_and_the_next_one_nothing(run):
+def test_poll_reports_only_changes_since_previous_poll(run):
     run.says(0, "hello")
     run.says(3, "  indented")
     run.step(1, loss=2.0, step_seconds=0.5)
@@ -52,7 +52,7 @@ def test_a_look_gives_what_is_new_and_the_next_one_nothing(run):
     assert [event.text for event in seen.events] == ["node 1 is lost"]
 
 
-def test_half_a_line_is_read_when_it_is_whole(run):
+def test_poll_reads_partial_log_line_once_complete(run):
     seen = LiveRun(run.folder)
     seen.poll()
     log = seen.log_path(0)
@@ -64,7 +64,7 @@ def test_half_a_line_is_read_when_it_is_whole(run):
     assert seen.ranks[0, 0].last.text == "first half"
 
 
-def test_a_new_attempt_shows_its_ranks_and_the_metrics_go_on(run):
+def test_new_attempt_replaces_ranks_and_continues_metrics(run):
     seen = LiveRun(run.folder)
     run.step(1, loss=4.0)
     run.step(2, loss=3.0)
@@ -82,7 +82,7 @@ def test_a_new_attempt_shows_its_ranks_and_the_metrics_go_on(run):
     assert late.ranks[0, 0].last.text == "again"
 
 
-def test_a_long_log_is_read_in_pieces(run, monkeypatch):
+def test_long_log_is_read_over_several_polls_without_losing_metrics(run, monkeypatch):
     monkeypatch.setattr(live, "BUDGET", 4000)
     for number in range(1, 101):
         run.step(number, loss=1.0 / number)
@@ -94,7 +94,7 @@ def test_a_long_log_is_read_in_pieces(run, monkeypatch):
     assert [*seen.reported.series["loss"].steps] == list(range(1, 101))
 
 
-def test_what_other_nodes_said_long_ago_is_passed_over(run, monkeypatch):
+def test_first_poll_reads_only_tail_of_long_log_of_other_node(run, monkeypatch):
     monkeypatch.setattr(live, "_TAIL", 4096)
     run.says(2, *(f"line {number}" for number in range(10_000)))
     seen = LiveRun(run.folder)
@@ -102,7 +102,7 @@ def test_what_other_nodes_said_long_ago_is_passed_over(run, monkeypatch):
     assert seen.ranks[1, 2].last.text == "line 9999"
 
 
-def test_numbers_of_a_program_that_knows_no_bounds_do_no_harm(run):
+def test_live_run_limits_metrics_and_survives_invalid_values(run):
     run.says(0, '@clusterkit {"event": "metrics", "step": 1, "loss": NaN, "name": "x", "on": true}')
     run.says(0, '@clusterkit {"event": "metrics", "step": 1e299, "loss": 1}', "@clusterkit {")
     run.step(2, **{f"m{number}": number for number in range(500)})
@@ -114,7 +114,7 @@ def test_numbers_of_a_program_that_knows_no_bounds_do_no_harm(run):
     assert seen.ranks[0, 0].last.text == "after"
 
 
-def test_ranks_that_the_plan_does_not_place_are_there_once_they_speak(run):
+def test_elastic_run_lists_rank_after_first_output(run):
     elastic = msgspec.structs.replace(
         run.plan, topology={"min_nodes": 1, "nodes": 2, "nproc_per_node": 2}
     )
@@ -125,7 +125,7 @@ def test_ranks_that_the_plan_does_not_place_are_there_once_they_speak(run):
     assert list(seen.ranks) == [(1, 0)]
 
 
-def test_whoever_hangs_is_named_with_those_who_wait(run):
+def test_standstill_names_missing_and_waiting_ranks(run):
     words = (
         "ranks 1 and 3 have not entered all_reduce #7, which ranks 0 and 2 wait in; rank 1 is at"
     )
@@ -139,7 +139,7 @@ def test_whoever_hangs_is_named_with_those_who_wait(run):
     assert standstill(seen.status) is None
 
 
-def test_what_the_agents_say_of_a_standstill_is_understood():
+def test_standstill_parses_hang_message_of_agent():
     from clusterkit.agent import hangs
 
     waits = {"waits": [["world", 3, "all_reduce", 9.0, 1.0, 0.0]], "last": {"world": 3}}
@@ -152,7 +152,7 @@ def test_what_the_agents_say_of_a_standstill_is_understood():
     assert (found.missing, found.waiting) == ({3, 4}, {0, 1, 2, 5})
 
 
-def test_a_run_that_nobody_watches_says_so_until_somebody_has_asked(run, monkeypatch):
+def test_unsupervised_run_is_stale_and_refresh_updates_state(run, monkeypatch):
     run.close()
     seen = LiveRun(run.folder)
     seen.poll()
@@ -167,7 +167,7 @@ def test_a_run_that_nobody_watches_says_so_until_somebody_has_asked(run, monkeyp
         assert seen.status.state is State.FAILED
 
 
-def test_what_ranks_use_is_what_their_agent_tells_while_they_run(run, monkeypatch):
+def test_rank_usage_comes_from_usage_file_while_run_is_running(run, monkeypatch):
     now = [10.0]
     monkeypatch.setattr("time.monotonic", lambda: now[-1])
     seen = LiveRun(run.folder)
@@ -186,7 +186,7 @@ def test_what_ranks_use_is_what_their_agent_tells_while_they_run(run, monkeypatc
     assert view.usage is None
 
 
-def test_the_list_reads_what_has_changed_alone(tmp_path, monkeypatch):
+def test_live_runs_rereads_only_changed_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("CLUSTERKIT_HOME", str(tmp_path))
     first, second = Recorded(tmp_path, run="a"), Recorded(tmp_path, run="b")
     first.state(State.SUCCEEDED)
@@ -204,7 +204,7 @@ def test_the_list_reads_what_has_changed_alone(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- logs
 
 
-def test_a_page_gives_the_newest_lines_of_a_rank_and_then_those_that_come(run):
+def test_log_page_gives_newest_lines_of_rank_then_new_ones(run):
     run.says(0, *(f"zero {number}" for number in range(50)))
     run.says(1, *(f"one {number}" for number in range(50)))
     path = run.folder.node_dir(1, 0) / "log"
@@ -220,7 +220,7 @@ def test_a_page_gives_the_newest_lines_of_a_rank_and_then_those_that_come(run):
 # ---------------------------------------------------------------- series
 
 
-def test_no_peak_is_lost_where_there_are_fewer_columns_than_points():
+def test_downsampled_series_keeps_peak():
     series = Series()
     for step in range(10_000):
         series.add(step, 100.0 if step == 4321 else float(step % 7))
@@ -229,7 +229,7 @@ def test_no_peak_is_lost_where_there_are_fewer_columns_than_points():
     assert max(bucket.high for bucket in found) == 100.0
 
 
-def test_a_series_forgets_no_peak_when_it_grows_too_long(monkeypatch):
+def test_series_over_point_limit_keeps_minimum_and_maximum(monkeypatch):
     monkeypatch.setattr("clusterkit.output.series.MOST_POINTS", 64)
     series = Series()
     for step in range(1000):

@@ -68,36 +68,36 @@ def data(text: str):
         ("'3'", "3"),
     ],
 )
-def test_a_scalar_is_read_as_people_mean_it(scalar, value):
+def test_yaml_scalar_is_read_with_expected_type(scalar, value):
     found = data(f"key: {scalar}\n")["key"]
     assert found == value
     assert type(found) is type(value)
 
 
 @pytest.mark.parametrize("scalar", ["010", "1e-3", "true", "null", "2:4", "0x1F", "1_000", "~"])
-def test_in_env_and_args_every_scalar_is_its_own_text(scalar):
+def test_env_and_args_keep_every_scalar_as_written_text(scalar):
     assert data(f"env: {{A: {scalar}}}")["env"] == {"A": scalar}
     assert data(f"args: [{scalar}]")["args"] == [scalar]
     clusters = parse_yaml(f"lab: {{env: {{A: {scalar}}}}}", "x.yaml", depth=1).data
     assert clusters["lab"]["env"] == {"A": scalar}
 
 
-def test_a_deepspeed_section_keeps_its_types_even_under_a_key_called_env():
+def test_deepspeed_section_keeps_types_under_key_named_env():
     found = data("deepspeed: {env: {a: 3}, fp16: {enabled: true}, lr: 1e-4}")["deepspeed"]
     assert found == {"env": {"a": 3}, "fp16": {"enabled": True}, "lr": 1e-4}
 
 
-def test_a_cluster_may_be_called_env(cwd):
+def test_cluster_named_env_keeps_types(cwd):
     (cwd / "clusters.yaml").write_text("env: {backend: local, gpus: 0, stop_grace: 2.5}\n")
     assert load_cluster("env") == LocalCluster(gpus=0, stop_grace=2.5)
 
 
-def test_an_empty_env_or_args_is_as_good_as_none(write_job):
+def test_empty_env_and_args_load_as_empty(write_job):
     job = load_job(write_job("env:\n  # A: 1\nargs:\n"))
     assert (job.env, job.args) == ({}, ())
 
 
-def test_anchors_and_merges_work():
+def test_yaml_anchors_and_merge_keys_are_resolved():
     text = "base: &b {a: 1, c: 2}\nother:\n  <<: *b\n  c: 3\n"
     assert data(text)["other"] == {"a": 1, "c": 3}
 
@@ -175,7 +175,7 @@ BAD_JOBS = {
 
 
 @pytest.mark.parametrize("case", BAD_JOBS)
-def test_a_mistake_in_a_job_file_is_named_with_file_line_and_key(case, write_job):
+def test_job_file_error_names_file_line_and_key(case, write_job):
     text, message = BAD_JOBS[case]
     with pytest.raises(BadInput, match=rf"\A{message}") as error:
         load_job(write_job(text))
@@ -199,14 +199,14 @@ def test_a_mistake_in_a_job_file_is_named_with_file_line_and_key(case, write_job
         ("module: x\n", "one of `program: train.py`"),
     ],
 )
-def test_the_remedy_lists_what_is_allowed_and_the_nearest_spelling(text, hint, write_job):
+def test_job_file_error_hint_lists_allowed_values_or_correction(text, hint, write_job):
     with pytest.raises(BadInput, match=r"job\.yaml") as error:
         load_job(write_job(text))
     assert (error.value.hint or "").startswith(hint)
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "a/b", "../../etc/passwd", "/abs", "", "-rf", "a\nb"])
-def test_a_name_that_cannot_name_a_job_is_refused(name, write_job):
+def test_invalid_job_name_is_refused(name, write_job):
     job = write_job(f"name: {json.dumps(name)}\nprogram: train.py\n", base=False)
     with pytest.raises(BadInput, match=r"job\.yaml:1: name: .* is not a valid job name"):
         load_job(job)
@@ -228,17 +228,17 @@ def test_a_name_that_cannot_name_a_job_is_refused(name, write_job):
     ],
     ids=lambda v: repr(v)[:25],
 )
-def test_a_file_that_is_no_job_at_all_is_refused(content, message, write_job):
+def test_job_file_that_is_not_yaml_mapping_is_refused(content, message, write_job):
     with pytest.raises(BadInput, match=rf"\Ajob\.yaml.*({message})"):
         load_job(write_job(content, base=False))
 
 
-def test_half_a_character_is_refused(write_job):
+def test_unpaired_surrogate_in_job_file_is_refused(write_job):
     with pytest.raises(BadInput, match=r"\Ajob\.yaml:3: device: .* is half of a surrogate pair"):
         load_job(write_job('device: "\\ud800"\n'))
 
 
-def test_a_file_of_many_megabytes_is_not_even_read(write_job):
+def test_job_file_larger_than_4_mib_is_refused(write_job):
     with pytest.raises(BadInput, match="larger than 4 MiB"):
         load_job(write_job("# " + "x" * (5 << 20)))
 
@@ -257,7 +257,7 @@ def special(request, cwd):
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("special", SPECIAL, indirect=True)
-def test_what_is_no_regular_file_is_not_read(special, cwd):
+def test_job_cluster_inventory_or_facts_file_must_be_regular_file(special, cwd):
     with pytest.raises(BadInput, match=rf"\A{special}: not a regular file\Z"):
         load_job(special)
     with pytest.raises(BadInput, match=rf"\A{special}: not a regular file\Z"):
@@ -270,20 +270,20 @@ def test_what_is_no_regular_file_is_not_read(special, cwd):
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("special", SPECIAL, indirect=True)
-def test_a_program_that_is_no_regular_file_is_refused(special, write_job):
+def test_program_that_is_not_regular_file_is_refused(special, write_job):
     program = "pipe.py" if special == "pipe" else special
     with pytest.raises(BadInput, match=rf"job\.yaml:1: program: .*{program}: not a regular file"):
         load_job(write_job(f"program: {program}\n", base=False))
 
 
-def test_a_missing_job_file_is_told_the_nearest_name(write_job):
+def test_missing_job_file_is_refused_with_closest_name(write_job):
     write_job(name="zero3.yaml")
     with pytest.raises(BadInput, match=r"zero33\.yaml: no such file") as error:
         load_job("zero33.yaml")
     assert error.value.hint == "did you mean zero3.yaml?"
 
 
-def test_a_folder_is_no_job_file(cwd):
+def test_folder_given_as_job_file_is_refused(cwd):
     with pytest.raises(BadInput, match=r"\.: is a directory"):
         load_job(".")
 
@@ -291,7 +291,7 @@ def test_a_folder_is_no_job_file(cwd):
 # ---------------------------------------------------------------- programs
 
 
-def test_a_missing_program_is_told_the_nearest_file(write_job):
+def test_missing_program_is_refused_with_closest_file_name(write_job):
     job = write_job("program: trian.py\n", base=False)
     with pytest.raises(BadInput, match=r"job\.yaml:1: program: trian\.py is neither in") as error:
         load_job(job)
@@ -302,25 +302,25 @@ def test_a_missing_program_is_told_the_nearest_file(write_job):
     ("name", "content"),
     [("run.sh", b"#!/bin/sh\n"), ("notes.txt", b"import this\n"), ("prog.py", b"\x7fELF\0\0")],
 )
-def test_a_program_that_is_not_python_is_refused_and_told_of_command(name, content, cwd, write_job):
+def test_program_that_is_not_python_is_refused_with_command_hint(name, content, cwd, write_job):
     (cwd / name).write_bytes(content)
     with pytest.raises(BadInput, match=rf"job\.yaml:1: program: .*{name} is not a Py") as error:
         load_job(write_job(f"program: {name}\n", base=False))
     assert "command: [" in (error.value.hint or "")
 
 
-def test_a_folder_as_program_is_refused(cwd, write_job):
+def test_folder_given_as_program_is_refused(cwd, write_job):
     (cwd / "pkg.py").mkdir()
     with pytest.raises(BadInput, match=r"program: .*pkg\.py is a folder"):
         load_job(write_job("program: pkg.py\n", base=False))
 
 
-def test_a_python_program_without_the_suffix_is_known_by_its_first_line(cwd, write_job):
+def test_program_without_py_suffix_is_accepted_by_python_shebang(cwd, write_job):
     (cwd / "trainer").write_text("#!/usr/bin/env python3\n")
     assert load_job(write_job("program: trainer\n", base=False)).program == "trainer"
 
 
-def test_a_program_is_sought_here_and_then_from_the_job_file_upwards(cwd, monkeypatch, write_job):
+def test_program_is_found_in_folder_above_job_file(cwd, monkeypatch, write_job):
     write_job()
     below = cwd / "jobs" / "deep"
     below.mkdir(parents=True)
@@ -329,13 +329,13 @@ def test_a_program_is_sought_here_and_then_from_the_job_file_upwards(cwd, monkey
     assert load_job(below / "job.yaml").workdir == str(cwd)
 
 
-def test_an_explicit_workdir_is_the_only_place_that_is_searched(cwd, write_job):
+def test_program_is_searched_only_in_explicit_workdir(cwd, write_job):
     (cwd / "elsewhere").mkdir()
     with pytest.raises(BadInput, match=rf"train\.py is not in {cwd}/elsewhere$"):
         load_job(write_job("workdir: elsewhere\n"))
 
 
-def test_a_job_without_a_name_is_called_after_its_file(write_job):
+def test_job_without_name_is_named_after_its_file(write_job):
     assert load_job(write_job("program: train.py\n", "zero3.yaml", base=False)).name == "zero3"
 
 
@@ -359,16 +359,16 @@ def test_a_job_without_a_name_is_called_after_its_file(write_job):
         ("deepspeed.zero_optimization.stage=2", "deepspeed", {"zero_optimization": {"stage": 2}}),
     ],
 )
-def test_a_setting_changes_the_job_to_exactly_that_value(setting, field, value, write_job):
+def test_set_option_sets_field_to_exact_value(setting, field, value, write_job):
     assert getattr(load_job(write_job(), [setting]), field) == value
 
 
-def test_a_setting_changes_one_key_and_leaves_its_neighbours(write_job):
+def test_set_option_changes_one_nested_key_only(write_job):
     job = load_job(write_job("batch: {global: 64, micro: 8}\n"), ["batch.micro=4"])
     assert (job.batch.global_size, job.batch.micro) == (64, 4)
 
 
-def test_later_settings_win(write_job):
+def test_later_set_option_overrides_earlier(write_job):
     assert load_job(write_job(), ["nodes=2", "nodes=3"]).nodes == 3
 
 
@@ -394,7 +394,7 @@ def test_later_settings_win(write_job):
         ("deepspeed=nope.json", "--set deepspeed: nope.json: no such file"),
     ],
 )
-def test_a_setting_that_cannot_be_used_is_refused_by_its_option(setting, message, write_job):
+def test_invalid_set_option_is_refused_naming_option(setting, message, write_job):
     text = "batch:\n  global: 64\n  micro: 8\n" if setting != "foo.bar=3" else ""
     with pytest.raises(BadInput) as caught:
         load_job(write_job(text), [setting])
@@ -403,12 +403,12 @@ def test_a_setting_that_cannot_be_used_is_refused_by_its_option(setting, message
     assert "did you mean" not in whole or "did you mean" in message
 
 
-def test_a_key_beside_a_setting_is_named_by_its_line(write_job):
+def test_error_in_key_beside_set_option_names_line_of_job_file(write_job):
     with pytest.raises(BadInput, match=r"\Ajob\.yaml:4: batch\.global: 'x' is text"):
         load_job(write_job("batch:\n  global: x\n"), ["batch.micro=8"])
 
 
-def test_a_config_that_a_setting_names_is_named_by_its_own_line(write_job, cwd):
+def test_error_in_config_named_by_set_option_names_line_of_config(write_job, cwd):
     (cwd / "ds.json").write_text('{\n"a": 1,\n"a": 2}')
     with pytest.raises(BadInput, match=r"\A--set deepspeed: ds\.json:3: deepspeed\.a: is already"):
         load_job(write_job(), ["deepspeed=ds.json"])
@@ -432,14 +432,14 @@ def test_a_config_that_a_setting_names_is_named_by_its_own_line(write_job, cwd):
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
-def test_a_command_line_becomes_a_job(argv, fields, cwd, write_job):
+def test_command_line_is_converted_to_job(argv, fields, cwd, write_job):
     write_job()
     job = locate_program(job_from_command(argv))
     assert {key: getattr(job, key) for key in fields} == fields
     assert job.workdir == str(cwd)
 
 
-def test_an_empty_command_is_refused():
+def test_command_line_without_program_is_refused():
     with pytest.raises(BadInput, match="no command after --"):
         job_from_command([])
     with pytest.raises(BadInput, match="command: A=1 B=2 starts no program"):
@@ -447,12 +447,12 @@ def test_an_empty_command_is_refused():
 
 
 @pytest.mark.parametrize("front", ["CUDA_VISIBLE_DEVICES=0", "PET_NNODES=2"])
-def test_a_variable_that_means_something_else_to_a_job_is_refused_in_front(front):
+def test_reserved_variable_before_command_is_refused(front):
     with pytest.raises(BadInput, match=f"command: {front}"):
         job_from_command([front, "python", "train.py"])
 
 
-def test_a_command_whose_program_is_missing_is_refused(cwd):
+def test_command_with_missing_program_is_refused(cwd):
     with pytest.raises(BadInput, match=rf"program: nope\.py is not in {cwd}$"):
         locate_program(job_from_command(["python", "nope.py"]))
 
@@ -464,7 +464,7 @@ def test_a_command_whose_program_is_missing_is_refused(cwd):
         ("#!/bin/sh\r\necho\r\n", 0o755, "has Windows line ends", "sed -i 's/\\r$//' ./run.sh"),
     ],
 )
-def test_a_script_that_the_kernel_does_not_start_is_refused(cwd, content, mode, message, hint):
+def test_script_not_executable_or_with_crlf_is_refused_with_fix(cwd, content, mode, message, hint):
     script = cwd / "run.sh"
     script.write_text(content)
     script.chmod(mode)
@@ -476,9 +476,7 @@ def test_a_script_that_the_kernel_does_not_start_is_refused(cwd, content, mode, 
     assert locate_program(job_from_command(["./run.sh"])).workdir == str(cwd)
 
 
-def test_a_command_that_nobody_may_read_and_one_of_the_nodes_are_left_to_the_kernel(
-    cwd, monkeypatch
-):
+def test_unreadable_or_absolute_command_is_accepted_without_check(cwd, monkeypatch):
     (cwd / "tool").touch(0o111)
     (cwd / "data").touch(0o644)
     may = os.access
@@ -492,7 +490,7 @@ def test_a_command_that_nobody_may_read_and_one_of_the_nodes_are_left_to_the_ker
         assert locate_program(job_from_command([word])).command == (word,)
 
 
-def test_a_folder_whose_name_is_not_utf8_is_refused(cwd, monkeypatch):
+def test_working_folder_with_name_not_utf8_is_refused(cwd, monkeypatch):
     folder = cwd / os.fsdecode(b"b\xfcd")
     folder.mkdir()
     (folder / "train.py").touch()
@@ -502,20 +500,20 @@ def test_a_folder_whose_name_is_not_utf8_is_refused(cwd, monkeypatch):
 
 
 @pytest.mark.parametrize("key", ["args", "command"])
-def test_a_line_where_words_are_wanted_is_told_as_a_list(write_job, key):
+def test_text_for_args_or_command_is_refused_with_list_in_hint(write_job, key):
     with pytest.raises(BadInput, match=rf"{key}: '--lr 0\.1' is text, not a list") as error:
         load_job(write_job(f"name: x\n{key}: --lr 0.1\n", base=False))
     assert error.value.hint == '["--lr", "0.1"]'
 
 
-def test_words_in_quotes_are_told_as_one(write_job):
+def test_hint_for_args_text_keeps_quoted_words_together(write_job):
     for args, words in (("--tag 'a b'", '["--tag", "a b"]'), ("it's", '["it\'s"]')):
         with pytest.raises(BadInput) as error:
             load_job(write_job(f"args: {args}\n"))
         assert error.value.hint == words
 
 
-def test_yaml_that_ends_too_soon_has_no_empty_hint(write_job):
+def test_truncated_yaml_error_has_no_hint(write_job):
     with pytest.raises(BadInput, match=r"job\.yaml:3: .*but got the end of the file$") as error:
         load_job(write_job("name: x\nargs: [--lr\n", base=False))
     assert error.value.hint is None
@@ -530,7 +528,7 @@ def test_yaml_that_ends_too_soon_has_no_empty_hint(write_job):
         ("python3.12", "python3.12"),
     ],
 )
-def test_a_relative_interpreter_counts_from_the_folder_of_the_program(
+def test_relative_interpreter_path_is_resolved_from_workdir_or_home(
     named, found, write_job, cwd, monkeypatch
 ):
     monkeypatch.setenv("HOME", "/home/me")
@@ -539,14 +537,14 @@ def test_a_relative_interpreter_counts_from_the_folder_of_the_program(
     )
 
 
-def test_a_python_file_is_no_command(write_job):
+def test_python_file_that_is_not_executable_is_refused_as_command(write_job):
     write_job()
     with pytest.raises(BadInput, match=r"train\.py is a Python file, not a command") as error:
         job_from_command(["./train.py", "--a b"])
     assert error.value.hint == "clusterkit submit -- python ./train.py '--a b'"
 
 
-def test_a_python_file_that_can_be_executed_is_a_command(write_job, cwd):
+def test_executable_python_file_is_accepted_as_command(write_job, cwd):
     write_job()
     (cwd / "train.py").chmod(0o755)
     assert job_from_command(["./train.py"]).command == ("./train.py",)
@@ -583,7 +581,7 @@ BAD_CLUSTERS = {
 
 
 @pytest.mark.parametrize("case", BAD_CLUSTERS)
-def test_a_mistake_in_a_cluster_file_is_named(case, cwd):
+def test_cluster_file_error_names_file_and_mistake(case, cwd):
     text, message = BAD_CLUSTERS[case]
     (cwd / "clusters.yaml").write_text(text)
     with pytest.raises(BadInput, match=message) as error:
@@ -592,14 +590,14 @@ def test_a_mistake_in_a_cluster_file_is_named(case, cwd):
     assert "\n" not in error.value.message
 
 
-def test_an_unknown_cluster_is_told_the_known_ones_and_the_nearest(cwd):
+def test_unknown_cluster_hint_lists_known_and_closest_names(cwd):
     (cwd / "clusters.yaml").write_text("lab: {backend: local}\nbig: {backend: local}\n")
     with pytest.raises(BadInput, match="'lba' is unknown") as error:
         load_cluster("lba")
     assert error.value.hint == "known: big, lab, local; did you mean lab?"
 
 
-def test_without_a_file_only_local_is_known(cwd):
+def test_without_cluster_file_only_local_cluster_is_known(cwd):
     assert load_cluster("local") == LocalCluster()
     with pytest.raises(
         BadInput, match=r"there is no clusters\.yaml in this folder or above"
@@ -608,12 +606,12 @@ def test_without_a_file_only_local_is_known(cwd):
     assert error.value.hint == "known: local; clusterkit init writes a clusters.yaml"
 
 
-def test_the_built_in_local_can_be_overridden_and_needs_no_backend_key(cwd):
+def test_cluster_file_overrides_local_cluster_without_backend_key(cwd):
     (cwd / "clusters.yaml").write_text("local: {port: 29600}\n")
     assert load_cluster("local") == LocalCluster(port=29600)
 
 
-def test_a_file_is_found_in_a_folder_above(cwd, monkeypatch):
+def test_cluster_file_is_found_in_folder_above(cwd, monkeypatch):
     (cwd / "clusters.yaml").write_text("lab: {backend: local}\n")
     (cwd / "a" / "b").mkdir(parents=True)
     monkeypatch.chdir(cwd / "a" / "b")
@@ -621,7 +619,7 @@ def test_a_file_is_found_in_a_folder_above(cwd, monkeypatch):
     assert loader.cluster_names() == ["lab", "local"]
 
 
-def test_the_environment_names_a_file_and_an_argument_goes_before_it(cwd, monkeypatch):
+def test_cluster_file_argument_overrides_environment_variable(cwd, monkeypatch):
     (cwd / "one.yaml").write_text("a: {backend: local, port: 1}\n")
     (cwd / "two.yaml").write_text("a: {backend: local, port: 2}\n")
     monkeypatch.setenv("CLUSTERKIT_CLUSTERS", str(cwd / "one.yaml"))
@@ -629,7 +627,7 @@ def test_the_environment_names_a_file_and_an_argument_goes_before_it(cwd, monkey
     assert load_cluster("a", cwd / "two.yaml").port == 2
 
 
-def test_a_file_that_was_named_must_be_there(cwd, monkeypatch):
+def test_cluster_file_named_by_environment_must_exist(cwd, monkeypatch):
     monkeypatch.setenv("CLUSTERKIT_CLUSTERS", "/nowhere/clusters.yaml")
     with pytest.raises(BadInput, match=r"/nowhere/clusters\.yaml: no such file"):
         load_cluster("local")
@@ -638,7 +636,7 @@ def test_a_file_that_was_named_must_be_there(cwd, monkeypatch):
 # ---------------------------------------------------------------- schema
 
 
-def test_the_schema_describes_every_key_of_a_job_and_of_a_cluster():
+def test_schema_describes_every_key_and_forbids_others():
     definitions = json_schema()["$defs"]
     for name in ("JobSpec", "BatchSpec", "CheckpointSpec", "LocalCluster"):
         assert definitions[name]["additionalProperties"] is False
@@ -646,14 +644,14 @@ def test_the_schema_describes_every_key_of_a_job_and_of_a_cluster():
             assert described.get("description") or "$ref" in json.dumps(described), f"{name}.{key}"
 
 
-def test_every_field_of_a_struct_that_people_write_has_a_description():
+def test_schema_describes_every_field_of_every_spec_and_cluster_type():
     definitions = json_schema()["$defs"]
     for kind in {*Spec.__subclasses__(), *CLUSTER_TYPES.values()} - {Entry}:
         for key, described in definitions[kind.__name__]["properties"].items():
             assert described.get("description"), f"{kind.__name__}.{key}"
 
 
-def test_the_schema_names_the_keys_that_the_loader_takes():
+def test_schema_contains_keys_of_job_and_batch():
     properties = json_schema()["$defs"]["JobSpec"]["properties"]
     assert set(properties) >= {"name", "program", "batch", "env", "nodes", "deepspeed", "secrets"}
     assert set(json_schema()["$defs"]["BatchSpec"]["properties"]) == {
@@ -663,7 +661,7 @@ def test_the_schema_names_the_keys_that_the_loader_takes():
     }
 
 
-def test_a_job_file_may_leave_the_name_out_in_the_schema_as_well():
+def test_schema_does_not_require_job_name():
     assert "required" not in json_schema()["$defs"]["JobSpec"]
 
 
@@ -737,7 +735,7 @@ def validator():
 @example(data={"program": "train.py", "deepspeed": "\0"})
 @example(data={"command": ["a"], "nodes": "2:2", "launcher": "forkserver"})
 @example(data={"command": ["a"], "env": {"A": True}, "name": None})
-def test_the_schema_takes_and_refuses_what_the_loader_does(data, cwd):
+def test_schema_agrees_with_loader_on_random_job_files(data, cwd):
     (cwd / "train.py").write_text("")
     (cwd / "job.yaml").write_text(json.dumps(data))
     valid = validator().is_valid(data)
@@ -750,13 +748,13 @@ def test_the_schema_takes_and_refuses_what_the_loader_does(data, cwd):
     assert valid == (refusal is None) or (valid and re.search(UNSAYABLE, refusal)), refusal
 
 
-def test_two_schemas_are_the_same():
+def test_schema_is_equal_on_every_call():
     assert json_schema() == json_schema()
 
 
 @pytest.mark.parametrize(
     "path", sorted((HERE.parents[2] / "jobs").glob("*.yaml")), ids=lambda path: path.name
 )
-def test_every_job_file_of_the_repository_loads(path, monkeypatch):
+def test_every_job_file_in_repository_loads(path, monkeypatch):
     monkeypatch.chdir(HERE.parents[2])
     assert re.match(r"[a-z0-9-]+\Z", load_job(path).name)

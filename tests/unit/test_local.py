@@ -44,7 +44,7 @@ def plan(facts, cluster=None, **fields):
 # ---------------------------------------------------------------- probing
 
 
-def test_gpus_are_read_from_nvidia_smi():
+def test_read_gpus_parses_nvidia_smi_csv():
     assert read_gpus(CSV).gpus == (
         Gpu("0", "NVIDIA H100 80GB HBM3", 81559),
         Gpu("1", "NVIDIA H100 80GB HBM3", 81559),
@@ -75,7 +75,7 @@ def test_gpus_are_read_from_nvidia_smi():
         ("0,7,1", ["0"]),
     ],
 )
-def test_only_visible_gpus_count_in_their_order(visible, indexes):
+def test_read_gpus_keeps_visible_devices_in_given_order(visible, indexes):
     assert [gpu.index for gpu in read_gpus(CSV, "", visible).gpus] == indexes
 
 
@@ -89,7 +89,7 @@ def test_only_visible_gpus_count_in_their_order(visible, indexes):
         "a, b, c, d\n",
     ],
 )
-def test_what_is_no_list_of_gpus_is_no_gpus(said):
+def test_read_gpus_returns_none_for_unparsable_output(said):
     assert read_gpus(said).gpus == ()
 
 
@@ -114,7 +114,7 @@ def probe(**entry):
     return LOCAL.probe(LocalCluster(**entry), LocalTransport())
 
 
-def test_probing_finds_the_gpus_that_nvidia_smi_lists(nvidia_smi, tmp_path):
+def test_probe_finds_gpus_listed_by_nvidia_smi(nvidia_smi, tmp_path):
     nvidia_smi(CSV)
     (host,) = probe().hosts
     assert [gpu.index for gpu in host.gpus] == ["0", "1", "10"]
@@ -123,30 +123,30 @@ def test_probing_finds_the_gpus_that_nvidia_smi_lists(nvidia_smi, tmp_path):
     )
 
 
-def test_probing_respects_cuda_visible_devices(nvidia_smi, monkeypatch):
+def test_probe_respects_cuda_visible_devices(nvidia_smi, monkeypatch):
     nvidia_smi(CSV)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "10,1")
     assert [gpu.index for gpu in probe().hosts[0].gpus] == ["10", "1"]
 
 
-def test_a_driver_that_is_broken_means_no_gpus(nvidia_smi):
+def test_probe_with_failed_nvidia_smi_finds_no_gpus(nvidia_smi):
     nvidia_smi("NVIDIA-SMI has failed\n", code=9)
     assert probe().hosts[0].gpus == ()
 
 
-def test_a_cluster_entry_may_use_fewer_gpus(nvidia_smi):
+def test_cluster_gpus_limits_gpus_of_machine(nvidia_smi):
     nvidia_smi(CSV)
     assert len(probe(gpus=2).hosts[0].gpus) == 2
     assert probe(gpus=0).hosts[0].gpus == ()
 
 
-def test_a_cluster_entry_that_wants_more_gpus_than_there_are_is_refused(nvidia_smi):
+def test_cluster_gpus_above_gpus_of_machine_is_refused(nvidia_smi):
     nvidia_smi(CSV)
     with pytest.raises(BadInput, match="gpus: 4 wanted, but this machine has 3"):
         probe(gpus=4)
 
 
-def test_probing_this_machine_finds_what_it_is():
+def test_probe_finds_python_cpus_memory_and_free_port():
     facts = probe()
     (host,) = facts.hosts
     assert (host.python, host.address, facts.interface) == (sys.executable, "127.0.0.1", "lo")
@@ -156,13 +156,13 @@ def test_probing_this_machine_finds_what_it_is():
     assert facts.port_origin == "free when probed"
 
 
-def test_a_port_of_the_cluster_s_own_is_kept():
+def test_probe_keeps_free_cluster_port():
     port = LocalTransport().free_port("localhost")
     facts = probe(port=port)
     assert (facts.port, facts.port_origin) == (port, "cluster: port")
 
 
-def test_a_port_of_the_cluster_s_own_that_is_taken_is_refused():
+def test_probe_refuses_cluster_port_in_use():
     import socket
 
     with socket.socket() as server:
@@ -173,7 +173,7 @@ def test_a_port_of_the_cluster_s_own_that_is_taken_is_refused():
             probe(port=port)
 
 
-def test_another_interpreter_is_asked_for_its_packages(tmp_path):
+def test_probe_runs_with_cluster_interpreter(tmp_path):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
@@ -183,7 +183,7 @@ def test_another_interpreter_is_asked_for_its_packages(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, "#!/bin/sh\nexit 3\n", "#!/bin/sh\necho hello\n"])
-def test_an_interpreter_that_does_not_work_is_unavailable_and_named(tmp_path, content):
+def test_broken_or_missing_interpreter_is_reported_by_path(tmp_path, content):
     python = tmp_path / "python"
     if content is not None:
         python.write_text(content)
@@ -209,7 +209,7 @@ def environment(tmp_path, monkeypatch):
     return make
 
 
-def test_the_ranks_interpreter_is_named_or_active_or_clusterkit_s_own(environment, monkeypatch):
+def test_interpreter_precedence_is_job_cluster_environment_clusterkit(environment, monkeypatch):
     def chosen(named=None, **entry):
         facts = LOCAL.probe(LocalCluster(**entry), LocalTransport(), job(python=named))
         host = facts.hosts[0]
@@ -239,7 +239,7 @@ def test_the_ranks_interpreter_is_named_or_active_or_clusterkit_s_own(environmen
     assert chosen()[0] == conda
 
 
-def test_the_project_s_python_is_chosen_where_clusterkit_s_own_has_no_torch(tmp_path, monkeypatch):
+def test_project_venv_is_chosen_if_python_of_clusterkit_has_no_torch(tmp_path, monkeypatch):
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -262,7 +262,7 @@ def test_the_project_s_python_is_chosen_where_clusterkit_s_own_has_no_torch(tmp_
     assert probing.local_interpreter(here, None) == own
 
 
-def test_python_that_begins_with_a_tilde_is_refused():
+def test_interpreter_path_with_tilde_is_refused():
     with pytest.raises(BadInput, match="python: ~/venv/bin/python: ~ is not expanded") as error:
         probing.interpreter(None, ("~/venv/bin/python", "cluster: python"))
     assert error.value.hint == "write the whole path, such as /home/NAME/venv/bin/python"
@@ -281,7 +281,7 @@ def test_python_that_begins_with_a_tilde_is_refused():
         ("import sys\nsys.exit(0)\nimport torch", False),
     ],
 )
-def test_a_python_without_torch_is_refused_for_a_program_that_imports_it(
+def test_interpreter_without_torch_is_refused_if_program_imports_torch(
     source, refused, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -299,7 +299,7 @@ def test_a_python_without_torch_is_refused_for_a_program_that_imports_it(
     assert api.plan(words, settings=["env.PYTHONPATH=/lib"]).world_size == 1
 
 
-def test_an_interpreter_is_found_by_its_name(environment, monkeypatch):
+def test_interpreter_given_by_name_is_found_on_path(environment, monkeypatch):
     python = environment("VIRTUAL_ENV")
     os.symlink(python, f"{os.path.dirname(python)}/python3.99")
     monkeypatch.setenv("PATH", os.path.dirname(python), prepend=os.pathsep)
@@ -310,12 +310,12 @@ def test_an_interpreter_is_found_by_its_name(environment, monkeypatch):
     assert error.value.exit_code == 125
 
 
-def test_interpreter_may_be_named_by_a_path_with_two_dots(environment, cwd):
+def test_interpreter_path_with_parent_folder_is_accepted(environment, cwd):
     os.symlink(os.path.dirname(environment("VIRTUAL_ENV")), cwd.parent / "bin")
     assert api.plan(["../bin/python", "-c", "1"]).python == f"{cwd}/../bin/python"
 
 
-def test_a_command_that_is_not_on_the_path_is_refused_before_anything_starts(cwd, monkeypatch):
+def test_command_not_on_path_is_refused_by_submit_and_plan(cwd, monkeypatch):
     (cwd / "go").write_text("#!/bin/sh\n")
     with pytest.raises(BadInput, match="command: nope-x: not found on PATH") as error:
         api.submit(["nope-x", "1"])
@@ -330,7 +330,7 @@ def test_a_command_that_is_not_on_the_path_is_refused_before_anything_starts(cwd
     assert api.plan(["go"]).world_size == 1
 
 
-def test_an_interpreter_that_is_too_old_is_refused(tmp_path):
+def test_interpreter_older_than_supported_is_refused(tmp_path):
     python = tmp_path / "python3.9"
     python.write_text(
         f"#!/bin/sh\nsed 's/list(sys.version_info.:3.)/[3, 9, 2]/' | {sys.executable} \"$@\"\n"
@@ -358,7 +358,7 @@ def test_an_interpreter_that_is_too_old_is_refused(tmp_path):
         (8, {"device": "cpu", "gpus_per_node": 16}, 16, [""]),
     ],
 )
-def test_nodes_share_the_gpus_of_the_machine(make_facts, gpus, fields, ranks, shares):
+def test_plan_divides_gpus_between_simulated_nodes(make_facts, gpus, fields, ranks, shares):
     found = plan(make_facts(gpus=gpus), **fields)
     assert found.topology["nproc_per_node"] == ranks
     assert [step.env.get("CUDA_VISIBLE_DEVICES") for step in found.steps] == shares
@@ -374,7 +374,7 @@ def test_nodes_share_the_gpus_of_the_machine(make_facts, gpus, fields, ranks, sh
         (0, {"device": "cuda"}, "cuda, but localhost has no GPU", "device: auto, or cpu"),
     ],
 )
-def test_more_gpus_than_there_are_are_refused_with_what_would_fit(
+def test_plan_refuses_too_many_gpus_with_fitting_numbers_in_hint(
     make_facts, gpus, fields, message, hint
 ):
     with pytest.raises(BadInput, match=message) as error:
@@ -382,7 +382,7 @@ def test_more_gpus_than_there_are_are_refused_with_what_would_fit(
     assert (error.value.hint or "").startswith(hint)
 
 
-def test_worked_out_values_say_where_they_come_from(make_facts):
+def test_plan_notes_name_origin_of_derived_values(make_facts):
     notes = {note.name: str(note) for note in plan(make_facts(gpus=8), nodes=2).notes}
     assert notes["device"] == "device=cuda (8 x NVIDIA H100 80GB HBM3)"
     assert notes["nproc_per_node"] == "nproc_per_node=4 (8 GPUs / 2 nodes)"
@@ -399,14 +399,14 @@ def test_worked_out_values_say_where_they_come_from(make_facts):
         (64, {"threads_per_rank": 3}, "3"),
     ],
 )
-def test_ranks_share_the_cores(make_facts, cpus, fields, threads):
+def test_plan_divides_cores_into_threads_per_rank(make_facts, cpus, fields, threads):
     found = plan(make_facts(cpus=cpus), **fields)
     assert noted(found, "threads_per_rank") == threads
     value = threads if "threads_per_rank" in fields else f'"${{OMP_NUM_THREADS-{threads}}}"'
     assert f"export OMP_NUM_THREADS={value}\n" in (found.files[0].text or "")
 
 
-def test_threads_that_the_environment_names_are_kept_and_noted(make_facts):
+def test_plan_notes_omp_num_threads_of_host_or_job_environment(make_facts):
     facts = make_facts()
     host = msgspec.structs.replace(facts.hosts[0], omp_num_threads="3")
     facts = msgspec.structs.replace(facts, hosts=(host,))
@@ -418,26 +418,26 @@ def test_threads_that_the_environment_names_are_kept_and_noted(make_facts):
     assert "OMP_NUM_THREADS=5 (job: env)" in notes
 
 
-def test_the_probe_reads_the_threads_of_the_environment(monkeypatch):
+def test_probe_reads_omp_num_threads(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert LOCAL.probe(LocalCluster(), LocalTransport(), None).hosts[0].omp_num_threads is None
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert LOCAL.probe(LocalCluster(), LocalTransport(), None).hosts[0].omp_num_threads == "3"
 
 
-def test_more_ranks_than_cores_get_a_remark(make_facts):
+def test_plan_remarks_on_more_ranks_than_cores(make_facts):
     assert noted(plan(make_facts(cpus=2), gpus_per_node=8), "") == (
         "8 ranks share 2 cores: expect them slow"
     )
 
 
-def test_deepspeed_s_hostfile_has_a_line_per_simulated_node(facts):
+def test_deepspeed_hostfile_has_line_per_simulated_node(facts):
     found = plan(facts, launcher="deepspeed", nodes=2, gpus_per_node=4)
     (hostfile,) = [f.text for f in found.files if f.path.endswith("hostfile")]
     assert hostfile == "node-0 slots=4\nnode-1 slots=4\n"
 
 
-def test_mpirun_is_started_once_for_all_nodes(facts):
+def test_mpirun_plan_has_one_step_for_all_nodes(facts):
     found = plan(facts, launcher="mpirun", nodes=2, gpus_per_node=2)
     assert len(found.steps) == found.nodes == 1
     assert found.world_size == 4
@@ -445,19 +445,19 @@ def test_mpirun_is_started_once_for_all_nodes(facts):
     assert hostfile == "localhost slots=4\n"
 
 
-def test_mpirun_cannot_divide_gpus_between_simulated_nodes(make_facts):
+def test_mpirun_with_gpus_on_several_simulated_nodes_is_refused(make_facts):
     with pytest.raises(BadInput, match="cannot divide this machine's GPUs"):
         plan(make_facts(gpus=4), launcher="mpirun", nodes=2)
 
 
-def test_the_cluster_s_environment_and_grace_reach_the_plan(facts):
+def test_plan_takes_env_and_stop_grace_of_cluster(facts):
     found = plan(facts, LocalCluster(env={"A": "1"}, stop_grace=3.5))
     assert "export A=1\n" in (found.files[0].text or "")
     assert "--grace 3.5 " in (found.files[0].text or "")
     assert found.stop_grace == 3.5
 
 
-def test_a_plan_for_a_thousand_nodes_is_as_long_as_it_must_be(facts):
+def test_plan_for_1000_nodes_has_one_step_per_node(facts):
     found = plan(facts, nodes=1000)
     assert [step.env["NODE_RANK"] for step in found.steps] == [str(n) for n in range(1000)]
 
@@ -479,7 +479,7 @@ def test_a_plan_for_a_thousand_nodes_is_as_long_as_it_must_be(facts):
     ],
     ids=lambda given: "+".join(sorted(given)) if isinstance(given, set) else given.value,
 )
-def test_a_run_s_state_follows_from_its_nodes(states, state):
+def test_run_state_follows_from_node_states(states, state):
     assert overall(states) is state
 
 
@@ -501,7 +501,7 @@ def test_a_run_s_state_follows_from_its_nodes(states, state):
     ],
     ids=str,
 )
-def test_a_node_s_state_follows_from_its_exit(ended, state):
+def test_node_state_follows_from_exit_file(ended, state):
     assert (
         judge_exit(
             0, "localhost", ended if isinstance(ended, bytes) else json.dumps(ended).encode()
@@ -511,7 +511,7 @@ def test_a_node_s_state_follows_from_its_exit(ended, state):
 
 
 @pytest.mark.parametrize("field", ["waits", "remarks", "hang", "host", "spare"])
-def test_a_record_of_a_running_node_that_makes_no_sense_is_unknown_and_no_exception(field):
+def test_damaged_started_file_makes_node_state_unknown(field):
     """`"waits": 5` in started.json was an AttributeError, which cancelled the run."""
     document = json.dumps({field: 5}).encode()
     files = NodeFiles(begun=True, alive=True, started=document)
@@ -532,14 +532,14 @@ def test_a_record_of_a_running_node_that_makes_no_sense_is_unknown_and_no_except
         (b"garbage", None),
     ],
 )
-def test_the_start_of_a_process_is_read_whatever_its_name(stat, ticks):
+def test_process_start_is_parsed_from_proc_stat(stat, ticks):
     assert process_start(stat) == ticks
 
 
 # ---------------------------------------------------------------- cancelling
 
 
-def test_a_run_folder_that_lost_its_files_does_not_keep_a_run_from_being_ended(facts):
+def test_cancel_kills_processes_of_run_with_damaged_run_file(facts):
     found = plan(facts)
     LocalTransport().put("localhost", f"{found.run_dir}/run.json", b"{}")
     left = subprocess.Popen(["sleep", "600"], env={"CLUSTERKIT_RUN_DIR": found.run_dir})
@@ -554,7 +554,7 @@ def test_a_run_folder_that_lost_its_files_does_not_keep_a_run_from_being_ended(f
 # ---------------------------------------------------------------- registry and capabilities
 
 
-def test_an_unknown_backend_is_refused_with_the_known_ones():
+def test_unknown_backend_is_refused_with_known_backends_in_hint():
     with pytest.raises(BadInput, match="backend 'slrum' is unknown") as error:
         backends.backend("slrum")
     assert "local" in (error.value.hint or "")
@@ -575,12 +575,12 @@ OTHERS: tuple[type[Backend], ...] = (Limited, LocalBackend)
         ({"launcher": "mpirun"}, "does not support launcher=mpirun: there is no MPI"),
     ],
 )
-def test_a_field_that_a_backend_cannot_honour_is_refused_and_never_dropped(fields, message):
+def test_field_unsupported_by_backend_is_refused(fields, message):
     with pytest.raises(CapabilityError, match=message) as error:
         check_capabilities(Limited, job(**fields), OTHERS)
     assert error.value.hint == "backends that do: local"
     assert error.value.exit_code == 125
 
 
-def test_a_field_left_at_its_default_is_no_request():
+def test_unsupported_field_at_default_is_accepted():
     check_capabilities(Limited, job(restarts=0, launcher="torchrun"), OTHERS)

@@ -38,7 +38,7 @@ def written(folder, data: bytes, node=0) -> NodeLog:
 
 
 @given(st.integers(0, 4 * 10**9), st.integers(0, 999_999), st.integers(0, 99_999) | st.none(), BODY)
-def test_a_line_reads_back_as_it_was_written(second, micro, rank, text):
+def test_log_line_round_trips_time_rank_and_text(second, micro, rank, text):
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
     data = f"{whole}.{micro:06d}Z {'-' if rank is None else rank} {text}".encode()
     (line,) = parse_lines(data, node=3, attempt=2)
@@ -47,7 +47,7 @@ def test_a_line_reads_back_as_it_was_written(second, micro, rank, text):
 
 
 @given(st.binary(max_size=80).filter(lambda data: b"\n" not in data))
-def test_no_bytes_are_a_traceback(data):
+def test_parse_lines_accepts_any_bytes(data):
     (line,) = parse_lines(data, node=0)
     assert line.time > 0 or (line.rank is None and line.text == data.decode(errors="replace"))
 
@@ -68,16 +68,16 @@ def test_no_bytes_are_a_traceback(data):
     ],
     ids=lambda text: text[:40],
 )
-def test_a_line_of_another_form_becomes_text_without_a_time(text):
+def test_line_without_stamp_becomes_text_without_time_or_rank(text):
     assert list(parse_lines(text.encode(), node=1)) == [LogLine(0.0, 1, None, text)]
 
 
-def test_the_time_is_utc():
+def test_log_time_is_utc():
     (line,) = parse_lines(b"2026-11-21T20:11:58.500000Z - x", 0)
     assert line.time == calendar.timegm((2026, 11, 21, 20, 11, 58)) + 0.5
 
 
-def test_spaces_of_the_text_are_kept():
+def test_log_line_keeps_leading_and_trailing_spaces():
     (line,) = parse_lines(raw(0.0, 0, "   indented  "), 0)
     assert line.text == "   indented  "
 
@@ -85,7 +85,7 @@ def test_spaces_of_the_text_are_kept():
 # ---------------------------------------------------------------- marked lines
 
 
-def test_a_marked_line_gives_its_event():
+def test_marked_line_gives_event():
     line = LogLine(0.0, 0, 0, '@clusterkit {"event": "metrics", "step": 1, "loss": 0.5}')
     assert line.event == {"event": "metrics", "step": 1, "loss": 0.5}
 
@@ -105,11 +105,11 @@ def test_a_marked_line_gives_its_event():
         "@clusterkit-rank 0 1",
     ],
 )
-def test_other_lines_and_broken_ones_are_no_event(text):
+def test_unmarked_or_malformed_line_gives_no_event(text):
     assert parse_mark(text) is None
 
 
-def test_an_event_reads_as_words():
+def test_event_is_formatted_as_readable_text():
     assert logs.readable({"event": "metrics", "step": 3, "loss": 0.123456789, "n": 4}) == (
         "step 3  loss 0.123457  n 4"
     )
@@ -119,7 +119,7 @@ def test_an_event_reads_as_words():
 # ---------------------------------------------------------------- a node's log
 
 
-def test_a_last_line_without_its_newline_waits_until_it_is_whole(folder):
+def test_node_log_holds_last_line_until_newline_arrives(folder):
     log = written(folder, raw(1.0, 0, "one") + b"\n" + raw(2.0, 0, "two"))
     assert [line.text for line in log.available()] == ["one"]
     assert [line.text for line in log.available()] == []
@@ -133,7 +133,7 @@ def append(folder, data):
         file.write(data)
 
 
-def test_a_last_line_that_was_cut_off_is_given_in_the_end(folder):
+def test_node_log_remainder_gives_truncated_last_line(folder):
     log = written(folder, raw(1.0, 0, "one") + b"\n" + raw(2.0, 0, "tw"))
     assert [line.text for line in log.available()] == ["one"]
     assert [line.text for line in log.remainder()] == ["tw"]
@@ -141,7 +141,7 @@ def test_a_last_line_that_was_cut_off_is_given_in_the_end(folder):
 
 
 @given(st.lists(BODY, max_size=6), st.integers(0, 400))
-def test_a_log_cut_off_anywhere_gives_all_whole_lines(folder, texts, cut):
+def test_node_log_truncated_anywhere_gives_all_complete_lines(folder, texts, cut):
     data = b"".join(raw(float(n + 1), 0, text) + b"\n" for n, text in enumerate(texts))[:cut]
     log = written(folder, data)
     whole = data.count(b"\n")
@@ -150,7 +150,7 @@ def test_a_log_cut_off_anywhere_gives_all_whole_lines(folder, texts, cut):
 
 
 @given(st.lists(st.binary(max_size=20).filter(lambda b: b"\n" not in b), max_size=8))
-def test_how_a_log_arrives_does_not_matter(folder, pieces):
+def test_node_log_written_byte_by_byte_gives_same_lines(folder, pieces):
     data = b"".join(piece + b"\n" for piece in pieces)
     log, found = written(folder, b""), []
     for at in range(len(data)):
@@ -159,12 +159,12 @@ def test_how_a_log_arrives_does_not_matter(folder, pieces):
     assert found == list(written(folder, data).available())
 
 
-def test_a_line_longer_than_what_is_read_at_once_is_given_whole(folder):
+def test_node_log_gives_very_long_line_whole(folder):
     log = written(folder, b"".join(raw(1.0, 0, text) + b"\n" for text in ("a", "b" * 900_000, "c")))
     assert [len(line.text) for line in log.available()] == [1, 900_000, 1]
 
 
-def test_a_log_that_is_not_there_yet_is_empty(folder):
+def test_missing_node_log_is_empty(folder):
     log = NodeLog(folder / "none", 0)
     assert list(log.available()) == []
     assert list(log.remainder()) == []
@@ -174,7 +174,7 @@ def test_a_log_that_is_not_there_yet_is_empty(folder):
 
 
 @given(st.lists(st.lists(st.integers(1, 1000), max_size=10).map(sorted), min_size=1, max_size=4))
-def test_nodes_are_merged_by_time_and_keep_their_own_order(folder, moments):
+def test_merged_logs_are_sorted_by_time_and_keep_node_order(folder, moments):
     sources = [
         written(
             folder,
@@ -191,7 +191,7 @@ def test_nodes_are_merged_by_time_and_keep_their_own_order(folder, moments):
         assert {line.rank for line in lines if line.node == node} <= {node}
 
 
-def test_following_continues_until_it_is_stopped_and_then_gives_the_rest(folder, monkeypatch):
+def test_following_logs_until_stopped_gives_remaining_lines(folder, monkeypatch):
     log = written(folder, raw(1.0, 0, "one") + b"\n")
     answers = iter([True, True, False])
 
@@ -224,11 +224,11 @@ def test_following_continues_until_it_is_stopped_and_then_gives_the_rest(folder,
         ("the loss of [rank3]: 5", "the loss of [rank3]: 5"),
     ],
 )
-def test_torch_s_prefix_is_taken_off(text, without):
+def test_without_rank_removes_leading_torch_rank_prefix(text, without):
     assert logs.without_rank(text) == without
 
 
-def test_the_last_lines_are_read_from_the_end(tmp_path):
+def test_tail_reads_last_lines_only(tmp_path):
     path = tmp_path / "log"
     text = "".join(f"2026-11-21T20:11:58.{number:06d}Z 0 line {number}\n" for number in range(9999))
     path.write_text(f"{text}2026-11-21T20:11:59.000000Z 1 unfinished")

@@ -68,7 +68,7 @@ def judged(monkeypatch):
     return found
 
 
-def test_signs_of_life_and_lines_cost_no_judgement(monitor, judged):
+def test_heartbeats_and_log_lines_do_not_judge_nodes_again(monitor, judged):
     first = monitor.status()
     assert [node.state for node in first.nodes] == [State.RUNNING] * NODES
     assert len(judged) == NODES
@@ -89,7 +89,7 @@ def test_signs_of_life_and_lines_cost_no_judgement(monitor, judged):
         ([({"file": "started.json"}, b'{"remarks": ["slow"]}')], State.RUNNING),
     ],
 )  # fmt: skip
-def test_news_of_a_node_is_seen_at_once(monitor, frames, state):
+def test_status_changes_only_node_with_new_exit_or_started_file(monitor, frames, state):
     before = monitor.status()
     for header, data in frames:
         monitor._watch.views[7].take(header, data)
@@ -99,7 +99,7 @@ def test_news_of_a_node_is_seen_at_once(monitor, frames, state):
     assert seen.nodes[:7] + seen.nodes[8:] == before.nodes[:7] + before.nodes[8:]
 
 
-def test_silence_is_told_while_it_lasts(monitor):
+def test_status_reports_silent_node_until_answer_returns(monitor):
     before, view = monitor.status(), monitor._watch.views[7]
     now = [view.clock()]
     view.clock = lambda: now[0]
@@ -111,7 +111,7 @@ def test_silence_is_told_while_it_lasts(monitor):
     assert monitor.status() == before
 
 
-def test_a_log_that_cannot_be_kept_is_told_and_so_is_its_end(monitor):
+def test_status_remarks_on_incomplete_log_copy_until_resolved(monitor):
     view = monitor._watch.views[7]
     before = monitor.status()
     lines = {"rest": [frame({"file": "log"}, b"x"), frame(ALIVE), b""]}
@@ -137,7 +137,7 @@ def frame(header, data=b""):
     return json.dumps({**header, "bytes": len(data)}).encode() + b"\n" + data
 
 
-def test_when_nobody_answers_each_node_is_asked_once(monitor, monkeypatch):
+def test_status_checks_silence_of_each_node_once(monitor, monkeypatch):
     for view in monitor._watch.views:
         view.lost(mirror.SubmitFailed("no answer"))
     asked = []
@@ -147,7 +147,7 @@ def test_when_nobody_answers_each_node_is_asked_once(monitor, monkeypatch):
     assert len(asked) == NODES
 
 
-def test_all_hosts_are_told_to_end_at_once(handle):
+def test_ssh_cancel_reaches_all_hosts_in_parallel(handle):
     """One that takes its whole grace must not hold back the next."""
     together = threading.Barrier(NODES, timeout=60)
 
@@ -159,7 +159,7 @@ def test_all_hosts_are_told_to_end_at_once(handle):
     SshBackend().cancel(handle, Hosts())
 
 
-def test_a_cancel_that_the_supervisor_has_carried_out_goes_to_no_host(unstarted_run, monkeypatch):
+def test_cancel_carried_out_by_supervisor_contacts_no_host(unstarted_run, monkeypatch):
     folder = RunFolder(unstarted_run().path)
     running = RunStatus(
         run=folder.run_id, job="d", cluster="l", backend="local", state=State.RUNNING
@@ -181,7 +181,7 @@ def test_a_cancel_that_the_supervisor_has_carried_out_goes_to_no_host(unstarted_
     assert cancel(folder).state is State.CANCELLED
 
 
-def test_the_log_of_one_rank_is_read_from_its_own_node(unstarted_run, by_hand, monkeypatch):
+def test_logs_of_one_rank_read_only_its_node(unstarted_run, by_hand, monkeypatch):
     run = unstarted_run(nodes=3, gpus=2)
     for node in range(3):
         lines = [f"2026-11-21T20:11:5{node}.123456Z {2 * node + slot} of it\n" for slot in (0, 1)]
@@ -195,9 +195,7 @@ def test_the_log_of_one_rank_is_read_from_its_own_node(unstarted_run, by_hand, m
     assert set(opened) == {1}
 
 
-def test_the_log_of_a_rank_is_read_where_a_spare_had_it_in_an_earlier_attempt(
-    unstarted_run, by_hand
-):
+def test_rank_logs_include_spare_node_of_earlier_attempt(unstarted_run, by_hand):
     run = unstarted_run("launcher: forkserver\nnodes: 2\nspares: 1\nrestarts: 1\n")
     hand, folder = by_hand(run), RunFolder(run.path)
     stamp = "2026-11-21T20:11:5"
@@ -226,7 +224,7 @@ def test_the_log_of_a_rank_is_read_where_a_spare_had_it_in_an_earlier_attempt(
         ({}, 1, None),
     ],
 )
-def test_where_the_lines_of_a_rank_are(topology, nodes, expected):
+def test_plan_node_of_rank_is_none_if_elastic_or_single_launcher(topology, nodes, expected):
     plan = Plan(
         run_id="r", run_dir="/r", backend="b", summary="", nodes=nodes, world_size=8,
         topology=topology,
@@ -234,7 +232,7 @@ def test_where_the_lines_of_a_rank_are(topology, nodes, expected):
     assert plan.node_of(5) == expected
 
 
-def test_the_coordinator_decides_once_for_many_messages(monkeypatch):
+def test_coordinator_ticks_once_for_many_messages(monkeypatch):
     now, ticks, waits = [100.0], [], []
     monkeypatch.setattr(clock, "awake", lambda: now[0])
 

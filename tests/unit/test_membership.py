@@ -132,14 +132,14 @@ def wait(*nodes):
     return [(node, "wait", "") for node in nodes]
 
 
-def test_the_first_to_come_start_at_once():
+def test_joining_nodes_start_at_once_in_first_round():
     table = Table()
     assert table.arrives(1) == start(1)
     assert table.arrives(0) == start(0)
     assert table.turn(1000) == []
 
 
-def test_one_that_started_before_it_met_node_0_belongs_to_the_first_round():
+def test_node_started_before_meeting_node_0_joins_first_round():
     table = Table()
     table.arrives(0)
     assert table.arrives(1, running=True) == []
@@ -147,7 +147,7 @@ def test_one_that_started_before_it_met_node_0_belongs_to_the_first_round():
     assert table.ended(1, 0) == to_all("exit", "")
 
 
-def test_one_that_fails_before_it_met_node_0_may_have_failed_of_another_one():
+def test_failure_before_meeting_node_0_restarts_all_once():
     table = Table()
     table.arrives(0)
     table.peers[1] = Peer(1, 30.0, 60.0, 0.0)
@@ -160,13 +160,13 @@ def test_one_that_fails_before_it_met_node_0_may_have_failed_of_another_one():
     assert table.ended(0, 143) == [(0, "stop", "node 1 failed"), (1, "exit", "node 1 failed")]
 
 
-def test_all_end_when_the_last_has_ended_well():
+def test_all_nodes_exit_after_last_launcher_succeeds():
     table = Table().all_arrive()
     assert table.ended(0, 0) == []
     assert table.ended(1, 0) == to_all("exit", "")
 
 
-def test_a_launcher_that_fails_while_no_node_is_lost_ends_the_run():
+def test_launcher_failure_without_lost_node_ends_run():
     table = Table(3).all_arrive()
     assert table.ended(1, 7) == wait(0, 1, 2)
     assert table.ended(0, 143) == []
@@ -175,7 +175,7 @@ def test_a_launcher_that_fails_while_no_node_is_lost_ends_the_run():
     assert table.arrives(2) == [(2, "stop", words)]
 
 
-def test_a_failure_that_is_the_echo_of_a_lost_node_ends_nothing():
+def test_launcher_failure_caused_by_lost_node_does_not_end_run():
     table = Table().all_arrive()
     assert table.ended(0, 1) == wait(0, 1)
     table.leaves(1)
@@ -183,7 +183,7 @@ def test_a_failure_that_is_the_echo_of_a_lost_node_ends_nothing():
     assert table.arrives(1) == start(0, 1)
 
 
-def test_a_failure_is_judged_once_it_is_known_whether_a_quiet_node_is_lost():
+def test_failure_while_other_node_is_disconnected_does_not_end_run():
     table = Table().all_arrive()
     table.breaks(1)
     assert table.ended(0, 1) == wait(0)
@@ -195,7 +195,7 @@ def test_a_failure_is_judged_once_it_is_known_whether_a_quiet_node_is_lost():
 
 
 @pytest.mark.parametrize("wait_for", [0.0, 60.0])
-def test_a_launcher_that_fails_is_started_again_with_all_others(wait_for):
+def test_launcher_failure_restarts_all_launchers(wait_for):
     table = Table(3, wait_for, restarts=2).all_arrive()
     assert table.ended(1, 7) == wait(0, 1, 2)
     assert table.ended(0, 143) == []
@@ -212,7 +212,7 @@ def test_a_launcher_that_fails_is_started_again_with_all_others(wait_for):
 
 
 @pytest.mark.parametrize("wait_for", [0.0, 60.0])
-def test_after_the_last_restart_a_failure_ends_the_run(wait_for):
+def test_failure_after_last_restart_ends_run(wait_for):
     table = Table(2, wait_for, restarts=1).all_arrive()
     for _ in range(2):
         orders = table.ended(0, 7)
@@ -252,7 +252,7 @@ ECHO = failure("RuntimeError: Connection closed by peer")
         ([(failure(), failure("E: worse")), (failure(), None)], (3, 3), "E: bad at step 3"),
     ],
 )
-def test_the_same_failure_twice_in_a_row_is_the_last(failures, steps, end):
+def test_same_failure_twice_in_a_row_is_not_restarted_again(failures, steps, end):
     words = f"failed twice with the same error: {end}; not restarted again"
     assert rounds(failures, steps or (None, None)) == (2, words)
 
@@ -267,14 +267,14 @@ def test_the_same_failure_twice_in_a_row_is_the_last(failures, steps, end):
         ([(None, None)] * 2, (3, 3)),
     ],
 )
-def test_what_may_be_another_failure_is_followed_by_another_round(failures, steps):
+def test_failure_that_may_differ_is_restarted(failures, steps):
     assert rounds(failures, steps) is None
 
 
 USAGE = "usage: train.py [-h] / train.py: error: unrecognized arguments: --r=16"
 
 
-def test_a_start_that_cannot_work_is_tried_twice():
+def test_same_startup_error_twice_is_not_restarted_again():
     wrong = failure("", 2, USAGE)
     words = f"failed twice with the same error: exit code 2: {USAGE}; not restarted again"
     assert rounds([(wrong, wrong), (wrong, None)]) == (2, words)
@@ -287,7 +287,7 @@ def test_a_start_that_cannot_work_is_tried_twice():
     assert rounds([(wrong, None)] * 2, retry_on=(2,)) is None  # who says so wants it again
 
 
-def test_words_of_a_program_that_ran_for_long_are_not_those_of_a_start():
+def test_same_output_after_long_run_is_restarted():
     retries = Retries(5)
     found = [
         retries.reason_not_to_restart([failure("", 3, "preempted")["failure"]], None, 3600.0)
@@ -296,14 +296,14 @@ def test_words_of_a_program_that_ran_for_long_are_not_those_of_a_start():
     assert found == [None, None]
 
 
-def test_a_thousand_restarts_have_a_pause_as_well():
+def test_pause_after_over_1000_restarts_is_longest_pause():
     retries = Retries(2000)
     for _ in range(1100):
         retries.use()
     assert retries.pause(1.0) == limits.LONGEST_PAUSE
 
 
-def test_losses_in_a_row_are_backed_off_and_then_count_as_failures():
+def test_repeated_losses_back_off_then_count_as_failures():
     """An agent that is killed again and again, by a memory limit, say."""
     retries = Retries(3)
     pauses = [retries.lost(90.0) for _ in range(limits.FREE_RESTARTS)]
@@ -312,7 +312,7 @@ def test_losses_in_a_row_are_backed_off_and_then_count_as_failures():
     assert retries.lost(3600.0) == 0.0
 
 
-def test_a_node_that_is_lost_again_and_again_uses_restarts_in_the_end():
+def test_repeatedly_lost_node_counts_as_failed_after_free_restarts():
     table = Table(2, 60.0, restarts=1).all_arrive()
     membership, now = table.membership, 0.0
     for _ in range(limits.FREE_RESTARTS):
@@ -326,7 +326,7 @@ def test_a_node_that_is_lost_again_and_again_uses_restarts_in_the_end():
     assert membership._ending.failed == 1
 
 
-def test_only_the_exit_codes_that_the_job_names_are_followed_by_another_round():
+def test_exit_code_not_in_retry_on_is_not_restarted():
     killed, left = failure("", 137), failure("", 3)
     assert rounds([(killed, ECHO), (left, ECHO)], retry_on=(137, 75)) == (
         2, "exit code 3 is not in retry_on; not restarted"
@@ -335,13 +335,13 @@ def test_only_the_exit_codes_that_the_job_names_are_followed_by_another_round():
     assert rounds([(ECHO, None), (None, None)], retry_on=(137,)) is None
 
 
-def test_a_single_node_starts_again_by_the_same_rules():
+def test_single_node_run_restarts_until_restarts_are_used():
     table = Table(1, 0.0, restarts=1).all_arrive()
     assert table.ended(0, 9) == start(0)
     assert table.ended(0, 9) == [(0, "exit", "node 0 failed")]
 
 
-def test_pauses_grow_while_launchers_fail_soon_and_have_a_bound():
+def test_pauses_between_quick_failures_grow_to_limit_and_reset():
     table = Table(1, 0.0, restarts=20).all_arrive()
     pauses = []
     for _ in range(9):
@@ -354,7 +354,7 @@ def test_pauses_grow_while_launchers_fail_soon_and_have_a_bound():
     assert table.ended(0, 9) == start(0)
 
 
-def test_restarts_that_were_used_are_known_to_a_new_node_0():
+def test_new_node_0_keeps_count_of_used_restarts():
     table = Table(2, restarts=1).all_arrive()
     table.ended(1, 7)
     table.ended(0, 143)
@@ -368,7 +368,7 @@ def test_restarts_that_were_used_are_known_to_a_new_node_0():
     assert table.ended(1, 143)[-1] == (1, "stop", "node 0 failed")
 
 
-def test_a_lost_node_costs_no_restart():
+def test_lost_node_that_returns_uses_no_restart():
     table = Table(2, restarts=1).all_arrive()
     for _ in range(3):
         table.ended(0, 1)
@@ -376,14 +376,14 @@ def test_a_lost_node_costs_no_restart():
         assert table.arrives(1) == start(0, 1)
 
 
-def test_without_a_return_a_lost_node_ends_a_run_that_has_restarts():
+def test_without_rejoin_lost_node_ends_run_despite_restarts():
     table = Table(2, 0.0, restarts=1).all_arrive()
     table.breaks(1)
     words = "the launcher of node 1 is gone"
     assert table.turn(limits.PEER_GONE_SECONDS + 0.1, but={1})[0] == (0, "stop", words)
 
 
-def test_a_round_does_not_begin_while_a_node_s_connection_is_broken():
+def test_round_does_not_begin_while_node_is_disconnected():
     """It may be the agent that died during the pause: the next round would miss it."""
     table = Table(2, 0.0, restarts=3).all_arrive()
     table.ended(0, 7)
@@ -395,7 +395,7 @@ def test_a_round_does_not_begin_while_a_node_s_connection_is_broken():
     assert table.turn(4, but={1})[0] == (0, "stop", "the launcher of node 1 is gone")
 
 
-def test_a_launcher_that_does_not_end_is_not_waited_for_without_a_bound():
+def test_launcher_that_does_not_end_in_time_ends_run():
     table = Table(2, 0.0, restarts=1).all_arrive()
     table.ended(0, 7)
     for _ in range(24):
@@ -403,7 +403,7 @@ def test_a_launcher_that_does_not_end_is_not_waited_for_without_a_bound():
     assert table.turn(limits.END_SECONDS / 20)[0][1:] == ("stop", "node 1 did not end within 606 s")
 
 
-def test_a_connection_that_breaks_off_for_a_moment_changes_nothing():
+def test_short_disconnect_does_not_interrupt_run():
     table = Table().all_arrive()
     table.breaks(1)
     table.turn(limits.PEER_GONE_SECONDS - 1)
@@ -415,7 +415,7 @@ def test_a_connection_that_breaks_off_for_a_moment_changes_nothing():
     assert table.returns(1) == wait(0, 1)
 
 
-def test_an_order_that_was_not_heard_is_said_again():
+def test_order_missed_while_disconnected_is_repeated_on_return():
     table = Table().all_arrive()
     table.breaks(0)
     table.leaves(1)
@@ -426,7 +426,7 @@ def test_an_order_that_was_not_heard_is_said_again():
     assert table.returns(0) == start(0, 1)
 
 
-def test_the_others_end_before_all_start_again():
+def test_all_launchers_end_before_any_starts_again():
     table = Table(3).all_arrive()
     assert table.leaves(2) == wait(0, 1)
     table.arrives(2)
@@ -434,13 +434,13 @@ def test_the_others_end_before_all_start_again():
     assert table.ended(1, 1) == start(0, 1, 2)
 
 
-def test_an_agent_in_another_s_place_says_that_the_node_was_lost():
+def test_new_agent_for_connected_node_restarts_all_nodes():
     table = Table().all_arrive()
     assert table.arrives(1) == wait(0, 1)
     assert table.ended(0, 1) == start(0, 1)
 
 
-def test_an_agent_in_whose_place_another_has_come_changes_nothing():
+def test_replaced_agent_is_rejected_and_told_to_stop():
     table = Table().all_arrive()
     old = table.peers[1]
     table.arrives(1)
@@ -451,7 +451,7 @@ def test_an_agent_in_whose_place_another_has_come_changes_nothing():
     assert table.turn(1) == []
 
 
-def test_one_that_started_too_early_ends_first():
+def test_returning_node_already_running_ends_before_restart():
     table = Table().all_arrive()
     table.leaves(1)
     table.ended(0, 1)
@@ -459,7 +459,7 @@ def test_one_that_started_too_early_ends_first():
     assert table.ended(1, 143) == start(0, 1)
 
 
-def test_two_may_be_lost_at_once_and_one_while_it_is_waited_for():
+def test_each_of_several_lost_nodes_has_its_own_wait():
     table = Table(4, wait=100).all_arrive()
     table.leaves(1)
     table.leaves(2)
@@ -473,7 +473,7 @@ def test_two_may_be_lost_at_once_and_one_while_it_is_waited_for():
     assert table.arrives(2) == start(0, 1, 2, 3)
 
 
-def test_one_that_stays_away_ends_the_run():
+def test_lost_node_that_does_not_return_in_time_ends_run():
     table = Table(3).all_arrive()
     table.leaves(1)
     table.leaves(2)
@@ -485,7 +485,7 @@ def test_one_that_stays_away_ends_the_run():
     )  # fmt: skip
 
 
-def test_one_that_fell_silent_is_lost_and_may_come_back_itself():
+def test_silent_node_is_lost_and_restarts_on_return():
     table = Table().all_arrive()
     assert table.turn(29, but={1}) == []
     assert table.turn(2, but={1}) == wait(0, 1)  # it may still hear
@@ -493,7 +493,7 @@ def test_one_that_fell_silent_is_lost_and_may_come_back_itself():
     assert table.ended(1, 137) == start(0, 1)
 
 
-def test_one_that_had_given_node_0_up_is_no_failure():
+def test_node_that_gave_up_on_node_0_restarts_without_failure():
     table = Table().all_arrive()
     table.away.add(1)
     assert table.turn(30, but={1}) == []
@@ -504,7 +504,7 @@ def test_one_that_had_given_node_0_up_is_no_failure():
     assert table.ended(0, 143) == start(0, 1)
 
 
-def test_a_new_node_0_goes_on_with_those_who_were_there_before():
+def test_new_node_0_restarts_run_with_earlier_nodes():
     table = Table(3).all_arrive()
     for node in (1, 2):
         table.breaks(node)
@@ -520,7 +520,7 @@ def test_a_new_node_0_goes_on_with_those_who_were_there_before():
     assert table.membership.verdict.action == "exit"
 
 
-def test_ranks_that_still_run_may_not_reach_those_of_a_new_node_0():
+def test_new_node_0_ends_and_restarts_ranks_still_running():
     table = Table().all_arrive()
     table.breaks(1)
     table.new_node_0()
@@ -530,7 +530,7 @@ def test_ranks_that_still_run_may_not_reach_those_of_a_new_node_0():
     assert table.ended(0, 143) == start(0, 1)
 
 
-def test_ranks_that_met_nobody_may_not_reach_those_of_a_new_node_0_either():
+def test_earlier_node_joining_new_node_0_makes_all_nodes_end_ranks():
     table = Table(3).all_arrive()
     table.breaks(1)
     table.peers[1].launcher_ended(1, table.now)
@@ -541,7 +541,7 @@ def test_ranks_that_met_nobody_may_not_reach_those_of_a_new_node_0_either():
     assert table.returns(1) == wait(0, 1, 2)
 
 
-def test_those_who_never_come_to_a_new_node_0_end_the_run():
+def test_node_that_never_joins_new_node_0_ends_run():
     table = Table(3).all_arrive()
     table.breaks(1)
     table.peers[1].launcher_ended(1, table.now)
@@ -553,7 +553,7 @@ def test_those_who_never_come_to_a_new_node_0_end_the_run():
     assert table.turn(61)[0] == (0, "stop", words)
 
 
-def test_one_that_ended_before_a_new_node_0_was_there_is_not_waited_for_without_a_bound():
+def test_finished_node_0_exits_after_bounded_wait_for_absent_node():
     table = Table()
     table.arrives(0)
     table.ended(0, 0)
@@ -579,13 +579,13 @@ def stop(failed, nodes=3):
 
 
 @pytest.mark.parametrize("node", [0, 1, 2])
-def test_without_a_return_a_failure_ends_the_run_in_the_same_moment(node):
+def test_without_rejoin_failure_ends_run_at_once(node):
     table = alone()
     assert table.ended(node, 7) == stop(node)
     assert table.turn(1000) == []
 
 
-def test_without_a_return_a_node_that_failed_before_it_met_node_0_ends_the_run():
+def test_without_rejoin_failure_before_meeting_node_0_ends_run():
     table = Table(2, wait=0.0)
     table.arrives(0)
     table.peers[1] = Peer(1, 30.0, 0.0, 0.0)
@@ -593,7 +593,7 @@ def test_without_a_return_a_node_that_failed_before_it_met_node_0_ends_the_run()
     assert table.returns(1) == stop(1, nodes=2)
 
 
-def test_without_a_return_a_node_that_ended_well_is_not_lost():
+def test_without_rejoin_disconnect_of_succeeded_node_is_no_loss():
     table = alone()
     assert table.ended(1, 0) == []
     table.breaks(1)
@@ -602,7 +602,7 @@ def test_without_a_return_a_node_that_ended_well_is_not_lost():
     assert table.ended(0, 0) == [(0, "exit", ""), (2, "exit", "")]  # and nobody watches node 2
 
 
-def test_without_a_return_a_node_that_is_gone_ends_the_run():
+def test_without_rejoin_disconnected_node_ends_run_after_limit():
     table = alone()
     table.breaks(1)
     del table.peers[1]
@@ -611,7 +611,7 @@ def test_without_a_return_a_node_that_is_gone_ends_the_run():
     assert table.turn(0.1) == [(0, "stop", words), (2, "stop", words)]
 
 
-def test_without_a_return_a_node_may_connect_again():
+def test_without_rejoin_short_disconnect_does_not_interrupt_run():
     table = alone()
     table.breaks(1)
     table.turn(limits.PEER_GONE_SECONDS - 1)
@@ -619,7 +619,7 @@ def test_without_a_return_a_node_may_connect_again():
     assert table.turn(1000) == []
 
 
-def test_without_a_return_a_silent_node_ends_the_run():
+def test_without_rejoin_silent_node_ends_run():
     table = alone()
     assert table.turn(30, but={2}) == []
     assert table.turn(0.1, but={2}) == to_all(
@@ -627,7 +627,7 @@ def test_without_a_return_a_silent_node_ends_the_run():
     )
 
 
-def test_without_a_return_another_agent_in_a_node_s_place_ends_the_run():
+def test_without_rejoin_new_agent_for_connected_node_ends_run():
     table = alone()
     assert table.arrives(1) == to_all("stop", "the launcher of node 1 is gone", nodes=3)
 
@@ -647,7 +647,7 @@ def without(table, *lost):
     return table.turn(2, but=lost)
 
 
-def test_the_others_go_on_without_a_node_that_does_not_come_back():
+def test_elastic_run_continues_without_lost_node():
     table = Table(4, least=2).all_arrive()
     assert without(table, 1) == start(0, 2, 3)
     assert table.said[-1] == (
@@ -659,7 +659,7 @@ def test_the_others_go_on_without_a_node_that_does_not_come_back():
     assert table.ended(3, 0) == [(node, "exit", "") for node in (0, 2, 3)]
 
 
-def test_each_node_hears_its_rank_and_how_many_there_are():
+def test_start_order_names_new_rank_and_number_of_nodes():
     peer = Peer(3, 30.0, 60.0, 0.0)
     table = Table(4, least=2).all_arrive()
     without(table, 1)
@@ -667,7 +667,7 @@ def test_each_node_hears_its_rank_and_how_many_there_are():
     assert peer.orders[-1] == Start(0, rank=2, nodes=3)
 
 
-def test_an_agent_that_comes_back_too_late_has_to_end():
+def test_agent_returning_after_run_continued_is_told_to_stop():
     table = Table(3, least=2).all_arrive()
     peer = table.peers[2]
     without(table, 2)
@@ -677,20 +677,20 @@ def test_an_agent_that_comes_back_too_late_has_to_end():
     assert table.turn(1) == []
 
 
-def test_one_that_comes_so_late_that_nobody_knew_it_waits_for_a_place():
+def test_new_agent_after_run_continued_waits_for_place():
     table = Table(3, least=2).all_arrive()
     without(table, 2)
     assert table.arrives(2, running=True) == wait(2)
 
 
 @pytest.mark.parametrize(("least", "lost"), [(2, (1, 2)), (None, (1,)), (3, (2,))])
-def test_too_few_nodes_end(least, lost):
+def test_run_with_fewer_nodes_than_minimum_ends(least, lost):
     table = Table(3, least=least).all_arrive()
     what = {order[1] for order in without(table, *lost)}
     assert what == {"stop"}
 
 
-def test_a_run_may_lose_one_node_after_another():
+def test_elastic_run_survives_loss_of_several_nodes_in_turn():
     table = Table(3, least=1).all_arrive()
     assert without(table, 1) == start(0, 2)
     table.breaks(2)
@@ -701,7 +701,7 @@ def test_a_run_may_lose_one_node_after_another():
     assert table.ended(0, 0) == [(0, "exit", "")]
 
 
-def test_a_smaller_run_has_its_restarts():
+def test_elastic_run_with_fewer_nodes_still_restarts():
     table = Table(3, restarts=1, least=2).all_arrive()
     without(table, 1)
     assert table.ended(2, 7) == wait(0, 2)
@@ -709,7 +709,7 @@ def test_a_smaller_run_has_its_restarts():
     assert table.membership._retries.used == 1
 
 
-def test_a_spare_waits_until_a_node_is_lost_and_takes_its_rank():
+def test_spare_replaces_lost_node_and_takes_its_rank():
     table = Table(3, spares=2).all_arrive()
     assert table.said == ["spare: waits until a node is lost"]
     assert without(table, 1) == start(0, 2, 3)
@@ -725,13 +725,13 @@ def test_a_spare_waits_until_a_node_is_lost_and_takes_its_rank():
     assert table.ended(4, 0) == [(node, "exit", "") for node in (0, 2, 4)]
 
 
-def test_a_spare_that_was_never_needed_ends_with_the_others():
+def test_unused_spare_exits_with_other_nodes():
     table = Table(2, spares=1).all_arrive()
     table.ended(1, 0)
     assert table.ended(0, 0) == [(node, "exit", "") for node in (0, 1, 2)]
 
 
-def test_a_spare_that_is_lost_costs_nothing_and_is_not_chosen():
+def test_lost_spare_is_ignored_and_not_chosen():
     table = Table(3, spares=2).all_arrive()
     table.breaks(3)
     assert table.turn(limits.PEER_GONE_SECONDS + 1, but=(3,)) == []
@@ -740,7 +740,7 @@ def test_a_spare_that_is_lost_costs_nothing_and_is_not_chosen():
     assert table.membership.members.ranks == {0: 0, 1: 1, 4: 2}
 
 
-def test_where_no_spare_is_left_the_run_goes_on_smaller_or_ends():
+def test_run_without_spares_left_shrinks_or_ends():
     table = Table(4, least=2, spares=1).all_arrive()
     assert without(table, 1, 2) == start(0, 3, 4)
     assert table.membership.members.ranks == {0: 0, 4: 1, 3: 2}
@@ -754,13 +754,13 @@ def test_where_no_spare_is_left_the_run_goes_on_smaller_or_ends():
     assert [order[0] for order in ended] == [0, 3]
 
 
-def test_a_spare_goes_on_with_the_attempts_of_the_others():
+def test_spare_follows_restart_count_of_other_nodes():
     table = Table(2, spares=1, restarts=1).all_arrive()
     table.ended(1, 7)
     assert (2, "follow", "") in table.ended(0, 143)
 
 
-def test_a_spare_that_meets_nobody_runs_nothing():
+def test_spare_that_cannot_reach_node_0_stops():
     peer = Peer(3, 30.0, 60.0, 0.0, spare=True)
     peer.disconnected(1.0, "nobody there")
     peer.tick(limits.PEER_MEET_SECONDS + 1)
@@ -768,7 +768,7 @@ def test_a_spare_that_meets_nobody_runs_nothing():
 
 
 @pytest.mark.parametrize("more", [{"spares": 1}, {"least": 2}])
-def test_a_node_that_never_came_is_lost_in_the_end(more):
+def test_node_that_never_joined_is_replaced_or_dropped(more):
     table = Table(3, **more)
     for node in (0, 1, 3)[: 2 + table.spares]:
         table.arrives(node)
@@ -780,7 +780,7 @@ def test_a_node_that_never_came_is_lost_in_the_end(more):
     assert table.turn(61) == start(*(0, 1, 3)[: 2 + table.spares])
 
 
-def test_a_node_that_never_came_is_why_the_others_failed():
+def test_failure_while_node_is_missing_uses_no_restart():
     table = Table(3, least=2)
     table.arrives(0)
     table.arrives(1)
@@ -791,7 +791,7 @@ def test_a_node_that_never_came_is_why_the_others_failed():
     assert table.membership._retries.used == 0
 
 
-def test_a_node_that_never_came_is_named_where_nothing_can_be_done():
+def test_node_that_never_joined_is_logged_and_may_still_join():
     table = Table(3)
     table.arrives(0)
     table.arrives(1)
@@ -801,7 +801,7 @@ def test_a_node_that_never_came_is_named_where_nothing_can_be_done():
     assert table.arrives(2) == start(2)
 
 
-def test_what_a_node_tells_of_its_ranks_is_taken_by_their_place_in_the_round():
+def test_server_maps_report_of_node_to_its_rank_in_round():
     table, heard = Table(3, spares=1).all_arrive(), []
     without(table, 1)
     server = Server(None, table.membership, lambda node, message: heard.append(node), print)
@@ -810,7 +810,7 @@ def test_what_a_node_tells_of_its_ranks_is_taken_by_their_place_in_the_round():
     assert heard == [2, 1]
 
 
-def test_node_0_is_told_which_nodes_the_places_of_a_round_are():
+def test_server_announces_nodes_of_round_in_rank_order():
     table, heard = Table(3, spares=1).all_arrive(), []
     without(table, 1)
 
@@ -843,7 +843,7 @@ def comes_again(table, node):
     return table.returns(node)
 
 
-def test_a_node_that_comes_again_gets_its_place_after_the_ranks_have_ended():
+def test_returning_node_joins_after_ranks_end_without_using_restart():
     table = gone_on()
     assert comes_again(table, 2) == []  # not at once: starts cost time
     assert table.turn(limits.JOIN_SECONDS + 1) == wait(0, 1, 3)
@@ -856,7 +856,7 @@ def test_a_node_that_comes_again_gets_its_place_after_the_ranks_have_ended():
     assert table.directive(0).restarts_used == 0
 
 
-def test_a_node_that_comes_again_takes_part_in_a_start_that_is_due_anyhow():
+def test_returning_node_joins_restart_after_failure():
     table = gone_on()
     comes_again(table, 2)
     assert table.ended(1, 7) == wait(0, 1, 3)
@@ -865,7 +865,7 @@ def test_a_node_that_comes_again_takes_part_in_a_start_that_is_due_anyhow():
     assert table.directive(0).restarts_used == 1
 
 
-def test_a_node_that_comes_again_may_take_the_place_of_another():
+def test_returning_node_replaces_another_lost_node():
     table = gone_on()
     comes_again(table, 2)
     table.breaks(3)
@@ -876,7 +876,7 @@ def test_a_node_that_comes_again_may_take_the_place_of_another():
     assert table.membership.members.ranks == {0: 0, 1: 1, 2: 2}
 
 
-def test_nobody_joins_ranks_that_have_done_their_work():
+def test_returning_node_does_not_join_once_launcher_has_succeeded():
     table = gone_on()
     comes_again(table, 2)
     table.ended(3, 0)
@@ -885,7 +885,7 @@ def test_nobody_joins_ranks_that_have_done_their_work():
     assert table.ended(1, 0) == to_all("exit", "", nodes=4)
 
 
-def test_with_all_places_taken_a_node_that_comes_again_is_a_spare():
+def test_returning_node_becomes_spare_if_all_places_are_taken():
     table = Table(nodes=2, restarts=1, spares=1).all_arrive()
     table.breaks(1)
     table.turn(limits.PEER_GONE_SECONDS + 1, but=(1,))

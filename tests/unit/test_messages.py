@@ -77,7 +77,7 @@ def raised() -> Iterator[tuple[str, str]]:
 RAISED = sorted(set(raised()))
 
 
-def test_the_errors_are_found() -> None:
+def test_search_finds_over_300_error_messages() -> None:
     assert len(RAISED) > 300
 
 
@@ -90,11 +90,11 @@ def test_the_errors_are_found() -> None:
         ("has words that are no term of the field", PRIVATE.search),
     ],
 )  # fmt: skip
-def test_no_error(problem: str, found: Callable[[str], object]) -> None:
+def test_no_error_message_has_style_problem(problem: str, found: Callable[[str], object]) -> None:
     assert [f"{place}: {text}" for place, text in RAISED if found(text)] == [], problem
 
 
-def test_no_message_of_a_module_has_words_that_are_no_term_of_the_field() -> None:
+def test_no_message_in_any_module_has_words_outside_field_terms() -> None:
     """Also reasons, notes, findings and hints: each string that is not documentation."""
     found = []
     for path in sorted(ROOT.rglob("*.py")):
@@ -116,7 +116,9 @@ def test_no_message_of_a_module_has_words_that_are_no_term_of_the_field() -> Non
 @pytest.mark.parametrize("rank", [0, None])
 @pytest.mark.parametrize("oom_kills", [0, 1])
 @pytest.mark.parametrize("code", [1, 127, 137, 139, -9, -11, -15, -10, -signal.SIGRTMIN - 1, -100])
-def test_each_cause_begins_with_its_term(code: int, oom_kills: int, rank: int | None) -> None:
+def test_failure_cause_begins_with_exit_code_signal_or_exception(
+    code: int, oom_kills: int, rank: int | None
+) -> None:
     node = NodeStatus(
         node=0, host="h0", state=State.FAILED, exit_code=code if code > 0 else 128 - code
     )
@@ -126,17 +128,17 @@ def test_each_cause_begins_with_its_term(code: int, oom_kills: int, rank: int | 
     assert not failure.cause.endswith(".")
 
 
-def test_a_run_without_a_trace_has_a_cause_with_its_term() -> None:
+def test_failure_cause_without_evidence_begins_with_term() -> None:
     assert TERM.match(diagnosis.diagnose([], []).cause)
 
 
 @pytest.mark.parametrize("exit_code", [1, 137, 143])
 @pytest.mark.parametrize("oom", [False, True])
-def test_each_end_of_a_container_begins_with_its_term(exit_code: int, oom: bool) -> None:
+def test_container_failure_begins_with_term(exit_code: int, oom: bool) -> None:
     assert TERM.match(Container(state="exited", exit_code=exit_code, oom=oom).failure())
 
 
-def test_kubernetes_and_slurm_are_quoted_first() -> None:
+def test_reasons_of_kubernetes_and_slurm_begin_with_their_own_term() -> None:
     assert pod_status.NOT_READY.startswith("NotReady: ")
     for state in ("TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "PREEMPTED", "SOMETHING_NEW"):
         assert Job(id=7, slurm_state=state).ending.startswith(f"{state}: ")

@@ -86,7 +86,7 @@ def wait_for(condition, seconds=60.0):
 # ---------------------------------------------------------------- frames
 
 
-def test_frames_come_out_however_the_stream_is_cut():
+def test_frames_are_parsed_for_any_chunking_of_stream():
     told = [
         ({"file": "log"}, bytes(range(256))),
         ({"begun": True}, b""),
@@ -103,7 +103,7 @@ def test_frames_come_out_however_the_stream_is_cut():
         assert [({k: v for k, v in h.items() if k != "bytes"}, d) for h, d in found] == told
 
 
-def test_half_a_frame_is_not_told():
+def test_incomplete_frame_is_held_until_complete():
     frames = Frames()
     assert list(frames.feed(frame({"file": "log"}, b"abc")[:-1])) == []
     assert [data for _, data in frames.feed(b"c")] == [b"abc"]
@@ -128,12 +128,12 @@ def test_half_a_frame_is_not_told():
         b"\n",
     ],
 )
-def test_what_is_no_frame_is_refused(garbage):
+def test_malformed_frame_is_refused(garbage):
     with pytest.raises(SubmitFailed, match="a node's report cannot be read"):
         list(Frames().feed(garbage))
 
 
-def test_a_node_writes_no_files_but_its_own(kept):
+def test_node_view_ignores_files_with_unknown_names(kept):
     kept.mkdir(parents=True)
     view = NodeView(0, "h0", kept)
     for name in ("../x", "/etc/passwd", "state.json", "", ".mirror", 5, ["log"]):
@@ -144,7 +144,7 @@ def test_a_node_writes_no_files_but_its_own(kept):
 # ---------------------------------------------------------------- one look
 
 
-def test_lines_of_a_node_never_come_before_its_process_is_told(node_dir, monkeypatch):
+def test_report_sends_started_file_before_log(node_dir, monkeypatch):
     read_from = report.read_from
 
     def slow(path, offset=0):
@@ -162,7 +162,7 @@ def test_lines_of_a_node_never_come_before_its_process_is_told(node_dir, monkeyp
     assert names == ["started.json", "log", None]
 
 
-def test_a_node_that_has_ended(node_dir, kept):
+def test_report_copies_all_files_of_ended_node(node_dir, kept):
     begin(node_dir)
     (node_dir / "log").write_bytes(b"T 0 a\nT 0 b\n")
     (node_dir / "ranks.jsonl").write_text('{"rank": 0}\n')
@@ -178,7 +178,7 @@ def test_a_node_that_has_ended(node_dir, kept):
 
 
 @pytest.mark.parametrize(("full", "log"), [(True, b"No space left on device: "), (False, b"")])
-def test_report_names_the_full_disk_on_which_an_agent_ended(full, log, node_dir, kept, monkeypatch):
+def test_report_names_full_disk_for_agent_that_died(full, log, node_dir, kept, monkeypatch):
     begin(node_dir)
     (node_dir / "agent.log").touch()
     (node_dir / "started.json").write_text("{}")  # of no process
@@ -195,7 +195,7 @@ def test_report_names_the_full_disk_on_which_an_agent_ended(full, log, node_dir,
     assert bool(sent["agent.log"]) == full
 
 
-def test_a_second_look_brings_only_what_is_new(node_dir, kept):
+def test_second_report_sends_only_new_log_bytes(node_dir, kept):
     begin(node_dir)
     (node_dir / "log").write_bytes(b"T 0 a\n")
     look(node_dir, NodeView(0, "h0", kept))
@@ -208,7 +208,7 @@ def test_a_second_look_brings_only_what_is_new(node_dir, kept):
     assert (view.begun, view.alive, view.ended) == (True, True, False)
 
 
-def test_a_log_of_many_frames(node_dir, kept):
+def test_log_larger_than_one_frame_is_copied_whole(node_dir, kept):
     begin(node_dir)
     data = os.urandom(3 * limits.REPORT_BYTES + 17) + b"\n"
     (node_dir / "log").write_bytes(data)
@@ -216,7 +216,7 @@ def test_a_log_of_many_frames(node_dir, kept):
     assert (kept / "log").read_bytes() == data
 
 
-def test_a_node_that_has_not_begun(node_dir, kept):
+def test_node_without_files_or_folder_has_not_begun(node_dir, kept):
     view = NodeView(0, "h0", kept)
     assert look(node_dir, view) == 0
     assert (view.begun, view.alive, view.ended) == (False, False, False)
@@ -224,7 +224,7 @@ def test_a_node_that_has_not_begun(node_dir, kept):
     assert view.begun is False
 
 
-def test_a_node_whose_agent_has_not_spoken_yet(node_dir, kept):
+def test_node_with_pid_file_only_is_alive_while_process_runs(node_dir, kept):
     (node_dir / "pid").write_text(f"{os.getpid()} {processes.boot_id()}\n")
     view = NodeView(0, "h0", kept)
     look(node_dir, view)
@@ -236,14 +236,14 @@ def test_a_node_whose_agent_has_not_spoken_yet(node_dir, kept):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"pid": "x"}'])
-def test_a_damaged_started_json(node_dir, kept, text):
+def test_damaged_started_file_means_not_alive(node_dir, kept, text):
     (node_dir / "started.json").write_text(text)
     view = NodeView(0, "h0", kept)
     assert look(node_dir, view) == 0
     assert view.alive is False
 
 
-def test_without_a_folder_the_log_stays_where_it_is(node_dir):
+def test_node_view_without_folder_takes_no_log(node_dir):
     begin(node_dir)
     (node_dir / "log").write_bytes(b"x" * 1000)
     (node_dir / "ranks.jsonl").write_text("{}\n")
@@ -255,7 +255,7 @@ def test_without_a_folder_the_log_stays_where_it_is(node_dir):
     assert view.ended
 
 
-def test_while_another_process_fills_the_folder_nothing_is_written_there(node_dir, kept):
+def test_node_view_writes_nothing_while_another_process_holds_lock(node_dir, kept):
     begin(node_dir)
     (node_dir / "log").write_bytes(b"x")
     kept.mkdir(parents=True)
@@ -268,7 +268,7 @@ def test_while_another_process_fills_the_folder_nothing_is_written_there(node_di
         assert view.folder == kept
 
 
-def test_a_folder_that_cannot_be_made_does_not_keep_a_look_from_being_taken(node_dir, kept):
+def test_node_state_is_read_even_if_folder_cannot_be_created(node_dir, kept):
     kept.parent.write_text("a file in the folder's place")
     begin(node_dir)
     view = NodeView(0, "h0", kept)
@@ -291,7 +291,7 @@ def full_disk(tmp_path):
     subprocess.run(["umount", str(place)], check=True)
 
 
-def test_what_does_not_fit_here_comes_once_there_is_room(node_dir, kept, full_disk):
+def test_log_copy_on_full_disk_resumes_once_space_is_free(node_dir, kept, full_disk):
     begin(node_dir)
     data = os.urandom(100_000) + b"\n"
     (node_dir / "log").write_bytes(data)
@@ -308,7 +308,7 @@ def test_what_does_not_fit_here_comes_once_there_is_room(node_dir, kept, full_di
     assert view.write_error is None
 
 
-def test_a_file_that_cannot_be_kept_whole_is_not_kept_half(kept, full_disk):
+def test_file_copy_on_full_disk_leaves_no_partial_file(kept, full_disk):
     kept.mkdir()
     view = NodeView(0, "h0", kept)
     with pytest.raises(RunFolderError, match="No space left"):
@@ -335,7 +335,7 @@ def watch(node_dir, kept):
         made.close()
 
 
-def test_a_node_is_followed_to_its_end(node_dir, kept, watch):
+def test_watch_follows_node_until_exit(node_dir, kept, watch):
     made, view = watch()
     wait_for(lambda: view.received_at is not None)
     assert not view.begun
@@ -375,7 +375,7 @@ class Flaky:
         return stream
 
 
-def test_a_host_that_is_lost_and_comes_back(node_dir, kept, watch, monkeypatch):
+def test_watch_resumes_after_host_was_unreachable(node_dir, kept, watch, monkeypatch):
     monkeypatch.setattr(mirror, "AGAIN_SECONDS", 0.05)
     begin(node_dir)
     (node_dir / "log").write_bytes(b"T 0 before\n")
@@ -395,7 +395,7 @@ def test_a_host_that_is_lost_and_comes_back(node_dir, kept, watch, monkeypatch):
     assert view.error is None
 
 
-def test_silence_is_counted_from_the_last_word():
+def test_silent_time_is_counted_from_last_frame():
     view = NodeView(0, "h0")
     view.take({"begun": True, "alive": True, "ended": False}, b"")
     view.received_at -= 100
@@ -406,7 +406,7 @@ def test_silence_is_counted_from_the_last_word():
     assert view.silent_for() is None
 
 
-def test_a_host_that_falls_silent_is_given_up(node_dir, watch, monkeypatch):
+def test_watch_reports_silent_host_as_no_longer_answering(node_dir, watch, monkeypatch):
     monkeypatch.setattr(mirror, "QUIET_SECONDS", 0.2)
     monkeypatch.setattr(mirror, "AGAIN_SECONDS", 0.05)
     _made, view = watch(lambda view: LOCAL.open("h0", ["sleep", "60"]))
@@ -414,7 +414,7 @@ def test_a_host_that_falls_silent_is_given_up(node_dir, watch, monkeypatch):
     assert "h0 no longer answers" in view.error.message
 
 
-def test_a_node_that_is_there_is_never_silent_for_long(node_dir, watch):
+def test_report_sends_heartbeats_while_node_is_idle(node_dir, watch):
     begin(node_dir)
     _made, view = watch()
     wait_for(lambda: view.alive)
@@ -423,7 +423,7 @@ def test_a_node_that_is_there_is_never_silent_for_long(node_dir, watch):
     assert limits.HEARTBEAT_SECONDS < mirror.QUIET_SECONDS / 2
 
 
-def test_a_host_where_the_run_is_not_known(watch, monkeypatch):
+def test_watch_marks_run_without_agent_on_host_as_not_known(watch, monkeypatch):
     monkeypatch.setattr(mirror, "AGAIN_SECONDS", 0.05)
     gone = [sys.executable, "-I", "/nowhere/agent.pyz"]
     _made, view = watch(lambda view: LOCAL.open("h0", gone))
@@ -432,16 +432,14 @@ def test_a_host_where_the_run_is_not_known(watch, monkeypatch):
     assert "reporting ended with 2" in view.error.message
 
 
-def test_a_login_shell_that_talks_is_not_taken_for_a_report(watch, monkeypatch):
+def test_watch_refuses_login_shell_output_as_report(watch, monkeypatch):
     monkeypatch.setattr(mirror, "AGAIN_SECONDS", 0.05)
     _made, view = watch(lambda view: LOCAL.open("h0", ["echo", "Welcome!"]))
     wait_for(lambda: view.error is not None)
     assert "a node's report cannot be read: 'Welcome!" in view.error.message
 
 
-def test_a_short_look_of_another_process_does_not_take_the_log_from_a_watch(
-    node_dir, kept, watch, monkeypatch
-):
+def test_watch_waits_for_short_lock_and_then_copies_log(node_dir, kept, watch, monkeypatch):
     # `clusterkit status` may be looking at the very moment when the supervisor starts to watch.
     begin(node_dir)
     (node_dir / "log").write_bytes(b"T 0 a\n")
@@ -454,7 +452,7 @@ def test_a_short_look_of_another_process_does_not_take_the_log_from_a_watch(
     wait_for(lambda: (kept / "log").exists() and (kept / "log").read_bytes() == b"T 0 a\n")
 
 
-def test_a_watch_goes_on_without_a_folder_that_somebody_keeps_for_good(
+def test_watch_continues_without_folder_if_lock_is_never_released(
     node_dir, kept, watch, monkeypatch
 ):
     monkeypatch.setattr(mirror, "LOCK_SECONDS", 0.2)
@@ -467,7 +465,7 @@ def test_a_watch_goes_on_without_a_folder_that_somebody_keeps_for_good(
         assert not (kept / "started.json").exists()
 
 
-def test_closing_ends_threads_and_commands_and_says_nothing(node_dir, watch, capfd):
+def test_closing_watch_ends_threads_and_processes_without_output(node_dir, watch, capfd):
     begin(node_dir)
     flaky = Flaky(node_dir)
     for _ in range(5):
@@ -482,7 +480,7 @@ def test_closing_ends_threads_and_commands_and_says_nothing(node_dir, watch, cap
     assert capfd.readouterr().err == ""
 
 
-def test_closing_while_a_host_is_away(watch, monkeypatch):
+def test_closing_watch_during_retry_pause_is_prompt(watch, monkeypatch):
     monkeypatch.setattr(mirror, "AGAIN_SECONDS", 30.0)
 
     def away(view):
@@ -496,7 +494,7 @@ def test_closing_while_a_host_is_away(watch, monkeypatch):
     assert not any(thread.is_alive() for thread in made._threads)
 
 
-def test_closing_waits_once_for_all_hosts_that_do_not_end(watch, monkeypatch):
+def test_closing_watch_with_many_stuck_hosts_is_bounded(watch, monkeypatch):
     monkeypatch.setattr(mirror, "AGAIN_SECONDS", 0.05)
     released = threading.Event()
 
@@ -512,7 +510,7 @@ def test_closing_waits_once_for_all_hosts_that_do_not_end(watch, monkeypatch):
     released.set()
 
 
-def test_a_node_that_comes_back_is_followed_again(node_dir, kept, watch, monkeypatch):
+def test_watch_follows_node_that_starts_again(node_dir, kept, watch, monkeypatch):
     monkeypatch.setattr(mirror, "BACK_SECONDS", 0.05)
     begin(node_dir)
     _, view = watch(back=True)
@@ -528,9 +526,7 @@ def test_a_node_that_comes_back_is_followed_again(node_dir, kept, watch, monkeyp
     wait_for(lambda: view.ended and (kept / "exit.json").exists())
 
 
-def test_a_watch_that_is_closed_looks_no_more_for_a_node_that_has_ended(
-    node_dir, watch, monkeypatch
-):
+def test_closed_watch_does_not_poll_ended_node_again(node_dir, watch, monkeypatch):
     monkeypatch.setattr(mirror, "BACK_SECONDS", 3600.0)
     opened = []
 
@@ -546,14 +542,14 @@ def test_a_watch_that_is_closed_looks_no_more_for_a_node_that_has_ended(
     assert opened == [0]
 
 
-def test_what_ranks_use_is_no_news_of_how_their_node_is(kept):
+def test_usage_file_is_stored_without_counting_as_change(kept):
     kept.mkdir(parents=True, exist_ok=True)
     view = NodeView(0, "h0", kept)
     view.take({"file": "usage.json"}, b"{}")
     assert (view.changes, (kept / "usage.json").read_bytes()) == (0, b"{}")
 
 
-def test_a_host_that_is_away_does_not_hold_the_others(tmp_path, node_dir, kept):
+def test_unreachable_hosts_do_not_delay_other_hosts(tmp_path, node_dir, kept):
     begin(node_dir)
 
     def open_stream(view):
@@ -569,7 +565,7 @@ def test_a_host_that_is_away_does_not_hold_the_others(tmp_path, node_dir, kept):
         made.close()
 
 
-def test_a_log_that_cannot_be_kept_does_not_hide_how_the_node_is(tmp_path, monkeypatch):
+def test_node_end_is_read_even_if_log_cannot_be_written(tmp_path, monkeypatch):
     log, state = b"x" * 10, {"begun": True, "alive": False, "ended": True}
     frames = [({"file": "log"}, log), ({"file": "log"}, log), (state, b"")]
     said = b"".join(
@@ -594,7 +590,7 @@ def test_a_log_that_cannot_be_kept_does_not_hide_how_the_node_is(tmp_path, monke
     assert view.ended
 
 
-def test_a_line_that_a_full_disk_took_back_shifts_nothing(node_dir, kept, watch):
+def test_log_truncated_by_agent_is_mirrored_exactly(node_dir, kept, watch):
     """The agent writes what there is room for, and takes an unfinished line back."""
     _made, view = watch()
     begin(node_dir)
@@ -611,7 +607,7 @@ def test_a_line_that_a_full_disk_took_back_shifts_nothing(node_dir, kept, watch)
 
 
 @pytest.mark.parametrize("error", [OSError(116, "Stale file handle"), RuntimeError("no thread")])
-def test_a_thread_that_fails_here_goes_on(node_dir, kept, watch, monkeypatch, error):
+def test_watch_thread_continues_after_local_error(node_dir, kept, watch, monkeypatch, error):
     monkeypatch.setattr(mirror, "AGAIN_SECONDS", 0.05)
     begin(node_dir)
     failing, real = [error, error], NodeView.take
@@ -629,7 +625,7 @@ def test_a_thread_that_fails_here_goes_on(node_dir, kept, watch, monkeypatch, er
     assert view.error is None
 
 
-def test_threads_that_cannot_be_started_are_an_error_and_end(node_dir, monkeypatch):
+def test_watch_ends_started_threads_if_another_cannot_start(node_dir, monkeypatch):
     started, real = [], mirror.threading.Thread.start
 
     def start(self):

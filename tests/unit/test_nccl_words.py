@@ -49,7 +49,7 @@ def told(tmp_path, monkeypatch):
         ({}, [DEVICES], "apt-get install ibverbs-providers where the ranks run"),
     ],
 )
-def test_sockets_beside_infiniband_are_told_once_with_the_remedy(
+def test_nccl_sockets_beside_active_infiniband_give_one_remark_with_fix(
     told, monkeypatch, env, changes, why
 ):
     for name in host._NCCL_NETWORK:
@@ -65,5 +65,5 @@ def test_sockets_beside_infiniband_are_told_once_with_the_remedy(
     ("name", "changes"),
     [("infiniband", []), ("one_host", []), ("socket", [ETHERNET]), ("socket", [DOWN])],
 )
-def test_nothing_is_told_where_nothing_is_wrong(told, name, changes):
+def test_nccl_log_without_unused_infiniband_gives_no_remark(told, name, changes):
     assert told(name, *changes) == []

@@ -22,19 +22,19 @@ def judged(files, state, **native):
 
 
 @pytest.mark.parametrize("state", [State.FAILED, State.CANCELLED, State.SUCCEEDED, State.UNKNOWN])
-def test_how_a_node_ended_is_what_its_agent_recorded(state):
+def test_agent_exit_record_decides_state_of_ended_node(state):
     native = {"reason": "the engine does not answer", "exit_code": 255}
     assert judged(ended(0), state, **native) == (State.SUCCEEDED, 0, None)
     assert judged(ended(7, "a rank"), state, **native) == (State.FAILED, 7, "a rank")
 
 
-def test_unless_the_platform_runs_it_still_or_replaces_it():
+def test_running_or_pending_on_platform_overrides_exit_record():
     assert judged(ended(0), State.RUNNING) == (State.RUNNING, None, None)
     found = judged(ended(143, STOPPED), State.PENDING, reason="evicted; another one comes")
     assert found == (State.PENDING, None, "evicted; another one comes")
 
 
-def test_unless_it_was_ended_from_outside():
+def test_node_ended_by_platform_is_failed_with_platform_reason():
     native = {"ended_by": "evicted: its node is being drained"}
     found = judged(ended(143, STOPPED), State.FAILED, **native)
     assert found == (State.FAILED, 143, native["ended_by"])
@@ -42,12 +42,12 @@ def test_unless_it_was_ended_from_outside():
 
 
 @pytest.mark.parametrize("state", list(State))
-def test_an_agent_that_goes_on_with_the_next_attempt_has_ended_this_one(state):
+def test_exit_record_naming_next_attempt_overrides_platform_state(state):
     found = judged(ended(1, "a rank", next=2), state, reason="x", ended_by="y")
     assert found == (State.FAILED, 1, "a rank")
 
 
-def test_a_node_that_runs_is_seen_through_its_agent_s_record():
+def test_running_node_state_follows_started_file():
     waits = NodeFiles(begun=True, started=b'{"waits": {"why": "for node 1", "until": 9.0}}')
     assert judged(waits, State.RUNNING) == (State.RESTARTING, None, "for node 1")
     assert judged(BEGUN, State.RUNNING, reason="no answer for 3 s") == (
@@ -56,7 +56,7 @@ def test_a_node_that_runs_is_seen_through_its_agent_s_record():
     assert judged(NodeFiles(), State.RUNNING) == (State.PENDING, None, None)
 
 
-def test_silence_and_what_is_not_understood_are_unknown_and_end_nothing():
+def test_unknown_platform_state_makes_node_unknown():
     for files in (BEGUN, NodeFiles()):
         assert judged(files, State.UNKNOWN, reason="no answer") == (
             State.UNKNOWN,
@@ -65,7 +65,7 @@ def test_silence_and_what_is_not_understood_are_unknown_and_end_nothing():
         )
 
 
-def test_a_node_that_ended_without_a_record_has_the_platform_s_reason_or_its_last_line():
+def test_node_without_exit_record_takes_platform_reason_or_last_log_line():
     assert judged(BEGUN, State.FAILED, reason="OOMKilled", exit_code=137) == (
         State.FAILED, 137, "OOMKilled"
     )  # fmt: skip

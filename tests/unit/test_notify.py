@@ -40,14 +40,14 @@ def writer(path: object, *more: str) -> NotifySpec:
          "demo-1: attempt 2 failed: rank 3 on node 1: ValueError: bad; starting again"),
     ],
 )  # fmt: skip
-def test_what_is_told(state, event, text):
+def test_notification_has_event_and_text_for_state(state, event, text):
     failed = state in (State.FAILED, State.RESTARTING)
     failure = Failure(node=1, rank=3, exit_code=1, cause="ValueError: bad") if failed else None
     told = notify.notification(status(state, failure))
     assert (told.event, told.text) == (event, text)
 
 
-def test_a_command_gets_it_on_its_standard_input(tmp_path):
+def test_notify_command_gets_notification_on_stdin(tmp_path):
     said: list[str] = []
     notify.notify(writer(tmp_path / "told"), status(State.SUCCEEDED), said.append)
     told = json.loads((tmp_path / "told").read_text())
@@ -55,7 +55,7 @@ def test_a_command_gets_it_on_its_standard_input(tmp_path):
     assert said == [f"{sys.executable} was notified: ended"]
 
 
-def test_what_nobody_wants_to_hear_is_not_told(tmp_path):
+def test_notify_skips_missing_spec_and_unselected_events(tmp_path):
     notify.notify(None, status(State.FAILED), pytest.fail)
     spec = NotifySpec(command=("false",), on=("failed",))
     notify.notify(spec, status(State.SUCCEEDED), pytest.fail)
@@ -69,7 +69,7 @@ def test_what_nobody_wants_to_hear_is_not_told(tmp_path):
         (("sh", "-c", "exec sleep 600"), "notify: sh: no answer within 0.2 s"),
     ],
 )
-def test_one_that_fails_is_said_and_nothing_else_happens(monkeypatch, command, said):
+def test_failing_notify_command_is_noted(monkeypatch, command, said):
     monkeypatch.setattr(notify, "SECONDS", 0.2 if "600" in command[-1] else 10.0)
     notes: list[str] = []
     notify.notify(NotifySpec(command=command), status(State.FAILED), notes.append)
@@ -101,7 +101,7 @@ def server():
     made.server_close()
 
 
-def test_an_address_gets_a_post_and_is_never_said(server, monkeypatch):
+def test_notify_posts_to_url_without_printing_url(server, monkeypatch):
     address = f"http://127.0.0.1:{server.server_port}"
     spec = NotifySpec(url_from="HOOK")
     monkeypatch.setenv("HOOK", f"{address}/secret")
@@ -121,7 +121,7 @@ def test_an_address_gets_a_post_and_is_never_said(server, monkeypatch):
             notify.send(spec, notify.notification(status(State.FAILED)))
 
 
-def test_a_supervisor_tells_of_the_end_and_records_it(cwd, unstarted_run, tmp_path):
+def test_supervisor_notifies_of_end_and_records_event(cwd, unstarted_run, tmp_path):
     command = writer(tmp_path / "told").command
     (cwd / "clusters.yaml").write_text(
         json.dumps({"local": {"backend": "local", "notify": {"command": command}}})
@@ -137,7 +137,7 @@ def test_a_supervisor_tells_of_the_end_and_records_it(cwd, unstarted_run, tmp_pa
     assert texts == [f"{sys.executable} was notified: failed"]
 
 
-def test_it_can_be_tried_out(cwd, cli, refused, tmp_path):
+def test_doctor_notify_option_sends_test_notification(cwd, cli, refused, tmp_path):
     assert "cluster local has no `notify`" in refused("doctor", "--notify")
     command = list(writer(tmp_path / "told").command)
     entries = {"a": {"backend": "local", "notify": {"command": command}},
@@ -159,7 +159,7 @@ def test_it_can_be_tried_out(cwd, cli, refused, tmp_path):
         ("{command: [a], on: [sometimes]}", "allowed: ended, failed, restarted"),
     ],
 )
-def test_an_entry_that_names_nobody_is_refused_at_its_place(cwd, refused, write_job, entry, said):
+def test_invalid_notify_entry_is_refused_with_line(cwd, refused, write_job, entry, said):
     (cwd / "clusters.yaml").write_text(f"local:\n  backend: local\n  notify: {entry}\n")
     error = refused("plan", write_job())
     assert "clusters.yaml:3" in error

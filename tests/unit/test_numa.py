@@ -36,13 +36,13 @@ def nodes(binding):
         (1, {"OMP_NUM_THREADS": "112,4"}, [0]),
     ],
 )
-def test_a_rank_gets_the_cpus_of_its_gpus_numa_node(tmp_path, nproc, env, expected):
+def test_rank_is_bound_to_cpus_of_numa_node_of_its_gpu(tmp_path, nproc, env, expected):
     found = bound(lay_out(tmp_path, "h100x8"), nproc, **env)
     assert nodes(found) == expected
     assert found.remark.startswith("bound to the NUMA nodes of their GPUs: local rank")
 
 
-def test_the_log_says_which(tmp_path):
+def test_remark_lists_cpus_and_numa_node_of_local_ranks(tmp_path):
     remark = bound(lay_out(tmp_path, "h100x8"), 5).remark
     first = "local ranks 0 to 3: CPUs 0-55,112-167 (node 0)"
     assert remark.endswith(f"GPUs: {first}; local rank 4: CPUs 56-111,168-223 (node 1)")
@@ -70,31 +70,31 @@ def test_the_log_says_which(tmp_path):
         ([("proc/driver/nvidia/gpus/.*", "")], {}, "has no GPU that this node may use"),
     ],
 )  # fmt: skip
-def test_what_is_not_certain_binds_nothing_and_says_why(tmp_path, changes, env, why):
+def test_uncertain_topology_binds_no_rank_and_names_reason(tmp_path, changes, env, why):
     found = bound(lay_out(tmp_path, "h100x8", *changes), 2, **env)
     assert found.cpus == []
     assert found.remark.startswith("no rank is bound to its GPU's NUMA node: ")
     assert why in found.remark
 
 
-def test_cpus_that_slurm_or_a_container_has_chosen_stay(tmp_path):
+def test_restricted_cpu_affinity_is_kept(tmp_path):
     found = bound(lay_out(tmp_path, "h100x8"), 2, allowed=range(64))
     assert (found.cpus, "chosen already" in found.remark) == ([], True)
 
 
-def test_excluded_gpus_are_not_counted(tmp_path):
+def test_excluded_gpu_is_not_counted(tmp_path):
     excluded = "proc/driver/nvidia/gpus/0000:1b:00.0/information GPU Excluded:\t Yes"
     root = lay_out(tmp_path, "h100x8", (INFORMATION.format("1b", "GPU Excluded"), excluded))
     assert nodes(bound(root, 7)) == [0, 0, 0, 1, 1, 1, 1]
 
 
-def test_gpus_of_other_containers_and_jobs_are_not_counted(tmp_path):
+def test_gpus_without_device_file_are_not_counted(tmp_path):
     """CUDA numbers those that the control group lets this node use, from 0."""
     root = lay_out(tmp_path, "h100x8", *((f"dev/nvidia{i} .*", "") for i in (0, 1, 2, 3)))
     assert nodes(bound(root, 2, CUDA_VISIBLE_DEVICES="0,1")) == [1, 1]
 
 
-def test_gpus_that_nothing_has_opened_yet_go_by_their_numbers_alone(tmp_path):
+def test_gpus_without_uuids_are_found_by_index_only(tmp_path):
     name = "proc/driver/nvidia/gpus/0000:{}:00.0/information GPU UUID: \t GPU-????????-????"
     unknown = [
         (INFORMATION.format(bus, "GPU UUID"), name.format(bus))
@@ -105,14 +105,14 @@ def test_gpus_that_nothing_has_opened_yet_go_by_their_numbers_alone(tmp_path):
     assert bound(root, 2, CUDA_VISIBLE_DEVICES=f"{UUID(6)},{UUID(3)}").cpus == []
 
 
-def test_which_gpu_does_not_matter_where_all_have_one_node(tmp_path):
+def test_mig_rank_is_bound_if_all_gpus_share_one_numa_node(tmp_path):
     there = [(BUS.format(bus, 1), BUS.format(bus, 0)) for bus in ("9d", "c3", "d1", "df")]
     root = lay_out(tmp_path, "h100x8", *there)
     assert nodes(bound(root, 1, CUDA_VISIBLE_DEVICES="MIG-1111")) == [0]
 
 
 @pytest.mark.parametrize("env", [{}, {"CLUSTERKIT_DEVICE": "cpu"}])
-def test_there_is_nothing_to_do_for_one_node_or_on_cpus(tmp_path, env):
+def test_no_binding_on_single_numa_node_or_cpu_device(tmp_path, env):
     root = lay_out(tmp_path, "h100x8", *([] if env else [ONE_NODE]))
     assert bound(root, 8, **env) == numa.Binding()
 
@@ -130,7 +130,7 @@ threading.Thread(target=lambda: print(sorted(os.sched_getaffinity(0)))).start()
 
 
 @pytest.mark.parametrize("bind", ["auto", "none"])
-def test_forked_ranks_run_there_with_as_many_threads_as_otherwise(
+def test_forked_ranks_run_on_bound_cpus_with_unchanged_torch_threads(
     tmp_path, tmp_path_factory, monkeypatch, bind
 ):
     cpus = sorted(os.sched_getaffinity(0))

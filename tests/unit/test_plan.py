@@ -44,7 +44,7 @@ WHOLE = plan(
 )
 
 
-def test_a_plan_survives_its_json_form():
+def test_plan_round_trips_through_json():
     assert msgspec.json.decode(WHOLE.to_json(), type=Plan) == WHOLE
     assert msgspec.json.decode(WHOLE.to_json(), type=Plan).to_json() == WHOLE.to_json()
 
@@ -59,28 +59,28 @@ def test_a_plan_survives_its_json_form():
         ),
     ],
 )
-def test_what_a_backend_must_know_later_survives_as_well(native):
+def test_plan_with_native_backend_data_round_trips_through_json(native):
     whole = msgspec.structs.replace(WHOLE, native=native, device="cuda")
     assert msgspec.json.decode(whole.to_json(), type=Plan) == whole
 
 
-def test_a_plan_of_an_older_version_is_read():
+def test_plan_json_without_newer_fields_is_read():
     document = msgspec.json.decode(WHOLE.to_json())
     del document["native"], document["device"]
     assert msgspec.json.decode(msgspec.json.encode(document), type=Plan) == WHOLE
 
 
-def test_json_does_not_depend_on_the_order_in_which_things_were_put_in():
+def test_plan_json_does_not_depend_on_key_order():
     other = msgspec.structs.replace(WHOLE, topology={"min_nodes": 1, "nodes": 1})
     assert other.to_json() == WHOLE.to_json()
 
 
-def test_what_is_no_plan_is_refused():
+def test_incomplete_plan_json_is_refused():
     with pytest.raises(msgspec.ValidationError, match="missing required field"):
         msgspec.json.decode(b"{}", type=Plan)
 
 
-def test_text_shows_notes_files_and_steps():
+def test_plan_text_shows_notes_files_and_steps():
     assert WHOLE.to_text() == (
         "plan demo-1: one node\n\n"
         "  port=29501 (free when probed)\n"
@@ -97,16 +97,16 @@ def test_text_shows_notes_files_and_steps():
 
 
 @pytest.mark.parametrize("between", ["\x0b", "\x0c", "\x1c", "\x85", "\u2028", "\r"])
-def test_text_shows_a_file_character_by_character(between):
+def test_plan_text_keeps_unusual_line_separators_of_file(between):
     shown = plan(files=(PlanFile("/f", text=f"a{between}b\n"),)).to_text()
     assert f"  | a{between}b\n" in shown
 
 
-def test_a_file_holds_its_text_as_utf_8_or_the_resource_it_copies():
+def test_plan_file_content_is_utf8_text_or_packaged_resource():
     assert WHOLE.files[0].content() == "#!/bin/sh\necho 'ü'\n".encode()
     assert b"def stop(" in WHOLE.files[1].content()
 
 
-def test_a_note_is_found_by_its_name():
+def test_plan_note_is_found_by_name():
     assert noted(WHOLE, "port") == "29501"
     assert noted(WHOLE, "nothing") is None

@@ -57,7 +57,9 @@ NOT_SHOWN = {
     "name",
     [pytest.param(name, marks=pytest.mark.thorough if name in SLOW else ()) for name in PACKAGES],
 )
-def test_ranks_and_starts_draw_as_processes_do(name, tmp_path, tmp_path_factory, monkeypatch):
+def test_forked_ranks_share_and_differ_in_state_like_separate_processes(
+    name, tmp_path, tmp_path_factory, monkeypatch
+):
     packages = PACKAGES[name]
     if any(importlib.util.find_spec(package.partition(".")[0]) is None for package in packages):
         pytest.skip(f"without {name}")

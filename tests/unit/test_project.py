@@ -123,7 +123,7 @@ def leftovers(tmp_path):
 # ---------------------------------------------------------------- which files count
 
 
-def test_a_checkout_is_its_tracked_and_new_files_as_they_lie_there(checkout):
+def test_snapshot_of_checkout_takes_tracked_and_new_files_not_ignored(checkout):
     write(checkout / "train.py", "print('changed')\n")
     write(checkout / "new.py", "new = 1\n")
     write(checkout / "noise.log", "x")
@@ -135,14 +135,14 @@ def test_a_checkout_is_its_tracked_and_new_files_as_they_lie_there(checkout):
     assert found.how == "tracked or new, not ignored"
 
 
-def test_all_of_the_checkout_counts_wherever_in_it_the_job_starts(checkout):
+def test_snapshot_from_subfolder_takes_whole_checkout(checkout):
     found = take(checkout / "lib", "a.py")
     assert found.root == checkout
     assert paths(found) == [".gitignore", "lib/a.py", "train.py"]
     assert take(checkout / "lib", "../train.py").digest == found.digest
 
 
-def test_the_digest_is_of_paths_modes_and_contents(checkout):
+def test_digest_changes_with_path_mode_content_and_link_target(checkout):
     first = take(checkout)
     assert take(checkout).digest == first.digest
     seen = {first.digest}
@@ -165,13 +165,13 @@ def test_the_digest_is_of_paths_modes_and_contents(checkout):
     differs()
 
 
-def test_what_only_the_owner_s_mask_says_of_a_mode_does_not_count(checkout):
+def test_digest_ignores_group_and_other_permissions(checkout):
     before = take(checkout).digest
     (checkout / "train.py").chmod(0o600)
     assert take(checkout).digest == before
 
 
-def test_ugly_names(checkout):
+def test_snapshot_takes_files_with_unusual_names(checkout):
     names = [
         "-rf",
         "--help",
@@ -191,7 +191,7 @@ def test_ugly_names(checkout):
     assert set(paths(take(checkout))) == {*names, ".gitignore", "train.py", "lib/a.py"}
 
 
-def test_submodules_count_and_one_that_is_not_checked_out_is_passed_over(checkout, tmp_path):
+def test_snapshot_takes_submodule_files_and_skips_empty_submodule(checkout, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     git(other, "init", "-q")
@@ -214,7 +214,7 @@ def test_submodules_count_and_one_that_is_not_checked_out_is_passed_over(checkou
     assert paths(take(bare)) == [".gitignore", ".gitmodules", "lib/a.py", "train.py"]
 
 
-def test_checkouts_within_the_checkout_count_by_their_own_rules(checkout):
+def test_nested_checkout_follows_its_own_gitignore(checkout):
     inner = checkout / "vendored"
     inner.mkdir()
     git(inner, "init", "-q")
@@ -232,7 +232,7 @@ def test_checkouts_within_the_checkout_count_by_their_own_rules(checkout):
     ]
 
 
-def test_a_worktree_is_a_checkout_of_its_own(checkout, tmp_path):
+def test_snapshot_of_git_worktree_takes_its_own_files(checkout, tmp_path):
     git(checkout, "worktree", "add", "-q", str(tmp_path / "tree"), "-b", "side")
     write(tmp_path / "tree" / "side.py", "side")
     found = take(tmp_path / "tree", "side.py")
@@ -240,7 +240,7 @@ def test_a_worktree_is_a_checkout_of_its_own(checkout, tmp_path):
     assert paths(found) == [".gitignore", "lib/a.py", "side.py", "train.py"]
 
 
-def test_a_conflict_does_not_name_a_file_three_times(checkout):
+def test_snapshot_lists_conflicted_file_once(checkout):
     git(checkout, "checkout", "-qb", "side")
     write(checkout / "train.py", "side\n")
     git(checkout, "commit", "-qam", "side")
@@ -253,7 +253,7 @@ def test_a_conflict_does_not_name_a_file_three_times(checkout):
     assert paths(take(checkout)) == [".gitignore", "lib/a.py", "train.py"]
 
 
-def test_a_tracked_folder_that_is_a_file_now_and_the_other_way_round(checkout):
+def test_snapshot_takes_folder_turned_file_and_file_turned_folder(checkout):
     shutil.rmtree(checkout / "lib")
     write(checkout / "lib", "now a file")
     (checkout / "train.py").unlink()
@@ -261,7 +261,7 @@ def test_a_tracked_folder_that_is_a_file_now_and_the_other_way_round(checkout):
     assert paths(take(checkout)) == [".gitignore", "lib", "train.py/inner.py"]
 
 
-def test_links_are_links_wherever_they_lead(checkout, tmp_path):
+def test_snapshot_keeps_symbolic_links_with_their_targets(checkout, tmp_path):
     for name, target in {
         "to-file": "train.py", "to-folder": "lib", "dangling": "nowhere",
         "absolute": str(tmp_path / "elsewhere"), "up": "../..", "self": "self",
@@ -274,13 +274,13 @@ def test_links_are_links_wherever_they_lead(checkout, tmp_path):
     }  # fmt: skip
 
 
-def test_pipes_sockets_and_devices_are_no_files(folder):
+def test_snapshot_skips_named_pipes(folder):
     os.mkfifo(folder / "pipe")
     (folder / "zero").symlink_to("/dev/zero")
     assert paths(take(folder)) == ["train.py", "zero"]
 
 
-def test_outside_of_git_every_file_counts_but_caches(folder):
+def test_snapshot_outside_git_takes_all_files_except_caches(folder):
     for name in ("data/x.bin", ".env", "a.log", "deep/er/y"):
         write(folder / name, "x")
     for name in (".git", ".venv", "venv", "__pycache__", "node_modules", "deep/.mypy_cache"):
@@ -294,9 +294,7 @@ def test_outside_of_git_every_file_counts_but_caches(folder):
 
 @pytest.mark.parametrize("in_git", [True, False])
 @pytest.mark.parametrize("way", ["itself", "by a link"])
-def test_clusterkit_home_is_no_part_of_the_project(
-    checkout, folder, tmp_path, monkeypatch, in_git, way
-):
+def test_snapshot_excludes_clusterkit_home(checkout, folder, tmp_path, monkeypatch, in_git, way):
     root = checkout if in_git else folder
     runs = root / ".clusterkit"
     monkeypatch.setenv("CLUSTERKIT_HOME", str(runs))
@@ -313,14 +311,14 @@ def test_clusterkit_home_is_no_part_of_the_project(
 
 
 @pytest.mark.parametrize("place", ["home", "/"])
-def test_what_can_be_no_project_is_refused_before_it_is_read(folder, monkeypatch, place):
+def test_root_folder_or_clusterkit_home_is_refused_as_project(folder, monkeypatch, place):
     monkeypatch.setenv("CLUSTERKIT_HOME", str(folder))
     monkeypatch.setattr(snapshot, "_all_files", None)
     with pytest.raises(BadInput, match="it cannot be copied to the hosts"):
         take(folder if place == "home" else Path("/"))
 
 
-def test_a_home_folder_is_remarked_upon(folder, monkeypatch):
+def test_project_containing_home_folder_gives_remark(folder, monkeypatch):
     assert take(folder).facts().remark is None
     monkeypatch.setenv("HOME", str(folder))
     assert "keys and histories too (1 file, 0.0 MB)" in (take(folder).facts().remark or "")
@@ -330,7 +328,7 @@ def test_a_home_folder_is_remarked_upon(folder, monkeypatch):
     assert take(folder).facts().remark is None
 
 
-def test_without_git_on_path_every_file_counts(checkout, monkeypatch):
+def test_snapshot_without_git_on_path_takes_all_files(checkout, monkeypatch):
     write(checkout / "noise.log", "x")
     monkeypatch.setenv("PATH", "/nowhere")
     found = take(checkout, "train.py")
@@ -338,7 +336,7 @@ def test_without_git_on_path_every_file_counts(checkout, monkeypatch):
     assert found.how == "all but caches"
 
 
-def test_a_folder_that_the_checkout_ignores_is_a_project_of_its_own(checkout):
+def test_folder_ignored_by_checkout_is_project_of_its_own(checkout):
     write(checkout / "data" / "job" / "train.py", "x")
     write(checkout / "data" / "job" / "noise.log", "x")
     found = take(checkout / "data" / "job", "train.py")
@@ -346,7 +344,7 @@ def test_a_folder_that_the_checkout_ignores_is_a_project_of_its_own(checkout):
     assert paths(found) == ["noise.log", "train.py"]
 
 
-def test_git_s_own_environment_names_no_other_checkout(checkout, tmp_path, monkeypatch):
+def test_snapshot_ignores_git_environment_variables(checkout, tmp_path, monkeypatch):
     # As it is in a git hook of another project.
     other = tmp_path / "other"
     other.mkdir()
@@ -358,7 +356,7 @@ def test_git_s_own_environment_names_no_other_checkout(checkout, tmp_path, monke
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs a folder of another user's")
-def test_a_checkout_of_another_user_is_refused_and_not_copied_whole(checkout, monkeypatch):
+def test_checkout_owned_by_other_user_is_refused_with_git_hint(checkout, monkeypatch):
     write(checkout / "data" / "secret", "x")
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
     monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
@@ -369,14 +367,14 @@ def test_a_checkout_of_another_user_is_refused_and_not_copied_whole(checkout, mo
     assert error.value.hint == f"git config --global --add safe.directory {checkout}"
 
 
-def test_a_checkout_that_is_reached_by_a_link(checkout, tmp_path):
+def test_checkout_reached_by_symbolic_link_has_same_digest(checkout, tmp_path):
     (tmp_path / "link").symlink_to(checkout)
     found = take(tmp_path / "link" / "lib", "a.py")
     assert found.root == tmp_path / "link"
     assert found.digest == take(checkout).digest
 
 
-def test_a_link_into_the_middle_of_a_checkout_is_refused(checkout, tmp_path):
+def test_symbolic_link_into_subfolder_of_checkout_is_refused(checkout, tmp_path):
     (tmp_path / "link").symlink_to(checkout / "lib")
     with pytest.raises(BadInput, match="is a symbolic link into the checkout") as error:
         take(tmp_path / "link", "a.py")
@@ -386,7 +384,7 @@ def test_a_link_into_the_middle_of_a_checkout_is_refused(checkout, tmp_path):
 # ---------------------------------------------------------------- what is refused
 
 
-def test_a_program_that_git_ignores_is_refused(checkout):
+def test_program_ignored_by_git_is_refused(checkout):
     write(checkout / "data" / "train.py", "x")
     with pytest.raises(BadInput, match=r"program: data/train\.py is ignored by git") as error:
         take(checkout, "data/train.py")
@@ -394,7 +392,7 @@ def test_a_program_that_git_ignores_is_refused(checkout):
     assert command == f"git -C {checkout} check-ignore -v data/train.py"
 
 
-def test_a_program_among_the_caches_is_refused(folder):
+def test_program_in_cache_folder_is_refused(folder):
     write(folder / ".venv" / "train.py", "x")
     with pytest.raises(BadInput, match="lies in a folder that is not copied") as error:
         take(folder, ".venv/train.py")
@@ -402,35 +400,35 @@ def test_a_program_among_the_caches_is_refused(folder):
 
 
 @pytest.mark.parametrize("program", ["../other.py", "/usr/bin/env"])
-def test_a_program_outside_of_the_project_is_refused(checkout, program):
+def test_program_outside_project_is_refused(checkout, program):
     write(checkout.parent / "other.py", "x")
     with pytest.raises(BadInput, match="lies outside of") as error:
         take(checkout, program)
     assert "sync: false" in (error.value.hint or "")
 
 
-def test_a_program_may_be_named_by_its_whole_path(checkout):
+def test_program_given_by_absolute_path_is_accepted(checkout):
     assert take(checkout, str(checkout / "train.py")).digest == take(checkout).digest
 
 
-def test_a_program_with_a_name_that_only_looks_as_if_it_led_out(checkout):
+def test_program_name_beginning_with_two_dots_is_accepted(checkout):
     write(checkout / "..train.py", "x")
     assert "..train.py" in paths(take(checkout, "..train.py"))
 
 
-def test_a_program_by_way_of_a_link_of_the_project(checkout):
+def test_program_reached_by_link_within_project_is_accepted(checkout):
     (checkout / "link").symlink_to("lib")
     assert "link" in paths(take(checkout, "link/a.py"))
 
 
-def test_a_program_by_way_of_a_link_that_leads_out(checkout, tmp_path):
+def test_program_reached_by_link_out_of_project_is_refused(checkout, tmp_path):
     write(tmp_path / "elsewhere" / "a.py", "x")
     (checkout / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(BadInput, match=r"program: link/a\.py"):
         take(checkout, "link/a.py")
 
 
-def test_far_too_much_data_is_refused_before_it_is_read(checkout):
+def test_oversized_project_is_refused_naming_largest_file(checkout):
     with (checkout / "model.bin").open("wb") as file:
         file.truncate(3 << 40)  # three TiB: reading them would not end
     with pytest.raises(BadInput, match="is 3145728 MiB: too much to copy") as error:
@@ -439,14 +437,14 @@ def test_far_too_much_data_is_refused_before_it_is_read(checkout):
     assert ".gitignore" in (error.value.hint or "")
 
 
-def test_ignored_data_is_not_counted(checkout):
+def test_ignored_data_does_not_count_towards_size(checkout):
     (checkout / "data").mkdir()
     with (checkout / "data" / "model.bin").open("wb") as file:
         file.truncate(3 << 40)
     assert take(checkout).size < 1000
 
 
-def test_a_file_that_cannot_be_read_is_named(checkout, monkeypatch):
+def test_unreadable_file_is_reported_by_name(checkout, monkeypatch):
     def refuse(path, *args, **kwargs):
         if Path(path).name == "a.py":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
@@ -458,7 +456,7 @@ def test_a_file_that_cannot_be_read_is_named(checkout, monkeypatch):
     assert "ignore it, or fix it" in (error.value.hint or "")
 
 
-def test_a_folder_that_cannot_be_read_is_named_and_not_passed_over(folder, monkeypatch):
+def test_unreadable_folder_is_reported_by_name(folder, monkeypatch):
     write(folder / "locked" / "f", "x")
     real = os.scandir
 
@@ -472,7 +470,7 @@ def test_a_folder_that_cannot_be_read_is_named_and_not_passed_over(folder, monke
         take(folder)
 
 
-def test_a_checkout_whose_index_is_damaged_is_refused(checkout):
+def test_checkout_with_damaged_index_is_refused(checkout):
     (checkout / ".git" / "index").write_bytes(b"no index")
     with pytest.raises(BadInput, match="git ls-files fails in") as error:
         take(checkout)
@@ -482,7 +480,7 @@ def test_a_checkout_whose_index_is_damaged_is_refused(checkout):
 # ---------------------------------------------------------------- sending
 
 
-def test_what_arrives_is_what_was_there(checkout, tmp_path):
+def test_upload_delivers_files_modes_and_links_unchanged(checkout, tmp_path):
     dice = random.Random(7)
     write(checkout / "run.sh", "#!/bin/sh\n", 0o755)
     write(checkout / "empty")
@@ -502,9 +500,7 @@ def test_what_arrives_is_what_was_there(checkout, tmp_path):
 
 
 @pytest.mark.parametrize("locale", ["C", "POSIX", "de_DE.ISO-8859-1"])
-def test_names_arrive_as_they_are_whatever_the_host_s_locale(
-    checkout, tmp_path, monkeypatch, locale
-):
+def test_upload_keeps_file_names_under_any_host_locale(checkout, tmp_path, monkeypatch, locale):
     write(checkout / "naïve 日本", "x")
     write(checkout / BAD_NAME, "x")
     found = take(checkout)
@@ -514,13 +510,13 @@ def test_names_arrive_as_they_are_whatever_the_host_s_locale(
     assert contents(path) == expected(found)
 
 
-def test_a_place_whose_path_a_shell_would_read(checkout, weird_tmp_path):
+def test_upload_to_path_with_shell_characters_works(checkout, weird_tmp_path):
     found = take(checkout)
     _, path = deliver(weird_tmp_path, found)
     assert contents(path) == expected(found)
 
 
-def test_an_empty_project(tmp_path):
+def test_upload_of_empty_project_creates_folder(tmp_path):
     (tmp_path / "nothing").mkdir()
     found = take(tmp_path / "nothing")
     number, path = deliver(tmp_path, found)
@@ -529,13 +525,13 @@ def test_an_empty_project(tmp_path):
     assert snapshot.summary(found.facts()) == "0 files, 0.0 MB"
 
 
-def test_the_same_again_sends_nothing(checkout, tmp_path):
+def test_second_upload_of_same_snapshot_sends_nothing(checkout, tmp_path):
     found = take(checkout)
     deliver(tmp_path, found)
     assert deliver(tmp_path, take(checkout))[0] == 0
 
 
-def test_one_changed_file_is_all_that_is_sent_and_the_rest_is_linked(checkout, tmp_path):
+def test_upload_sends_changed_files_and_hard_links_others(checkout, tmp_path):
     for number in range(20):
         write(checkout / f"f{number}", f"{number}")
     first = take(checkout)
@@ -558,7 +554,7 @@ def test_one_changed_file_is_all_that_is_sent_and_the_rest_is_linked(checkout, t
     assert (new / "renamed").stat().st_ino == (old / "f8").stat().st_ino
 
 
-def test_a_host_without_hard_links_gets_every_file(checkout, tmp_path, monkeypatch):
+def test_host_without_hard_links_reports_all_files_missing(checkout, tmp_path, monkeypatch):
     deliver(tmp_path, take(checkout))
     write(checkout / "more", "x")
     found = take(checkout)
@@ -578,7 +574,9 @@ def test_a_host_without_hard_links_gets_every_file(checkout, tmp_path, monkeypat
 
 @pytest.mark.parametrize("size", [0, 1, 1000, 1001, 5000, 10_007])
 @pytest.mark.parametrize("compresses", [True, False])
-def test_files_go_in_pieces(folder, tmp_path, monkeypatch, size, compresses):
+def test_file_is_sent_in_pieces_compressed_where_smaller(
+    folder, tmp_path, monkeypatch, size, compresses
+):
     monkeypatch.setattr(receiver, "PIECE_BYTES", 1000)
     data = b"z" * size if compresses else random.Random(1).randbytes(size)
     write(folder / "big", data)
@@ -592,7 +590,7 @@ def test_files_go_in_pieces(folder, tmp_path, monkeypatch, size, compresses):
 
 
 @pytest.mark.parametrize(("limit", "times"), [(1000, 1), (250, 3)])
-def test_what_is_sent_to_several_hosts_is_read_once_up_to_a_limit(
+def test_upload_to_several_hosts_reads_files_once_within_cache_limit(
     folder, monkeypatch, limit, times
 ):
     for number in range(6):
@@ -611,7 +609,7 @@ def test_what_is_sent_to_several_hosts_is_read_once_up_to_a_limit(
     assert Counter(reads) == dict.fromkeys([entry.path for entry in found.entries], times)
 
 
-def test_a_cache_does_not_mix_files_up_when_hosts_miss_different_ones(folder):
+def test_piece_cache_is_correct_for_hosts_missing_different_files(folder):
     for number in range(50):
         write(folder / f"f{number:02}", os.urandom(number * 7))
     sent, fresh = uploading(take(folder)), uploading(take(folder))
@@ -631,7 +629,7 @@ def test_a_cache_does_not_mix_files_up_when_hosts_miss_different_ones(folder):
         assert pieces == [piece for number in missing for piece in fresh.pieces([number])]
 
 
-def test_progress_is_told_up_to_the_whole(checkout, tmp_path):
+def test_upload_progress_runs_from_zero_to_total_size(checkout, tmp_path):
     told = []
     found = take(checkout)
     deliver(tmp_path, found, progress=lambda *about: told.append(about))
@@ -644,7 +642,7 @@ def test_progress_is_told_up_to_the_whole(checkout, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["other", "longer and longer", ""])
-def test_a_file_that_changes_while_it_is_sent_gives_no_tree(folder, tmp_path, change):
+def test_file_changed_during_upload_fails_upload_without_tree(folder, tmp_path, change):
     write(folder / "train.py", "first")
     found = take(folder)
     write(folder / "train.py", change)
@@ -653,7 +651,7 @@ def test_a_file_that_changes_while_it_is_sent_gives_no_tree(folder, tmp_path, ch
     assert contents(tmp_path / "host") == {"projects/p/.lock": (0o600, b"")}
 
 
-def test_a_file_that_only_grows_is_sent_as_it_was(folder, tmp_path):
+def test_file_that_grows_during_upload_is_sent_as_snapshotted(folder, tmp_path):
     write(folder / "train.py", "first")
     found = take(folder)
     write(folder / "train.py", "first, and more")
@@ -661,7 +659,7 @@ def test_a_file_that_only_grows_is_sent_as_it_was(folder, tmp_path):
     assert (path / "train.py").read_bytes() == b"first"
 
 
-def test_a_file_that_goes_away_while_it_is_sent_gives_no_tree(folder, tmp_path):
+def test_file_removed_during_upload_fails_upload_without_tree(folder, tmp_path):
     found = take(folder)
     (folder / "train.py").unlink()
     with pytest.raises(SubmitFailed, match=r"train\.py: no such file or directory while") as error:
@@ -700,7 +698,7 @@ class Interrupted(LocalTransport):
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 4])
-def test_a_receiver_that_is_killed_leaves_no_tree_and_the_next_one_clears_up(
+def test_killed_receiver_leaves_no_tree_and_next_upload_cleans_up(
     folder, tmp_path, after, monkeypatch
 ):
     monkeypatch.setattr(upload, "BATCH_BYTES", 1)
@@ -716,9 +714,7 @@ def test_a_receiver_that_is_killed_leaves_no_tree_and_the_next_one_clears_up(
     assert leftovers(tmp_path) == []
 
 
-def test_a_receiver_that_is_killed_while_it_repairs_leaves_the_tree_to_the_next(
-    folder, tmp_path, monkeypatch
-):
+def test_upload_after_receiver_killed_during_repair_completes_repair(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(upload, "BATCH_BYTES", 1)
     for number in range(6):
         write(folder / f"f{number}", f"{number}")
@@ -748,7 +744,7 @@ def small_disk(tmp_path):
 
 
 @pytest.mark.parametrize("size", [1 << 20, 250 << 10])
-def test_a_full_disk_on_a_host_is_said_and_leaves_nothing(folder, tmp_path, small_disk, size):
+def test_full_disk_on_host_fails_upload_and_leaves_no_files(folder, tmp_path, small_disk, size):
     for number in range(20):
         write(folder / f"f{number:02}", os.urandom(1 << 10))
     write(folder / "g", os.urandom(size))
@@ -763,7 +759,7 @@ def test_a_full_disk_on_a_host_is_said_and_leaves_nothing(folder, tmp_path, smal
     assert contents(path) == expected(found)
 
 
-def test_a_file_that_is_larger_than_the_host_allows(folder, tmp_path):
+def test_file_above_size_limit_of_host_fails_upload(folder, tmp_path):
     write(folder / "big", os.urandom(1 << 20))
     found = take(folder)
     tree = tree_of(tmp_path, found)
@@ -776,7 +772,7 @@ def test_a_file_that_is_larger_than_the_host_allows(folder, tmp_path):
     assert leftovers(tmp_path) == []
 
 
-def test_a_place_that_cannot_be_written_to(folder, tmp_path):
+def test_unwritable_destination_fails_upload_with_workdir_hint(folder, tmp_path):
     write(tmp_path / "host", "a file")
     with pytest.raises(SubmitFailed, match=r"host h0: .*: Not a directory: ") as error:
         deliver(tmp_path, take(folder))
@@ -792,7 +788,7 @@ def test_a_place_that_cannot_be_written_to(folder, tmp_path):
         ("cat >/dev/null", "copying the project was interrupted: "),
     ],
 )
-def test_a_host_where_the_receiver_does_not_run(folder, tmp_path, python, said):
+def test_receiver_that_cannot_run_fails_upload_with_its_output(folder, tmp_path, python, said):
     fake = tmp_path / "python"
     fake.write_text(f"#!/bin/sh\n{python}\n")
     fake.chmod(0o755)
@@ -805,7 +801,7 @@ def test_a_host_where_the_receiver_does_not_run(folder, tmp_path, python, said):
     assert said in error.value.message
 
 
-def test_a_host_that_falls_silent_is_given_up(folder, tmp_path, monkeypatch):
+def test_silent_receiver_fails_upload(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(upload, "QUIET_SECONDS", 0.1)
     fake = tmp_path / "python"
     fake.write_text("#!/bin/sh\nexec sleep 60\n")
@@ -815,7 +811,7 @@ def test_a_host_that_falls_silent_is_given_up(folder, tmp_path, monkeypatch):
         Upload(found, tree_of(tmp_path, found)).send("h0", str(fake), LOCAL)
 
 
-def test_what_the_sender_says_wrongly_is_answered_and_leaves_nothing(tmp_path):
+def test_receiver_answers_malformed_input_with_error_and_keeps_nothing(tmp_path):
     def converse(path, entries, data):
         listing = receiver.zlib.compress(json.dumps(entries).encode())
         request = json.dumps({"path": str(path)}).encode() + b"\n"
@@ -842,7 +838,7 @@ def test_what_the_sender_says_wrongly_is_answered_and_leaves_nothing(tmp_path):
 # ---------------------------------------------------------------- two at once
 
 
-def test_two_receivers_of_the_same_tree_at_once(folder, tmp_path):
+def test_concurrent_uploads_of_same_tree_send_files_once(folder, tmp_path):
     for number in range(200):
         write(folder / f"d{number % 7}" / f"f{number}", os.urandom(100))
     found = take(folder)
@@ -866,7 +862,7 @@ def test_two_receivers_of_the_same_tree_at_once(folder, tmp_path):
 
 
 @pytest.mark.parametrize("answer", ["return", "raise OSError(37, 'No locks available')"])
-def test_hosts_whose_locks_do_not_exclude_each_other_fill_one_folder(folder, tmp_path, answer):
+def test_hosts_without_working_locks_fill_shared_folder_correctly(folder, tmp_path, answer):
     """As on NFS without locks, or with locks that count on one host alone."""
     for number in range(200):
         write(folder / f"d{number % 7}" / f"f{number}", os.urandom(100))
@@ -891,7 +887,7 @@ def test_hosts_whose_locks_do_not_exclude_each_other_fill_one_folder(folder, tmp
         write(Path(tree.path) / "d0" / "f0", "changed by a program")
 
 
-def test_another_host_s_drafts_stay_until_they_are_old(folder, tmp_path):
+def test_drafts_of_other_host_are_removed_only_once_old(folder, tmp_path):
     found = take(folder)
     _, tree = deliver(tmp_path, found)
     write(tree.parent / ".draft-other.1.abc.tree" / "f", "half")
@@ -902,7 +898,7 @@ def test_another_host_s_drafts_stay_until_they_are_old(folder, tmp_path):
     assert leftovers(tmp_path) == []
 
 
-def test_who_has_to_wait_says_so_again_and_again(tmp_path):
+def test_receiver_waiting_for_lock_reports_waiting_repeatedly(tmp_path):
     text = Path(receiver.__file__).read_text()
     assert "\nWAITING_SECONDS = 10.0\n" in text
     quick = write(tmp_path / "quick.py", text.replace("SECONDS = 10.0", "SECONDS = 0.1"))
@@ -922,7 +918,7 @@ def test_who_has_to_wait_says_so_again_and_again(tmp_path):
             assert next(answers) == {"done": 0}
 
 
-def test_a_host_that_has_to_wait_is_waited_for(folder, tmp_path):
+def test_upload_waits_for_receiver_that_reports_waiting(folder, tmp_path):
     said = ['{"waiting": 10.0}'] * 3 + ['{"missing": []}', '{"waiting": 1}', '{"done": 0}']
     script = "#!/bin/sh\nprintf '%s\\n' " + " ".join(f"'{line}'" for line in said)
     fake = write(tmp_path / "python", f"{script}\ncat >/dev/null\n", 0o755)
@@ -1006,7 +1002,7 @@ SPOILT = {name.removeprefix("spoil_"): f for name, f in globals().items() if "sp
 
 
 @pytest.mark.parametrize("how", sorted(SPOILT))
-def test_a_tree_that_a_program_has_changed_is_repaired(checkout, tmp_path, how):
+def test_tree_changed_by_program_is_repaired(checkout, tmp_path, how):
     (checkout / "link").symlink_to("lib")
     found = take(checkout)
     _, path = deliver(tmp_path, found)
@@ -1021,7 +1017,7 @@ def test_a_tree_that_a_program_has_changed_is_repaired(checkout, tmp_path, how):
     assert leftovers(tmp_path) == []
 
 
-def test_a_spoilt_file_of_one_tree_does_not_get_into_the_next(checkout, tmp_path):
+def test_file_changed_in_old_tree_is_not_linked_into_new_tree(checkout, tmp_path):
     _, old = deliver(tmp_path, take(checkout))
     spoil_content(old)
     write(checkout / "more.py", "more")
@@ -1031,9 +1027,7 @@ def test_a_spoilt_file_of_one_tree_does_not_get_into_the_next(checkout, tmp_path
     assert contents(path) == expected(found)
 
 
-def test_a_file_that_is_spoilt_while_others_are_repaired_is_not_written_down_as_intact(
-    checkout, tmp_path, monkeypatch
-):
+def test_file_changed_during_repair_is_repaired_by_next_upload(checkout, tmp_path, monkeypatch):
     found = take(checkout)
     _, path = deliver(tmp_path, found)
     spoil_gone(path)
@@ -1051,7 +1045,7 @@ def test_a_file_that_is_spoilt_while_others_are_repaired_is_not_written_down_as_
     assert contents(path) == expected(found)
 
 
-def test_a_project_s_own_files_are_not_taken_for_drafts(folder, tmp_path):
+def test_project_files_named_like_drafts_are_delivered(folder, tmp_path):
     for name in (".train.py.new", ".draft-file", "sub/.draft-tree/f", ".lock", "current"):
         write(folder / name, name)
     found = take(folder)
@@ -1064,7 +1058,7 @@ def test_a_project_s_own_files_are_not_taken_for_drafts(folder, tmp_path):
     assert deliver(tmp_path, second)[0] == 0
 
 
-def test_something_that_is_no_folder_in_a_tree_s_place(checkout, tmp_path):
+def test_file_or_link_in_place_of_tree_is_replaced(checkout, tmp_path):
     found = take(checkout)
     tree = Path(tree_of(tmp_path, found).path)
     for make in (lambda: write(tree, "file"), lambda: tree.symlink_to("nowhere")):
@@ -1087,14 +1081,14 @@ def deliver_many(checkout, tmp_path, number):
     return made
 
 
-def test_the_newest_trees_stay(checkout, tmp_path):
+def test_pruning_keeps_newest_trees(checkout, tmp_path):
     made = deliver_many(checkout, tmp_path, receiver.KEEP_TREES + 3)
     assert [path.is_dir() for path in made] == [False] * 3 + [True] * receiver.KEEP_TREES
     records = {path.stem for path in made[0].parent.glob("*.json")}
     assert records == {path.name for path in made[3:]}
 
 
-def test_a_tree_that_is_sent_again_counts_as_new(checkout, tmp_path):
+def test_pruning_counts_tree_sent_again_as_new(checkout, tmp_path):
     made = deliver_many(checkout, tmp_path, receiver.KEEP_TREES)
     write(checkout / "version", "0")
     assert deliver(tmp_path, take(checkout))[1] == made[0]
@@ -1103,7 +1097,7 @@ def test_a_tree_that_is_sent_again_counts_as_new(checkout, tmp_path):
     assert [path.is_dir() for path in made] == [True, False, True, True, True]
 
 
-def test_a_tree_that_a_process_works_in_stays(checkout, tmp_path):
+def test_pruning_keeps_working_folder_of_running_process(checkout, tmp_path):
     made = deliver_many(checkout, tmp_path, 2)
     with (
         subprocess.Popen(["cat"], stdin=subprocess.PIPE, cwd=made[0] / "lib") as below,
@@ -1121,7 +1115,7 @@ def test_a_tree_that_a_process_works_in_stays(checkout, tmp_path):
     assert later[-1].is_dir()
 
 
-def test_a_tree_of_a_run_that_waits_or_runs_elsewhere_stays(checkout, tmp_path):
+def test_pruning_keeps_trees_of_runs_that_have_not_ended(checkout, tmp_path):
     """It is no process's working folder here: it waits in a queue, or another host runs it."""
     trees, ended = {}, set()
 
@@ -1156,7 +1150,7 @@ def test_a_tree_of_a_run_that_waits_or_runs_elsewhere_stays(checkout, tmp_path):
     }
 
 
-def test_a_tree_that_cannot_be_removed_does_not_stop_the_next(checkout, tmp_path, monkeypatch):
+def test_pruning_survives_tree_that_cannot_be_removed(checkout, tmp_path, monkeypatch):
     made = deliver_many(checkout, tmp_path, receiver.KEEP_TREES + 1)
     assert not made[0].exists()
 
@@ -1171,7 +1165,7 @@ def test_a_tree_that_cannot_be_removed_does_not_stop_the_next(checkout, tmp_path
 # ---------------------------------------------------------------- clusterkit itself
 
 
-def test_the_own_package_can_be_imported_where_it_arrives(tmp_path):
+def test_delivered_clusterkit_package_can_be_imported(tmp_path):
     found = own_package()
     _, path = deliver(tmp_path, found)
     program = "import clusterkit.runtime, clusterkit; print(clusterkit.__file__)"
@@ -1184,7 +1178,7 @@ def test_the_own_package_can_be_imported_where_it_arrives(tmp_path):
     assert "clusterkit/jobfile/deepspeed_keys.json" in paths(found)
 
 
-def test_two_thousand_files_need_no_second_reading(tmp_path):
+def test_second_upload_of_2000_files_takes_little_cpu_time(tmp_path):
     root = tmp_path / "many"
     for number in range(2000):
         write(root / f"d{number % 40}" / f"f{number}", f"{number}")

@@ -36,13 +36,13 @@ def samples(*runs):
 OF_RUN = (("cluster", "lab"), ("job", "demo"), ("run", "demo-1"))
 
 
-def test_a_run_s_state_is_one_of_all():
+def test_run_state_gauge_is_1_for_current_state_only():
     found = samples(Reported(status(), {}))
     states = {key[-1][1]: value for key, value in found.items() if key[0].endswith("_state")}
     assert states == {state.value: float(state is State.RUNNING) for state in State}
 
 
-def test_values_names_and_labels_come_back():
+def test_prometheus_parser_reads_back_values_names_and_labels():
     node = NodeStatus(node=0, host='h\\o"s\nt', state=State.FAILED, hang="rank 1 has not come")
     found = samples(
         Reported(
@@ -66,14 +66,14 @@ def test_values_names_and_labels_come_back():
     assert found["clusterkit_node_running", *where, ("run", "demo-1")] == 0
 
 
-def test_several_runs_stand_together():
+def test_samples_of_several_runs_are_grouped_by_metric():
     found = samples(Reported(status("a"), {"loss": 1.0}), Reported(status("b"), {"loss": 2.0}))
     values = [value for key, value in found.items() if key[0] == "clusterkit_metric_loss"]
     assert values == [1.0, 2.0]
 
 
 @pytest.mark.usefixtures("no_gpus")
-def test_the_verb_prints_it(cli, unstarted_run, by_hand):
+def test_metrics_command_prints_prometheus_text(cli, unstarted_run, by_hand):
     run = unstarted_run()
     stamp = "2026-11-21T20:11:58.123450Z"
     log = f'{stamp} 0 @clusterkit {{"event": "metrics", "step": 1, "loss": 2.5}}\n'

@@ -38,7 +38,7 @@ def program(path: Path, text: str) -> Path:
     return path
 
 
-def test_the_newest_is_found_in_path_or_of_pyenv(tmp_path: Path, found: dict[str, str]) -> None:
+def test_newest_python_is_found_on_path_or_in_pyenv(tmp_path: Path, found: dict[str, str]) -> None:
     old, middle, new = sorted(VERSIONS)
     assert found["others"] == found["newest"] == ""
     one = program(tmp_path / "bin" / f"python{old}", f"echo {old}")
@@ -51,12 +51,12 @@ def test_the_newest_is_found_in_path_or_of_pyenv(tmp_path: Path, found: dict[str
     assert found["newest"] == (f"{new} {two}\n" if new > OWN else "")
 
 
-def test_the_python_that_asks_is_not_its_own_newest(tmp_path: Path, found: dict[str, str]) -> None:
+def test_running_python_version_is_not_listed(tmp_path: Path, found: dict[str, str]) -> None:
     program(tmp_path / "bin" / "python3", f"echo {OWN}")
     assert found["newest"] == found["others"] == ""
 
 
-def test_contributing_and_pyproject_name_the_same() -> None:
+def test_contributing_and_pyproject_name_same_python_versions() -> None:
     root = Path(pythons.__file__).parents[1]
     project = (root / "pyproject.toml").read_text()
     named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)

@@ -64,19 +64,19 @@ def ended(made, found, now, **more):
 
 @pytest.mark.parametrize("states", [(AWAY,), (AWAY, UP), (UP, AWAY), (AWAY, AWAY)])
 @pytest.mark.parametrize("restarts", [0, 2])
-def test_silence_ends_nothing_however_long(states, restarts):
+def test_unknown_nodes_never_end_run(states, restarts):
     terms = msgspec.structs.replace(TERMS, nodes=len(states), places=len(states), least=1)
     made = running(terms, restarts)
     for hours in range(100):
         assert made.decide(seen(*states), hours * 3600.0, False) == []
 
 
-def test_nothing_that_can_be_found_ends_nothing():
+def test_missing_observation_never_ends_run():
     made = running()
     assert [made.decide(None, hours * 3600.0, False) for hours in range(9)] == [[]] * 9
 
 
-def test_a_host_that_answers_again_goes_on():
+def test_run_continues_after_unknown_host_answers_again():
     made = running()
     assert made.decide(seen(UP, AWAY), 100.0, False) == []
     assert made.decide(seen(UP, UP), 200.0, False) == []
@@ -86,7 +86,7 @@ def test_a_host_that_answers_again_goes_on():
 # ---------------------------------------------------------------- rule 1: one attempt at a time
 
 
-def test_an_agent_without_an_exit_record_is_stopped_before_anything_starts():
+def test_agent_without_exit_record_is_stopped_before_next_attempt():
     made = running()
     assert ended(made, seen(BAD, STOPPED, gone=[0]), 10.0) == [Stop(reconcile.OTHER_ENDED)]
     made.stopped(11.0, acknowledged=False)
@@ -97,7 +97,7 @@ def test_an_agent_without_an_exit_record_is_stopped_before_anything_starts():
     assert made.decide(None, 21.0, False) == [Start()]
 
 
-def test_without_evidence_the_next_attempt_waits_and_then_the_run_has_failed():
+def test_unacknowledged_stop_delays_next_attempt_then_fails_run():
     made, now, starts = running(), 10.0, 0
     ended(made, seen(BAD, STOPPED, gone=[0]), now)
     while now < 10.0 + LOST_SECONDS:
@@ -127,7 +127,7 @@ def test_without_evidence_the_next_attempt_waits_and_then_the_run_has_failed():
         ((UP, AWAY), 2, LEASE, False),  # they may hear each other
     ],
 )
-def test_when_the_lease_of_nodes_that_do_not_answer_is_over(states, least, lease, over):
+def test_lease_of_unknown_nodes_expires_only_if_ranks_cannot_continue(states, least, lease, over):
     terms = Terms(nodes=len(states), places=len(states), least=least, lease=lease)
     made = running(terms)
     found = seen(*states)
@@ -138,7 +138,7 @@ def test_when_the_lease_of_nodes_that_do_not_answer_is_over(states, least, lease
     assert made._lease_over(found, 201.0) is False  # it counts anew
 
 
-def test_other_hosts_take_over_once_the_lease_is_over():
+def test_unknown_node_is_replaced_after_lease_expires():
     terms = msgspec.structs.replace(TERMS, dispensable=1)
     made = running(terms)
     found, actions = seen(BAD, AWAY), []
@@ -156,7 +156,7 @@ def test_other_hosts_take_over_once_the_lease_is_over():
     assert actions[-1][1] == Start()
 
 
-def test_the_records_of_a_host_that_came_back_decide():
+def test_exit_record_of_returned_host_decides_verdict():
     made = running()
     made.decide(seen(BAD, AWAY), 10.0, False)
     assert ended(made, seen(BAD, AWAY), 10.0 + LEASE)[0] == Stop(reconcile.OTHER_ENDED)
@@ -165,7 +165,7 @@ def test_the_records_of_a_host_that_came_back_decide():
     assert ended(made, seen(BAD, BAD), 61.0) == [Next(2, Verdict.RESTART)]
 
 
-def test_a_host_that_obeys_and_does_not_report_is_looked_at_once_more():
+def test_stopped_host_without_exit_record_is_stopped_again_then_replaced():
     made = running()
     made.decide(seen(BAD, AWAY), 10.0, False)
     assert ended(made, seen(BAD, AWAY), 10.0 + LEASE)[0] == Stop(reconcile.OTHER_ENDED)
@@ -193,12 +193,12 @@ def test_a_host_that_obeys_and_does_not_report_is_looked_at_once_more():
         (seen(BAD, STOPPED), 0, {"port_taken": True}, Verdict.MOVE),
     ],
 )
-def test_what_follows_an_attempt(found, restarts, more, expected):
+def test_verdict_follows_from_node_states_and_restarts_left(found, restarts, more, expected):
     given = {"restarts_left": restarts, "cancelled": False, **more}
     assert verdict(TERMS, found, **given) is expected
 
 
-def test_free_restarts_are_counted_and_begin_ever_later():
+def test_restarts_after_lost_nodes_are_limited_with_growing_pauses():
     """An agent that was killed every 90 s went on for ever."""
     made, now, pauses = Reconciler(TERMS, 0), 0.0, []
     for _ in range(100):
@@ -220,7 +220,7 @@ def test_free_restarts_are_counted_and_begin_ever_later():
     assert max(pauses) == reconcile.LONGEST_PAUSE
 
 
-def test_an_attempt_that_cannot_be_started_is_tried_again_and_costs_no_restart():
+def test_failed_start_of_attempt_is_retried_without_using_restart():
     made, now = running(restarts=1), 10.0
     ended(made, seen(BAD, BAD), now)
     assert made.restarts_left == 0
@@ -240,7 +240,7 @@ def test_an_attempt_that_cannot_be_started_is_tried_again_and_costs_no_restart()
     assert now > 30
 
 
-def test_a_submit_that_cannot_start_says_so_at_once():
+def test_first_attempt_that_cannot_start_fails_run_at_once():
     made = Reconciler(TERMS, 5)
     assert made.decide(None, 0.0, False) == [Start()]
     made.not_started(1.0, "refused")
@@ -251,7 +251,7 @@ def test_a_submit_that_cannot_start_says_so_at_once():
     assert made.decide(None, 2.0, False) == [Finish(BAD)]
 
 
-def test_nodes_that_do_not_report_are_another_attempt():
+def test_node_that_does_not_report_in_time_stops_attempt():
     made = running()
     ended(made, seen(BAD, BAD), 10.0)
     made.decide(None, 10.0, False)
@@ -265,7 +265,7 @@ def test_nodes_that_do_not_report_are_another_attempt():
 # ---------------------------------------------------------------- cancel, limits, peers
 
 
-def test_a_cancel_is_repeated_until_the_nodes_have_ended():
+def test_cancel_is_repeated_until_all_nodes_have_ended():
     made = running()
     assert made.decide(seen(UP, UP), 2.0, True) == [Stop(reconcile.CANCELLED)]
     made.stopped(2.0, acknowledged=True)
@@ -277,13 +277,13 @@ def test_a_cancel_is_repeated_until_the_nodes_have_ended():
 
 
 @pytest.mark.parametrize("states", [(STOPPED, STOPPED), (BAD, STOPPED)])
-def test_whoever_removes_what_owns_the_nodes_ends_the_run(states):
+def test_removed_platform_job_cancels_run(states):
     """As `kubectl delete` of its job, or a cancel on another machine."""
     made = running(restarts=2)
     assert ended(made, seen(*states, removed="Job r is gone"), 2.0) == [Finish(STOPPED)]
 
 
-def test_a_cancel_does_not_wait_for_ever_for_a_host_that_is_gone():
+def test_cancel_finishes_despite_unknown_host():
     made = running()
     for now in (2.0, 8.0):
         assert made.decide(seen(STOPPED, AWAY), now, True) == [Stop(reconcile.CANCELLED)]
@@ -294,7 +294,7 @@ def test_a_cancel_does_not_wait_for_ever_for_a_host_that_is_gone():
     assert made.decide(None, 10.0, True) == [Finish(STOPPED)]
 
 
-def test_the_time_limit_counts_running_time_over_all_attempts():
+def test_time_limit_counts_running_time_over_all_attempts():
     terms = msgspec.structs.replace(TERMS, time_limit=100.0, stop_grace=5.0)
     made = running(terms)  # from 1 s
     ended(made, seen(BAD, BAD), 61.0)
@@ -309,7 +309,7 @@ def test_the_time_limit_counts_running_time_over_all_attempts():
     assert made.over_time_limit
 
 
-def test_the_others_are_given_time_to_end_by_themselves():
+def test_other_nodes_get_time_to_end_before_stop():
     made = running()
     assert made.decide(seen(BAD, UP), 10.0, False) == []
     assert made.decide(seen(BAD, UP), 10.0 + PEERS_SECONDS, False) == [Stop(reconcile.OTHER_ENDED)]
@@ -340,7 +340,7 @@ EARLIER = AttemptStatus(attempt=1, state=BAD, failure=None, started_at=1.0, fini
         (saved(State.RESTARTING, attempts=(EARLIER,)), Begun(2, True), Stage.WATCH, False),
     ],
 )
-def test_where_the_next_supervisor_begins(status, begun, stage, followed):
+def test_adopted_run_resumes_in_stage_given_by_records(status, begun, stage, followed):
     made = Reconciler.adopt(TERMS, since(status, begun), begun, 3)
     assert (made.stage, made.started_by_agents, made.restarts_left) == (stage, followed, 3)
     assert made.attempt == max(status.attempt, begun.attempt if begun else 1)
@@ -362,7 +362,7 @@ def test_where_the_next_supervisor_begins(status, begun, stage, followed):
         (seen(UP, BAD), Stage.SETTLE),
     ],
 )
-def test_an_attempt_whose_nodes_all_run_is_followed_though_its_start_is_not_on_record(found, stage):
+def test_adopted_run_with_incomplete_start_resumes_by_node_states(found, stage):
     made = Reconciler.adopt(TERMS, saved(WAITS), Begun(1, False), 3)
     assert made.decide(None, 5.0, False) == [Look()]
     made.looked_at(found)
@@ -387,7 +387,7 @@ def test_an_attempt_whose_nodes_all_run_is_followed_though_its_start_is_not_on_r
         (seen(BAD, WAITS), False, False),
     ],
 )
-def test_where_ranks_may_live(found, started, living):
+def test_may_live_is_true_for_started_nodes_without_exit_record(found, started, living):
     assert may_live(found, started=started) is living
 
 
@@ -402,7 +402,7 @@ def test_where_ranks_may_live(found, started, living):
         ({"nodes": "2:4", "launcher": "torchrun"}, ["h0"], None),
     ],
 )
-def test_which_hosts_can_do_without_those_that_are_lost(fields, gone, left):
+def test_facts_without_lost_hosts_use_spares_or_shrink(fields, gone, left):
     hosts = tuple(
         HostFacts(host=f"h{n}", address="", cpus=1, memory_mib=1, python="") for n in range(4)
     )

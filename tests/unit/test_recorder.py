@@ -63,7 +63,7 @@ def entry(dump: Dump, number: int, group: str = "0") -> dict[str, Any]:
     return found
 
 
-def test_the_rank_that_has_not_called_a_collective_is_named() -> None:
+def test_rank_that_has_not_entered_collective_is_named() -> None:
     records = [record(rank, recorded(name)) for rank, name in enumerate(HUNG)]
     assert said(*records) == "rank 3 has not entered all_reduce #5, which ranks 0-2 wait in"
     name, number, what, seconds, _, timeout = records[0]["waits"][0]
@@ -73,7 +73,7 @@ def test_the_rank_that_has_not_called_a_collective_is_named() -> None:
     assert records[3]["last"] == {"nccl world": 4, "nccl 3 (mesh_tp)": 1}
 
 
-def test_a_coalesced_group_that_does_not_complete_is_one_collective() -> None:
+def test_incomplete_coalesced_group_counts_as_one_collective() -> None:
     dump = recorded("r3-4-4-t0")
     (whole,) = (each for each in dump["entries"] if each["profiling_name"] == "nccl:coalesced")
     whole |= {"state": "scheduled", "retired": False, "time_discovered_completed_ns": 0}
@@ -84,7 +84,7 @@ def test_a_coalesced_group_that_does_not_complete_is_one_collective() -> None:
     assert record(0, dump)["unstarted"] == {"nccl 3 (mesh_tp)": 0}
 
 
-def test_a_gpu_that_has_not_started_is_told_from_a_rank_that_has_not_called() -> None:
+def test_gpu_that_has_not_started_queued_collective_is_named() -> None:
     dumps = [recorded(name) for name in TIMED]
     started = [record(rank, dump) for rank, dump in enumerate(dumps)]
     assert said(*started) == "ranks 0-3 wait in all_reduce #5, which does not complete"
@@ -114,7 +114,7 @@ def test_a_gpu_that_has_not_started_is_told_from_a_rank_that_has_not_called() ->
     )
 
 
-def test_only_members_of_a_group_are_missed_in_it() -> None:
+def test_only_group_members_are_named_as_missing() -> None:
     """Also one that has never come to a collective of it."""
     whole = recorded("r3-4-4-t0")
     waiting, never = copy.deepcopy(whole), copy.deepcopy(whole)
@@ -139,7 +139,7 @@ def test_only_members_of_a_group_are_missed_in_it() -> None:
     [([0, 1], [[0, 1, 1]]), ([7], [[7, 7, 1]]), (range(1, 4096, 8), [[1, 4089, 8]]),
      ([n * n for n in range(99)], None), ([], None)],
 )  # fmt: skip
-def test_members_are_told_within_the_bound_of_a_message(
+def test_group_members_are_reported_as_ranges_or_omitted(
     ranks: list[int], rows: list[list[int]] | None
 ) -> None:
     dump = recorded("r0-6-4-t0")
@@ -147,7 +147,7 @@ def test_members_are_told_within_the_bound_of_a_message(
     assert record(0, dump).get("members") == (rows and {"nccl world": rows})
 
 
-def test_collectives_of_gloo_and_nccl_in_one_group_are_not_compared() -> None:
+def test_gloo_and_nccl_collectives_of_one_group_are_not_compared() -> None:
     """``cpu:gloo,cuda:nccl`` is torch's default; each numbers its own."""
     gloo = {
         "collective_seq_id": 9, "profiling_name": "gloo:barrier", "input_sizes": [],
@@ -161,7 +161,7 @@ def test_collectives_of_gloo_and_nccl_in_one_group_are_not_compared() -> None:
     assert record(0, {"version": "2.10"}, {"pg_config": {}})["last"] == {}
 
 
-def test_a_wait_begins_when_the_gpu_has_completed_what_was_before_it() -> None:
+def test_wait_begins_when_gpu_completes_previous_collective() -> None:
     """The CPU may queue collectives minutes before the GPU gets there."""
     dump = recorded("r0-6-4-t0")
     newest = entry(dump, 5)["time_created_ns"]
@@ -174,7 +174,7 @@ def test_a_wait_begins_when_the_gpu_has_completed_what_was_before_it() -> None:
     assert record(0, dump, after=5.0)["waits"][0][3] == pytest.approx(1.0, abs=0.1)
 
 
-def test_a_rank_whose_collectives_advance_is_not_missed() -> None:
+def test_rank_with_advancing_collectives_is_not_named_as_missing() -> None:
     records = [record(rank, recorded(name)) for rank, name in enumerate(HUNG[:3])]
     assert said(*records, {"rank": 3, "at": "a.py:9", "moves": True, "waits": []}) == (
         "ranks 0-2 wait in all_reduce #5; the collectives of rank 3 advance meanwhile"
@@ -229,7 +229,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     found.close()
 
 
-def test_both_recorders_of_a_rank_are_asked(server: Server, tmp_path: Path) -> None:
+def test_record_of_rank_queries_gloo_and_nccl_recorders(server: Server, tmp_path: Path) -> None:
     found = rank_state.record(RANK, tmp_path, place=False)
     assert [wait[:3] for wait in found["waits"]] == [
         ("nccl world", 5, "all_reduce"), ("nccl world", 6, "all_reduce")
@@ -244,7 +244,7 @@ def test_both_recorders_of_a_rank_are_asked(server: Server, tmp_path: Path) -> N
     assert rank_state.record(RANK, tmp_path, place=False)["waits"] == []
 
 
-def test_entries_of_nccl_are_left_alone_while_they_advance(
+def test_nccl_entries_are_read_only_after_counters_stop_advancing(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To read them torch queries CUDA events, which breaks a CUDA graph that is just captured."""
@@ -282,9 +282,7 @@ def test_entries_of_nccl_are_left_alone_while_they_advance(
     assert "moves" not in watched._records(place=False)[0]
 
 
-def test_no_rank_is_slow_by_when_its_cpu_has_queued_something(
-    server: Server, tmp_path: Path
-) -> None:
+def test_arrivals_do_not_query_nccl_recorder(server: Server, tmp_path: Path) -> None:
     assert rank_state.arrivals(RANK, tmp_path, {}) == {"rank": 0}
     assert server.asked == ["fr_trace_json"]
 
@@ -301,7 +299,9 @@ def test_no_rank_is_slow_by_when_its_cpu_has_queued_something(
          {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}),
     ],
 )  # fmt: skip
-def test_what_a_user_has_set_stays(own: dict[str, str], added: dict[str, str]) -> None:
+def test_flight_recorder_settings_keep_variables_of_user(
+    own: dict[str, str], added: dict[str, str]
+) -> None:
     assert settings({"PATH": "/bin", **own}, "/run/node-{0}") == added
 
 
@@ -321,7 +321,7 @@ class Foreign:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_the_hang_is_named_from_what_nccl_s_watchdog_has_written(
+def test_hang_is_named_from_dumps_of_nccl_watchdog(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
     """Where nothing was queried before: ranks of another launcher."""

@@ -19,7 +19,7 @@ def nodes(tmp_path):
     found.close()
 
 
-def test_a_run_without_losses_ends_with_its_ranks(nodes):
+def test_run_without_lost_nodes_ends_with_ranks(nodes):
     nodes.begin(2)
     nodes.end(1, 0)
     nodes.end(0, 0)
@@ -28,7 +28,7 @@ def test_a_run_without_losses_ends_with_its_ranks(nodes):
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_fails_ends_the_run_and_nothing_is_started_again(nodes, failing):
+def test_failed_rank_ends_run_on_all_nodes(nodes, failing):
     nodes.begin(2)
     nodes.end(failing, 7)
     assert nodes.agents[failing].wait(60) == 7
@@ -40,7 +40,7 @@ def test_a_rank_that_fails_ends_the_run_and_nothing_is_started_again(nodes, fail
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_lost_node_comes_back_and_all_start_again(nodes, lost, how):
+def test_lost_node_that_returns_restarts_all_ranks(nodes, lost, how):
     before = nodes.begin(2)
     nodes.agents[lost].send_signal(how)
     assert nodes.agents[lost].wait(60) == (agent.PREEMPTED_EXIT if how == signal.SIGTERM else -how)
@@ -61,7 +61,7 @@ def test_a_lost_node_comes_back_and_all_start_again(nodes, lost, how):
     assert nodes.log_of(1 - lost)[0] == f"node {lost} was lost; waiting for it"
 
 
-def test_the_same_node_is_lost_twice_and_two_at_once(nodes):
+def test_run_survives_repeated_and_simultaneous_node_losses(nodes):
     nodes.begin(3)
     for lost in ((1,), (1,), (1, 2), (0, 1)):
         for node in lost:
@@ -75,7 +75,7 @@ def test_the_same_node_is_lost_twice_and_two_at_once(nodes):
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_node_that_stays_away_ends_the_others_by_name(nodes, lost):
+def test_node_that_does_not_return_stops_other_node_with_reason(nodes, lost):
     nodes.begin(2, wait=0.5)
     nodes.agents[lost].terminate()
     assert nodes.agents[1 - lost].wait(60) == 1
@@ -83,7 +83,7 @@ def test_a_node_that_stays_away_ends_the_others_by_name(nodes, lost):
     assert nodes.exit_of(1 - lost)["reason"] == why
 
 
-def test_one_that_falls_silent_is_lost(nodes):
+def test_silent_node_is_lost_and_replaced_by_new_agent(nodes):
     ranks = nodes.begin(2, lost_after=2)
     silent = nodes.agents[1]
     silent.send_signal(signal.SIGSTOP)
@@ -104,7 +104,7 @@ def test_one_that_falls_silent_is_lost(nodes):
     assert nodes.agents[0].wait(60) == 0
 
 
-def test_a_launcher_that_cannot_start_ends_the_run(nodes):
+def test_launcher_that_cannot_start_ends_run(nodes):
     nodes.start(0)
     nodes.start(1, argv=["/nope"])
     assert nodes.agents[1].wait(60) == 127
@@ -112,7 +112,7 @@ def test_a_launcher_that_cannot_start_ends_the_run(nodes):
     assert nodes.agents[0].wait(60) == 1
 
 
-def test_a_node_whose_launcher_could_not_start_may_be_taken_away(nodes):
+def test_agent_with_failed_launcher_exits_as_preempted_on_sigterm(nodes):
     nodes.start(0, argv=("sh", "-c", f"trap '' TERM; {RANK}"))  # it is waited for
     nodes.running(0)
     nodes.start(1, argv=("/nope",))
@@ -125,7 +125,7 @@ def test_a_node_whose_launcher_could_not_start_may_be_taken_away(nodes):
     assert nodes.exit_of(1)["reason"] == "stopped on request"
 
 
-def test_a_single_node_that_is_taken_away_says_so_by_its_exit_code(nodes):
+def test_single_node_agent_exits_as_preempted_on_sigterm(nodes):
     nodes.start(0, nodes=1)
     nodes.running(0)
     nodes.agents[0].terminate()
@@ -138,7 +138,7 @@ WORLD = """echo "$NODE_RANK of $GROUP_WORLD_SIZE"; echo "$NODE_RANK $$" >"$DIR/u
 read code <"$DIR/code-$NODE_RANK"; exit "$code\""""
 
 
-def test_the_others_go_on_as_fewer_ranks_in_the_same_order(nodes):
+def test_elastic_run_continues_with_fewer_ranks_in_same_order(nodes):
     nodes.begin(3, wait=1.0, least=2, argv=("sh", "-c", WORLD))
     nodes.all_met(3)
     nodes.agents[1].kill()
@@ -157,7 +157,7 @@ def test_the_others_go_on_as_fewer_ranks_in_the_same_order(nodes):
         assert nodes.exit_of(node)["exit_code"] == 0
 
 
-def test_a_node_that_comes_again_joins_once_its_ranks_have_saved(nodes):
+def test_returning_node_joins_after_running_ranks_have_saved(nodes):
     saves = f"trap 'echo saved; exit 0' TERM; {WORLD}"
     nodes.begin(3, wait=1.0, least=2, argv=("sh", "-c", saves), run=JOINING)
     nodes.all_met(3)
@@ -179,7 +179,7 @@ def test_a_node_that_comes_again_joins_once_its_ranks_have_saved(nodes):
     assert [nodes.exit_of(node)["reason"] for node in range(3)] == [None, None, None]
 
 
-def test_a_spare_takes_the_rank_of_a_lost_node(nodes):
+def test_spare_takes_rank_of_lost_node(nodes):
     for node in range(3):
         nodes.start(node, wait=1.0, spares=1, restarts=1, argv=("sh", "-c", WORLD))
     nodes.running(0, 1)
@@ -198,7 +198,7 @@ def test_a_spare_takes_the_rank_of_a_lost_node(nodes):
     assert nodes.exit_of(2)["restarts_left"] == 1
 
 
-def test_a_spare_follows_the_others_and_ends_with_them(nodes):
+def test_spare_follows_restart_and_exits_with_other_nodes(nodes):
     for node in range(3):
         nodes.start(node, wait=60.0, spares=1, restarts=1)
     nodes.running(0, 1)
@@ -213,7 +213,7 @@ def test_a_spare_follows_the_others_and_ends_with_them(nodes):
     assert (after["exit_code"], after["reason"], after["restarts_left"]) == (0, None, 0)
 
 
-def test_a_spare_of_a_run_that_fails_was_stopped(nodes):
+def test_spare_of_failed_run_is_stopped_with_reason(nodes):
     for node in range(3):
         nodes.start(node, wait=60.0, spares=1)
     nodes.running(0, 1)

@@ -74,13 +74,13 @@ def deliver(found, tmp_path, hosts=HOSTS):
     return [Path(tree.path) for tree in trees.values()]
 
 
-def test_the_submitter_sends_it_once(found, tmp_path, sent):
+def test_submitter_sends_project_once_for_all_hosts(found, tmp_path, sent):
     for tree in deliver(found, tmp_path):
         assert contents(tree) == expected(found)
     assert sent == [3]
 
 
-def test_a_small_change_comes_from_the_submitter_at_once(found, tmp_path, sent):
+def test_small_change_is_sent_to_every_host_by_submitter(found, tmp_path, sent):
     deliver(found, tmp_path)
     sent.clear()
     (found.root / "train.py").write_text("print('changed')\n")
@@ -99,7 +99,7 @@ def serve_at(monkeypatch, port):
     monkeypatch.setattr(Relay, "add", lambda self, host, _, kept: add(self, host, port, kept))
 
 
-def test_where_no_host_reaches_another_the_submitter_sends_it_to_all(
+def test_submitter_sends_to_all_hosts_that_cannot_reach_each_other(
     found, tmp_path, sent, monkeypatch
 ):
     with socket.socket() as nobody:
@@ -111,7 +111,7 @@ def test_where_no_host_reaches_another_the_submitter_sends_it_to_all(
 
 
 @pytest.mark.parametrize("said", [b"", b"\0" * 13, b"\0" * 12 + b"\5wrong"])
-def test_a_host_that_sends_something_else_is_left_for_the_submitter(
+def test_host_relaying_wrong_data_is_replaced_by_submitter(
     found, tmp_path, sent, monkeypatch, said
 ):
     with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as pool:
@@ -134,7 +134,7 @@ def test_a_host_that_sends_something_else_is_left_for_the_submitter(
     assert sent == [3] * 3
 
 
-def test_without_the_token_nobody_gets_anything(found, tmp_path):
+def test_relay_without_valid_token_sends_nothing(found, tmp_path):
     tree = Tree(str(found.root), f"{tmp_path}/h0/projects/p", found.digest, "")
     with Relay({"h0": "127.0.0.1"}) as passing:
         Upload(found, tree, passing).send("h0", sys.executable, LocalTransport())
@@ -146,7 +146,7 @@ def test_without_the_token_nobody_gets_anything(found, tmp_path):
                 assert connection.makefile("rb").read() == b""
 
 
-def test_a_host_that_cannot_take_it_keeps_nobody_waiting(found, tmp_path, sent):
+def test_host_that_cannot_receive_does_not_block_other_hosts(found, tmp_path, sent):
     (tmp_path / "h0").write_text("no folder")
     with pytest.raises(SubmitFailed, match="cannot copy"):
         deliver(found, tmp_path)
@@ -154,7 +154,7 @@ def test_a_host_that_cannot_take_it_keeps_nobody_waiting(found, tmp_path, sent):
     assert sent[-1] == 3
 
 
-def test_a_host_that_cannot_serve_has_the_project_all_the_same(found, tmp_path):
+def test_host_that_cannot_relay_still_receives_project(found, tmp_path):
     large = [entry.path for entry in found.entries].index("lib/data")
     said = [{"missing": [large]}, {"done": 1}, {"error": "Operation not permitted"}]
     lines = " ".join(f"'{json.dumps(line)}'" for line in said)

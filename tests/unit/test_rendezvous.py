@@ -50,7 +50,7 @@ def argv_of(launcher, topology, **more):
     return [*argv, "sh", "rank.sh", "train.py"]
 
 
-def test_torchrun_with_a_fixed_number_of_nodes_uses_static_rendezvous():
+def test_torchrun_with_fixed_nodes_uses_static_rendezvous():
     argv = argv_of("torchrun", Topology(2, 2, 4))
     assert argv[:3] == ["/venv/bin/python", "-m", "torch.distributed.run"]
     line = join(argv)
@@ -61,7 +61,7 @@ def test_torchrun_with_a_fixed_number_of_nodes_uses_static_rendezvous():
     assert argv[-4:] == ["--no-python", "sh", "rank.sh", "train.py"]
 
 
-def test_torchrun_with_a_range_of_nodes_uses_c10d_and_names_its_host():
+def test_torchrun_with_node_range_uses_c10d_rendezvous():
     argv = argv_of("torchrun", Topology(1, 4, 2))
     line = join(argv)
     assert "--nnodes 1:4 --nproc-per-node 2" in line
@@ -74,7 +74,7 @@ def test_torchrun_with_a_range_of_nodes_uses_c10d_and_names_its_host():
     assert conf.parts[-1] == rendezvous.IS_HOST
 
 
-def test_deepspeed_starts_one_node_without_ssh():
+def test_deepspeed_launcher_starts_one_node_without_ssh():
     argv = argv_of("deepspeed", Topology(2, 2, 4))
     assert argv[:3] == ["/venv/bin/python", "-m", "deepspeed.launcher.runner"]
     line = join(argv)
@@ -83,7 +83,7 @@ def test_deepspeed_starts_one_node_without_ssh():
     assert argv[-4:] == ["--no_python", "sh", "rank.sh", "train.py"]
 
 
-def test_deepspeed_by_way_of_mpirun_starts_all_nodes():
+def test_deepspeed_over_openmpi_starts_all_nodes():
     argv = argv_of("deepspeed", Topology(2, 2, 4), exports=["TOKEN"], mpi_interface="eth1")
     line = join(argv)
     assert "--no_ssh " not in line
@@ -97,7 +97,7 @@ def test_deepspeed_by_way_of_mpirun_starts_all_nodes():
     assert argv[-4:] == ["--no_python", "sh", "rank.sh", "train.py"]
 
 
-def test_mpirun_starts_all_nodes_and_forwards_the_environment_by_name():
+def test_mpirun_starts_all_nodes_and_exports_variables_by_name():
     argv = argv_of("mpirun", Topology(2, 2, 4), exports=["NCCL_DEBUG", "TOKEN"])
     line = join(argv)
     assert line.startswith("mpirun -np 8 --hostfile /run/hostfile --map-by slot --bind-to none")
@@ -106,12 +106,12 @@ def test_mpirun_starts_all_nodes_and_forwards_the_environment_by_name():
     assert argv[-3:] == ["sh", "rank.sh", "train.py"]
 
 
-def test_the_node_agent_itself_starts_a_command():
+def test_forkserver_launcher_argv_is_rank_command_alone():
     assert argv_of("forkserver", Topology(2, 2, 4)) == ["sh", "rank.sh", "train.py"]
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_every_launcher_ends_with_the_rank_command_and_says_the_same_on_every_node(launcher):
+def test_launcher_argv_ends_with_rank_command_and_varies_by_node_rank(launcher):
     argv = argv_of(launcher, Topology(2, 2, 1))
     assert argv[-3:] == ["sh", "rank.sh", "train.py"]
     variables = {word.name for word in argv if isinstance(word, Var)}
@@ -119,13 +119,13 @@ def test_every_launcher_ends_with_the_rank_command_and_says_the_same_on_every_no
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_every_node_knows_the_head(launcher):
+def test_node_environment_names_master_address_and_port(launcher):
     env = node_environment(launcher, Topology(2, 2, 1), ENDPOINT)
     assert env["MASTER_ADDR"] == "10.0.0.1"
     assert env["MASTER_PORT"] == "29501"
 
 
-def test_only_elastic_torchrun_stops_sharing_its_store():
+def test_only_elastic_torchrun_disables_shared_rendezvous_store():
     name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     assert name in node_environment("torchrun", Topology(1, 2, 1), ENDPOINT)
     assert name not in node_environment("torchrun", Topology(2, 2, 1), ENDPOINT)
@@ -177,7 +177,7 @@ def become(script: str, env: dict[str, str], cwd: Path):
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_rank_script_completes_what_the_launcher_leaves_out(launcher, tmp_path):
+def test_rank_script_sets_variables_that_launcher_leaves_out(launcher, tmp_path):
     topology = Topology(2, 2, 4)
     given_env = SET_BY[launcher] | node_environment(launcher, topology, ENDPOINT)
     seen, _ = become(script_of(launcher), given_env, tmp_path)
@@ -205,14 +205,14 @@ def test_ranks_are_numbered_node_by_node_without_gaps(launcher, nodes, nproc, tm
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_rank_script_hands_arguments_on_unchanged(launcher, tmp_path, ugly_values):
+def test_rank_script_passes_arguments_unchanged(launcher, tmp_path, ugly_values):
     words = [*ugly_values.values(), "--", "-c", ":", "--r=16", "--log", "x", "--n", "3", "--"]
     script = script_of(launcher, sys.executable, "-S", "-c", DUMP, *words)
     _, argv = become(script, SET_BY[launcher], tmp_path)
     assert argv == words
 
 
-def test_ranks_count_restarts_as_bare_torchrun_does(tmp_path):
+def test_rank_script_sets_torchelastic_restart_counts(tmp_path):
     own = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
     for launcher in ("torchrun", "forkserver"):
         env = SET_BY[launcher] | own | {"CLUSTERKIT_ATTEMPT": "3"}
@@ -224,7 +224,7 @@ def test_ranks_count_restarts_as_bare_torchrun_does(tmp_path):
     assert [seen[name] for name in own] == ["1", "3"]
 
 
-def test_a_rank_has_the_pet_variables_that_its_launcher_must_not_read(tmp_path, ugly_values):
+def test_rank_gets_pet_variables_that_are_hidden_from_launcher(tmp_path, ugly_values):
     pet = {f"PET_{number}": value for number, value in enumerate(ugly_values.values())}
     pet |= {"PET_NNODES": "7", "PET_LOG_DIR": "", "PET_STANDALONE": "1"}
     env = spawn.without_options(SET_BY["torchrun"] | pet)
@@ -234,7 +234,7 @@ def test_a_rank_has_the_pet_variables_that_its_launcher_must_not_read(tmp_path, 
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_interpreter_s_folder_stands_first_on_the_path(launcher, weird_tmp_path):
+def test_rank_script_puts_interpreter_folder_first_on_path(launcher, weird_tmp_path):
     def path_with(python):
         script = script_of(launcher, python=python)
         seen, _ = become(script, SET_BY[launcher] | {"PATH": "/usr/bin:/bin"}, weird_tmp_path)
@@ -246,14 +246,14 @@ def test_the_interpreter_s_folder_stands_first_on_the_path(launcher, weird_tmp_p
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_variables_of_the_user_s_are_not_mistaken_for_the_script_s_own(launcher, tmp_path):
+def test_rank_script_keeps_user_variables_named_like_its_own(launcher, tmp_path):
     theirs = {"slot": "7", "pipe": "dream", "node": "x", "rank": "y", "PIPE": "z"}
     seen, _ = become(script_of(launcher), SET_BY[launcher] | theirs, tmp_path)
     assert {name: seen.get(name) for name in theirs} == theirs
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_rank_writes_into_its_own_pipe_whatever_the_user_s_environment(launcher, tmp_path):
+def test_rank_writes_header_and_output_to_its_own_pipe(launcher, tmp_path):
     number = SET_BY[launcher].get("OMPI_COMM_WORLD_LOCAL_RANK", "1")
     os.mkfifo(tmp_path / f"p-{number}")
     (tmp_path / "rank.sh").write_text(script_of(launcher, "echo", "hello"))
@@ -276,7 +276,7 @@ def test_a_rank_writes_into_its_own_pipe_whatever_the_user_s_environment(launche
         os.close(pipe)
 
 
-def test_the_rank_script_becomes_the_program_so_that_exit_codes_are_its_own(tmp_path):
+def test_rank_script_exits_with_exit_code_of_program(tmp_path):
     (tmp_path / "rank.sh").write_text(script_of("forkserver", "sh", "-c", "exit 42"))
     done = subprocess.run(
         ["sh", "rank.sh"],
@@ -300,9 +300,7 @@ def test_the_rank_script_becomes_the_program_so_that_exit_codes_are_its_own(tmp_
     ],
 )
 @pytest.mark.parametrize("launcher", ["deepspeed", "mpirun"])
-def test_a_rank_tells_how_it_failed_and_ends_as_its_program_did(
-    script, told, code, launcher, tmp_path
-):
+def test_rank_script_reports_failure_and_exits_like_program(script, told, code, launcher, tmp_path):
     (tmp_path / "rank.sh").write_text(script_of(launcher, "sh", "-c", script))
     done = subprocess.run(
         ["sh", "rank.sh"], cwd=tmp_path, env=SET_BY[launcher],
@@ -312,13 +310,13 @@ def test_a_rank_tells_how_it_failed_and_ends_as_its_program_did(
     assert done.stderr == ("err\n" if "err" in script else "")
 
 
-def test_deepspeed_ranks_keep_the_gpus_that_their_node_was_given(tmp_path):
+def test_deepspeed_ranks_keep_gpus_assigned_to_node(tmp_path):
     env = SET_BY["deepspeed"] | {"CLUSTERKIT_GPUS": "4,5,6,7", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
     seen, _ = become(script_of("deepspeed"), env, tmp_path)
     assert seen["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
 
 
-def test_the_node_agent_knows_the_header_that_the_rank_script_writes():
+def test_agent_parses_rank_header_written_by_rank_script():
     header = streams.HEADER.match(f"{rendezvous.RANK_HEADER} 5 77".encode())
     assert header is not None
     assert header.groups() == (b"5", b"77")
@@ -327,7 +325,7 @@ def test_the_node_agent_knows_the_header_that_the_rank_script_writes():
     assert rendezvous.RANK_ENDED.encode() == agent.RANK_ENDED
 
 
-def test_stale_variables_of_every_rank_of_the_submitter_are_reset():
+def test_rank_variables_of_every_launcher_are_unset():
     for launcher in LAUNCHERS:
         completed = set(SET_BY[launcher]) - {"NODE_RANK"}
         assert {name for name in completed if not name.startswith("OMPI_")} <= set(
@@ -335,11 +333,11 @@ def test_stale_variables_of_every_rank_of_the_submitter_are_reset():
         )
 
 
-def test_a_hostfile_has_a_line_per_node():
+def test_hostfile_has_line_per_host():
     assert rendezvous.hostfile(["a", "b"], 4) == "a slots=4\nb slots=4\n"
 
 
-def test_a_host_that_stands_for_several_nodes_has_one_line_with_all_their_slots():
+def test_hostfile_sums_slots_of_repeated_host():
     assert rendezvous.hostfile(["a", "b", "a"], 4) == "a slots=8\nb slots=4\n"
 
 
@@ -351,5 +349,5 @@ def test_a_host_that_stands_for_several_nodes_has_one_line_with_all_their_slots(
         (Topology(1, 4, 2), "1:4 nodes x 2 ranks"),
     ],
 )
-def test_a_topology_reads_as_words(topology, words):
+def test_topology_is_formatted_as_nodes_and_ranks(topology, words):
     assert str(topology) == words

@@ -33,7 +33,7 @@ def test_flaky_fixture(broken): ...
 
 
 @pytest.mark.parametrize("more", ["", "\ndef test_broken():\n    assert 0\n", "\n)"])
-def test_what_fails_is_run_once_more_and_named_if_it_passes(tmp_path: Path, more: str) -> None:
+def test_rerun_names_flaky_tests_that_pass_second_time(tmp_path: Path, more: str) -> None:
     (tmp_path / "test_it.py").write_text(TESTS + more)
     words = [sys.executable, "-m", "tests.rerun", str(tmp_path)]
     env = {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

@@ -33,7 +33,7 @@ def begin(nodes, count, restarts, wait=0.0):
 
 @pytest.mark.parametrize("wait", [0.0, 60.0])
 @pytest.mark.parametrize("failing", [0, 1])
-def test_all_ranks_start_again_by_the_same_agents(nodes, failing, wait):
+def test_failed_rank_restarts_ranks_of_all_nodes_under_same_agents(nodes, failing, wait):
     before = begin(nodes, 2, 1, wait)
     nodes.end(failing, 7)
     after = nodes.running(0, 1)
@@ -49,7 +49,7 @@ def test_all_ranks_start_again_by_the_same_agents(nodes, failing, wait):
     assert nodes.log_of(failing) == [f"node {failing} failed", "restart 1 of 1"]
 
 
-def test_a_single_node_needs_no_coordinator_of_others(nodes):
+def test_single_node_restarts_ranks_until_restarts_are_used(nodes):
     begin(nodes, 1, 2)
     for code in (7, 9):
         nodes.end(0, code)
@@ -64,7 +64,7 @@ def test_a_single_node_needs_no_coordinator_of_others(nodes):
     )  # for an agent that somebody starts there anew
 
 
-def test_a_full_disk_hides_no_failure(tmp_path):
+def test_failure_on_full_disk_is_recorded_and_not_restarted(tmp_path):
     """It takes no record of another attempt; so there is none."""
     words = ["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(tmp_path)]
     if subprocess.run(words, capture_output=True).returncode:
@@ -90,7 +90,7 @@ echo 'Traceback (most recent call last):'; echo '  File "a.py", line 3, in main'
 exit 1"""
 
 
-def test_the_same_exception_twice_in_a_row_ends_the_run(nodes):
+def test_same_exception_twice_in_a_row_ends_run(nodes):
     nodes.start(0, 1, wait=0, restarts=5, argv=("sh", "-c", FAILS))
     assert nodes.agents[0].wait(60) == 1
     ended = nodes.exit_of(0, 2)
@@ -113,7 +113,7 @@ LATE_ONCE_MET = RUN.replace(
 
 
 @pytest.mark.parametrize("restarts", [0, 3])
-def test_all_nodes_end_at_the_time_limit_of_one(nodes, restarts):
+def test_time_limit_reached_on_one_node_ends_all_nodes(nodes, restarts):
     nodes.start(0, 2, wait=0, restarts=restarts, limit=600, lost_after=600)
     nodes.start(1, 2, wait=0, restarts=restarts, limit=0, lost_after=600, run=LATE_ONCE_MET)
     assert [nodes.agents[node].wait(240) for node in (1, 0)] == [124, 143]
@@ -123,7 +123,7 @@ def test_all_nodes_end_at_the_time_limit_of_one(nodes, restarts):
     assert ends[1]["reason"].startswith("stopped: ")
 
 
-def test_the_time_limit_counts_what_the_attempts_before_have_run(tmp_path):
+def test_time_limit_counts_seconds_run_in_earlier_attempts(tmp_path):
     """A requeued Slurm job waited between them, and the node may have had another number."""
     now = time.time()
     folders = [tmp_path / each for each in ("1/node-0", "1/node-1", "2/node-1", "3/node-0")]
@@ -140,7 +140,7 @@ def test_the_time_limit_counts_what_the_attempts_before_have_run(tmp_path):
     assert files.deadline(1200) == pytest.approx(time.monotonic() + 100, abs=30)
 
 
-def test_a_node_that_ended_well_starts_again_with_the_others(nodes):
+def test_succeeded_node_restarts_with_failed_node(nodes):
     begin(nodes, 2, 1)
     nodes.end(1, 0)
     nodes.end(0, 7)
@@ -151,7 +151,7 @@ def test_a_node_that_ended_well_starts_again_with_the_others(nodes):
     assert nodes.exit_of(1)["exit_code"] == 0
 
 
-def test_a_killed_rank_is_followed_by_the_next_round_at_once(nodes):
+def test_killed_rank_is_restarted_promptly(nodes):
     taken = []
     ranks = begin(nodes, 1, 3)
     for _ in range(3):
@@ -164,7 +164,7 @@ def test_a_killed_rank_is_followed_by_the_next_round_at_once(nodes):
     assert nodes.agents[0].wait(60) == 0
 
 
-def test_an_agent_whose_output_is_all_that_leaves_it_prints_what_it_writes(tmp_path, capfd):
+def test_agent_echoes_node_files_to_output_but_not_to_log(tmp_path, capfd):
     (tmp_path / "1" / "node-0").mkdir(parents=True)
     files = NodeFiles(tmp_path / "1" / "node-0", 1, echo=True)
     files.set_waiting("restart 1 of 2 waits 1 s", 1.0)
@@ -180,13 +180,13 @@ def test_an_agent_whose_output_is_all_that_leaves_it_prints_what_it_writes(tmp_p
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_an_agent_that_is_gone_ends_the_others(nodes, lost):
+def test_killed_agent_stops_other_node(nodes, lost):
     begin(nodes, 2, 5)
     nodes.agents[lost].kill()
     assert nodes.agents[1 - lost].wait(60) == 143
 
 
-def test_a_pause_before_the_next_attempt_is_told(nodes):
+def test_pause_before_restart_is_reported_as_restarting(nodes):
     begin(nodes, 1, 3)
     for _ in range(2):
         nodes.end(0, 7)

@@ -32,7 +32,7 @@ def folder():
     return RunFolder.create("demo-1")
 
 
-def test_what_killed_writers_have_left_is_removed_at_the_end(folder, tmp_path):
+def test_record_end_removes_old_drafts_of_dead_writers(folder, tmp_path):
     with subprocess.Popen(["true"]) as gone:
         pass
     old = time.time() - 3600
@@ -56,7 +56,7 @@ def test_what_killed_writers_have_left_is_removed_at_the_end(folder, tmp_path):
 
 
 @given(st.text(max_size=300))
-def test_a_run_id_is_a_dns_label_whatever_the_job_is_called(name):
+def test_run_id_is_dns_label_for_any_job_name(name):
     run_id = run_folder.new_run_id(name)
     assert run_folder.check_run_id(run_id) == run_id
     assert len(run_id) <= 40
@@ -74,24 +74,24 @@ def test_a_run_id_is_a_dns_label_whatever_the_job_is_called(name):
         ("a" * 23 + "/b", "a" * 23),
     ],
 )
-def test_a_name_becomes_the_beginning_of_an_id(name, slug):
+def test_job_name_becomes_slug_of_run_id(name, slug):
     assert run_folder.slug(name) == slug
 
 
-def test_two_ids_made_in_the_same_second_differ(monkeypatch):
+def test_run_ids_made_in_same_second_differ(monkeypatch):
     monkeypatch.setattr(run_folder.time, "strftime", lambda *_: "1121201158")
     first, second = run_folder.new_run_id("demo"), run_folder.new_run_id("demo")
     assert first != second
     assert first[:-4] == second[:-4] == "demo-1121201158-"
 
 
-def test_the_word_for_the_newest_run_is_no_id():
+def test_run_id_last_is_refused_as_reserved():
     with pytest.raises(BadInput, match="run id 'last': it is reserved for the newest run"):
         RunFolder.create("last")
 
 
 @pytest.mark.parametrize(("asked", "mode"), [(None, 0o700), ("", 0o700), ("750", 0o750)])
-def test_a_run_is_its_owner_s_alone_unless_asked_otherwise(monkeypatch, asked, mode):
+def test_run_folder_mode_is_0700_unless_run_mode_is_set(monkeypatch, asked, mode):
     if asked is not None:
         monkeypatch.setenv("CLUSTERKIT_RUN_MODE", asked)
     before = os.umask(0)
@@ -103,7 +103,7 @@ def test_a_run_is_its_owner_s_alone_unless_asked_otherwise(monkeypatch, asked, m
 
 
 @pytest.mark.parametrize("asked", ["rwx", "600", "1777", "788", "0o700", "-700"])
-def test_a_mode_that_would_lock_the_owner_out_is_refused(monkeypatch, asked):
+def test_invalid_run_mode_is_refused(monkeypatch, asked):
     monkeypatch.setenv("CLUSTERKIT_RUN_MODE", asked)
     with pytest.raises(BadInput, match=f"CLUSTERKIT_RUN_MODE: {asked}: not a folder mode"):
         RunFolder.create("demo-1")
@@ -111,7 +111,7 @@ def test_a_mode_that_would_lock_the_owner_out_is_refused(monkeypatch, asked):
 
 
 @pytest.mark.parametrize("bad", ["", "A", "a b", "-a", "a-", "a/b", "..", "a\n", "é", "x" * 64])
-def test_an_id_that_is_no_dns_label_is_refused(bad):
+def test_run_id_that_is_not_dns_label_is_refused(bad):
     with pytest.raises(BadInput, match="is not valid"):
         run_folder.check_run_id(bad)
 
@@ -119,7 +119,7 @@ def test_an_id_that_is_no_dns_label_is_refused(bad):
 # ---------------------------------------------------------------- creating
 
 
-def test_the_home_is_the_environment_s_or_the_user_s(monkeypatch, clusterkit_home):
+def test_home_is_clusterkit_home_or_folder_in_user_home(monkeypatch, clusterkit_home):
     assert run_folder.home() == clusterkit_home
     monkeypatch.delenv("CLUSTERKIT_HOME")
     monkeypatch.setenv("HOME", "/home/u")
@@ -128,13 +128,13 @@ def test_the_home_is_the_environment_s_or_the_user_s(monkeypatch, clusterkit_hom
     assert str(run_folder.home()) == "/home/u/else"
 
 
-def test_the_same_id_twice_is_refused(folder):
+def test_existing_run_id_is_refused_with_status_hint(folder):
     with pytest.raises(BadInput, match="run demo-1 exists already") as error:
         RunFolder.create("demo-1")
     assert error.value.hint == "clusterkit status demo-1"
 
 
-def test_of_two_submits_of_one_id_at_the_same_moment_exactly_one_wins():
+def test_concurrent_creates_of_same_run_id_succeed_exactly_once():
     barrier = threading.Barrier(8)
     won, refused = [], []
 
@@ -154,14 +154,14 @@ def test_of_two_submits_of_one_id_at_the_same_moment_exactly_one_wins():
     assert refused == ["run demo-1 exists already"] * 7
 
 
-def test_a_home_that_is_a_file_is_refused_with_the_remedy(clusterkit_home):
+def test_home_that_is_file_is_refused_with_hint(clusterkit_home):
     clusterkit_home.write_text("")
     with pytest.raises(RunFolderError, match=r"is not a folder|cannot make") as error:
         RunFolder.create("demo-1")
     assert "CLUSTERKIT_HOME" in (error.value.hint or "")
 
 
-def test_a_full_disk_cannot_hold_a_run(monkeypatch):
+def test_create_on_full_disk_is_refused(monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -173,7 +173,7 @@ def test_a_full_disk_cannot_hold_a_run(monkeypatch):
 # ---------------------------------------------------------------- documents
 
 
-def test_a_document_comes_back_as_it_was_written(folder):
+def test_document_round_trips_through_json_file(folder):
     folder.write_json("e.json", event("ü"))
     assert folder.read_json("e.json", Event) == event("ü")
     assert folder.read("e.json").endswith(b"}\n")
@@ -182,26 +182,26 @@ def test_a_document_comes_back_as_it_was_written(folder):
 @pytest.mark.parametrize(
     "damage", [b"", b"{", b"[]", b"null", b"{}", b"\xff", b'{"at": "x"}'], ids=repr
 )
-def test_a_damaged_document_is_named_and_never_a_traceback(folder, damage):
+def test_damaged_document_is_reported_by_name(folder, damage):
     folder.file("e.json").write_bytes(damage)
     with pytest.raises(RunFolderError, match=r"run demo-1: e\.json is damaged"):
         folder.read_json("e.json", Event)
     assert folder.maybe_json("e.json", Event) is None
 
 
-def test_a_missing_document_is_named(folder):
+def test_missing_document_is_reported_by_name(folder):
     with pytest.raises(RunFolderError, match=r"run demo-1: e\.json is missing or unreadable \(No"):
         folder.read_json("e.json", Event)
     assert folder.maybe_json("e.json", Event) is None
 
 
-def test_a_folder_in_a_document_s_place_is_named(folder):
+def test_folder_in_place_of_document_is_reported_by_name(folder):
     folder.file("e.json").mkdir()
     with pytest.raises(RunFolderError, match=r"e\.json is missing or unreadable \(Is a dir"):
         folder.read_json("e.json", Event)
 
 
-def test_a_reader_never_sees_half_a_document(folder):
+def test_concurrent_reader_never_sees_partial_document(folder):
     big = [event("x" * 1000) for _ in range(200)]
     folder.write_json("e.json", big)
     stop = threading.Event()
@@ -220,7 +220,7 @@ def test_a_reader_never_sees_half_a_document(folder):
         writer.join()
 
 
-def test_records_are_appended_and_torn_ones_left_out(folder):
+def test_records_are_appended_and_damaged_lines_skipped(folder):
     folder.append("events.jsonl", event("one"))
     folder.append("events.jsonl", event("two"))
     with folder.file("events.jsonl").open("ab") as file:
@@ -228,26 +228,26 @@ def test_records_are_appended_and_torn_ones_left_out(folder):
     assert [e.text for e in folder.records("events.jsonl", Event)] == ["one", "two"]
 
 
-def test_records_of_a_file_that_is_not_there_are_none(folder):
+def test_records_of_missing_file_are_empty(folder):
     assert folder.records("events.jsonl", Event) == []
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_a_record_that_finds_no_space_is_lost_and_nothing_else(folder):
+def test_append_on_full_disk_loses_only_that_record(folder):
     folder.file("events.jsonl").symlink_to("/dev/full")
     folder.append("events.jsonl", event("lost"))
     folder.append("others.jsonl", event("kept"))
     assert [e.text for e in folder.records("others.jsonl", Event)] == ["kept"]
 
 
-def test_a_cancel_is_there_for_everybody_to_see(folder):
+def test_cancel_mark_is_visible_to_other_readers(folder):
     assert not folder.is_cancelled()
     folder.mark_cancelled()
     assert RunFolder(folder.path).is_cancelled()
     folder.mark_cancelled()
 
 
-def test_a_really_full_disk_is_named_with_the_remedy(tmp_path, monkeypatch):
+def test_write_on_full_disk_fails_with_hint_and_leaves_no_file(tmp_path, monkeypatch):
     disk = tmp_path / "tiny"
     disk.mkdir()
     mounted = subprocess.run(
@@ -307,7 +307,7 @@ def full_disk(request, tmp_path, monkeypatch):
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_a_full_disk_takes_the_record_of_what_has_begun(full_disk):
+def test_begun_attempts_can_be_recorded_on_full_disk(full_disk):
     """Out of blocks or inodes, as over a quota of either: nothing is created, only renamed."""
     folder, fill = full_disk
     assert Begun.read(folder.path) is None
@@ -328,7 +328,7 @@ def test_a_full_disk_takes_the_record_of_what_has_begun(full_disk):
     ]
 
 
-def test_a_full_disk_takes_a_cancel(full_disk):
+def test_cancel_can_be_marked_on_full_disk(full_disk):
     """The supervisor did not hear of it, and started again what `cancel` had ended."""
     folder, fill = full_disk
     folder.write(RESERVE, bytes(8192))
@@ -338,7 +338,7 @@ def test_a_full_disk_takes_a_cancel(full_disk):
     assert folder.is_cancelled()
 
 
-def test_what_cannot_be_recorded_at_all_is_said(folder, monkeypatch):
+def test_begun_and_cancel_on_read_only_file_system_raise_error(folder, monkeypatch):
     def refuse(*_, **__):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
@@ -354,7 +354,7 @@ def test_what_cannot_be_recorded_at_all_is_said(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("state", [None, State.RUNNING, State.SUCCEEDED])
-def test_a_record_that_could_not_follow_is_known_to_be_old(folder, state):
+def test_saved_status_of_unfinished_run_advances_to_begun_attempt(folder, state):
     submission = Submission(
         run=folder.run_id, job="j", cluster="c", backend="local", created_at=1.0, clusterkit="0"
     )
@@ -387,16 +387,16 @@ def test_runs_are_listed_newest_first(three):
     assert [run.run_id for run in all_runs()] == ["zero3-1", "ddp-2", "ddp-1"]
 
 
-def test_without_a_home_there_are_no_runs():
+def test_without_home_folder_no_runs_are_listed():
     assert list(all_runs()) == []
 
 
-def test_files_among_the_runs_are_passed_over(three, clusterkit_home):
+def test_files_in_runs_folder_are_ignored(three, clusterkit_home):
     (clusterkit_home / "runs" / "notes.txt").write_text("")
     assert len(list(all_runs())) == 3
 
 
-def test_a_plan_that_was_written_among_the_runs_is_none(three, clusterkit_home):
+def test_plan_folder_among_runs_is_not_listed_as_run(three, clusterkit_home):
     for name in ("a-plan/plan.txt", "a-plan/job-1", "damaged/plan.txt", "damaged/job.json"):
         path = clusterkit_home / "runs" / name
         path.parent.mkdir(exist_ok=True)
@@ -407,30 +407,30 @@ def test_a_plan_that_was_written_among_the_runs_is_none(three, clusterkit_home):
 @pytest.mark.parametrize(
     ("name", "run_id"), [("ddp-2", "ddp-2"), ("z", "zero3-1"), ("last", "zero3-1")]
 )
-def test_a_run_is_found_by_its_id_its_beginning_or_as_the_last(three, name, run_id):
+def test_run_is_found_by_id_prefix_or_last(three, name, run_id):
     assert find_run(name).run_id == run_id
 
 
-def test_an_exact_id_goes_before_the_longer_ones_that_begin_so(three):
+def test_exact_run_id_wins_over_longer_ids_with_same_prefix(three):
     RunFolder.create("ddp")
     assert find_run("ddp").run_id == "ddp"
 
 
-def test_an_ambiguous_id_is_refused_with_the_candidates(three):
+def test_ambiguous_run_id_is_refused_with_candidates(three):
     with pytest.raises(RunNotFound, match="run 'dd' is ambiguous: ddp-2, ddp-1") as error:
         find_run("dd")
     assert error.value.hint == "give more of its id"
     assert error.value.exit_code == 125
 
 
-def test_many_candidates_are_counted():
+def test_ambiguous_run_id_lists_five_candidates_and_counts_others():
     for number in range(9):
         RunFolder.create(f"a-{number}")
     with pytest.raises(RunNotFound, match=r"ambiguous: (a-\d, ){4}a-\d and 4 more"):
         find_run("a")
 
 
-def test_an_unknown_id_is_refused_with_the_newest_runs(three, clusterkit_home):
+def test_unknown_run_id_is_refused_with_newest_runs_in_hint(three, clusterkit_home):
     with pytest.raises(
         RunNotFound, match=f"run 'nope' is unknown under {clusterkit_home}"
     ) as error:
@@ -438,21 +438,21 @@ def test_an_unknown_id_is_refused_with_the_newest_runs(three, clusterkit_home):
     assert error.value.hint == "the newest runs: zero3-1, ddp-2, ddp-1"
 
 
-def test_the_id_of_a_run_that_was_made_elsewhere_is_told_where_it_may_be(three):
+def test_unknown_full_run_id_is_refused_with_attach_hint(three):
     with pytest.raises(RunNotFound, match="run 'ddp-1122110042-umuv' is unknown") as error:
         find_run("ddp-1122110042-umuv")
     assert "clusterkit attach ddp-1122110042-umuv --cluster CLUSTER" in (error.value.hint or "")
 
 
 @pytest.mark.parametrize("name", ["", "last", "..", "../..", "/etc", "a/../..", "\0", "."])
-def test_no_name_leads_out_of_the_home(name, clusterkit_home):
+def test_run_name_cannot_lead_out_of_home(name, clusterkit_home):
     (clusterkit_home / "runs").mkdir(parents=True)
     with pytest.raises(RunNotFound, match="is unknown") as error:
         find_run(name)
     assert error.value.hint == "there are no runs"
 
 
-def test_an_interrupt_while_the_folder_is_made_leaves_none(clusterkit_home, monkeypatch):
+def test_interrupt_during_create_leaves_no_folder(clusterkit_home, monkeypatch):
     mkdir = Path.mkdir
 
     def interrupted(path, *args, **options):
@@ -467,7 +467,7 @@ def test_an_interrupt_while_the_folder_is_made_leaves_none(clusterkit_home, monk
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
-def test_the_mode_that_is_asked_for_holds_under_any_umask(tmp_path, monkeypatch, umask):
+def test_run_mode_applies_under_any_umask(tmp_path, monkeypatch, umask):
     monkeypatch.setenv("CLUSTERKIT_RUN_MODE", "750")
     (tmp_path / "home").mkdir(mode=0o755)
     before = os.umask(umask)
@@ -481,7 +481,7 @@ def test_the_mode_that_is_asked_for_holds_under_any_umask(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("place", [".", "runs"])
-def test_a_home_that_others_may_write_to_is_refused(tmp_path, place):
+def test_world_writable_home_is_refused(tmp_path, place):
     (tmp_path / "runs").mkdir()
     (tmp_path / place).chmod(0o777)
     with pytest.raises(RunFolderError, match="can be written by everybody") as caught:
@@ -492,7 +492,7 @@ def test_a_home_that_others_may_write_to_is_refused(tmp_path, place):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="gives a folder to a group, as root alone can")
-def test_a_home_that_a_group_may_write_to_is_refused(tmp_path):
+def test_group_writable_home_is_refused(tmp_path):
     tmp_path.chmod(0o770)
     os.chown(tmp_path, -1, 12345)
     with pytest.raises(RunFolderError, match="can be written by group 12345"):

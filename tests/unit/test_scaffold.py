@@ -54,7 +54,7 @@ def script(folder: Path, text: str = DDP, name: str = "train.py") -> str:
          "torch.distributed", 1),
     ],
 )  # fmt: skip
-def test_how_a_script_works_together_says_how_many_ranks_it_gets(cwd, text, distributed, ranks):
+def test_init_sets_gpus_per_node_by_distributed_library_of_script(cwd, text, distributed, ranks):
     found = scaffold.inspect(script(cwd, text))
     assert found.distributed == distributed
     scaffold.write(found, MACHINE)
@@ -62,12 +62,12 @@ def test_how_a_script_works_together_says_how_many_ranks_it_gets(cwd, text, dist
     assert (job.program, job.name, job.gpus_per_node) == ("train.py", "train", ranks)
 
 
-def test_modules_beside_it_are_read_as_well(cwd):
+def test_init_detects_distributed_library_in_imported_module(cwd):
     script(cwd, "from torch.distributed import fsdp", "parallel.py")
     assert scaffold.inspect(script(cwd, "import parallel")).distributed == "torch.distributed"
 
 
-def test_arguments_that_it_does_not_run_without_are_named(cwd, cli):
+def test_init_notes_missing_required_arguments_of_script(cwd, cli):
     script(cwd)
     done = cli("init", "train.py", "--", "--lr", "0.5", "it's; $HOME")
     assert "note: train.py requires --data: add it to args in job.yaml" in done.err
@@ -77,7 +77,7 @@ def test_arguments_that_it_does_not_run_without_are_named(cwd, cli):
     assert "note:" not in cli("init", "train.py", "--", "--data=x", "y").err
 
 
-def test_what_it_writes_plans_and_its_last_line_is_the_command(cwd, cli, facts, monkeypatch):
+def test_init_writes_job_that_plans_and_prints_submit_command(cwd, cli, facts, monkeypatch):
     script(cwd)
     done = cli("init", "train.py", "--nodes", "2", "--", "--data", "x")
     assert done.out == "clusterkit submit job.yaml\n"
@@ -86,7 +86,7 @@ def test_what_it_writes_plans_and_its_last_line_is_the_command(cwd, cli, facts, 
     assert loader.cluster_names() == ["local"]
 
 
-def test_hosts_become_a_hostfile_and_as_many_nodes(cwd, cli):
+def test_init_hosts_option_writes_hostfile_and_sets_nodes(cwd, cli):
     script(cwd)
     done = cli("init", "train.py", "-c", "ssh", "--hosts", "ada@gpu1, gpu2:2222", "--json")
     assert done.json["files"] == ["hostfile", "clusters.yaml", "job.yaml"]
@@ -99,7 +99,7 @@ def test_hosts_become_a_hostfile_and_as_many_nodes(cwd, cli):
 
 
 @pytest.mark.parametrize("where", ["compose", "kubernetes", "slurm"])
-def test_an_entry_of_every_kind_loads(cwd, cli, where):
+def test_init_writes_loadable_entry_for_other_backends(cwd, cli, where):
     script(cwd)
     done = cli("init", "train.py", "--cluster", where)
     assert (done.code, done.out) == (0, f"clusterkit submit job.yaml --cluster {where}\n")
@@ -107,7 +107,7 @@ def test_an_entry_of_every_kind_loads(cwd, cli, where):
     assert ("`image`" in done.err) == (where != "slurm")
 
 
-def test_an_inventory_that_is_there_is_named_in_the_entry(cwd, cli):
+def test_init_hosts_option_with_existing_hostfile_refers_to_file(cwd, cli):
     script(cwd)
     (cwd / "hosts.txt").write_text("a slots=2\nb slots=2\n")
     assert cli("init", "train.py", "--cluster", "ssh", "--hosts", "hosts.txt").code == 0
@@ -126,20 +126,20 @@ def test_an_inventory_that_is_there_is_named_in_the_entry(cwd, cli):
         "def main():\n    pass\nmain()\n",
     ],
 )
-def test_a_program_without_a_main_guard_is_found(cwd, cli, text):
+def test_init_finds_program_without_main_guard(cwd, cli, text):
     script(cwd, text)
     script(cwd, "import warnings\nwarnings.simplefilter('error')\ndef f(): pass\n", "model.py")
     assert cli("init", "-y").code == 0
     assert loader.load_job("job.yaml").program == "train.py"
 
 
-def test_hosts_alone_mean_ssh(cwd, cli):
+def test_init_hosts_option_alone_selects_ssh(cwd, cli):
     script(cwd)
     assert cli("init", "--hosts", "gpu1,gpu2").out.endswith("submit job.yaml --cluster ssh\n")
     assert loader.load_job("job.yaml").nodes == 2
 
 
-def test_words_after_the_dashes_are_arguments_without_a_script_too(cwd, cli):
+def test_init_without_script_takes_arguments_after_dashes(cwd, cli):
     script(cwd)
     assert cli("init", "--cluster", "slurm", "--", "--data", "y").code == 0
     job = loader.load_job("job.yaml")
@@ -159,14 +159,14 @@ def test_words_after_the_dashes_are_arguments_without_a_script_too(cwd, cli):
         (("init", "notes.txt"), "notes.txt is not a Python file"),
     ],
 )
-def test_what_cannot_be_used_is_refused_and_nothing_is_written(cwd, refused, argv, said):
+def test_init_refuses_invalid_input_without_writing_files(cwd, refused, argv, said):
     script(cwd)
     (cwd / "notes.txt").write_text("no program")
     assert said in refused(*argv)
     assert sorted(path.name for path in cwd.iterdir()) == ["notes.txt", "train.py"]
 
 
-def test_nothing_is_overwritten(cwd, refused, cli):
+def test_init_overwrites_no_existing_file(cwd, refused, cli):
     script(cwd)
     (cwd / "job.yaml").write_text("name: mine\n")
     assert "job.yaml already exists" in refused("init", "train.py")
@@ -181,7 +181,7 @@ def test_nothing_is_overwritten(cwd, refused, cli):
     assert (cwd / "clusters.yaml").read_text() == "here: {backend: local}\n"
 
 
-def test_without_a_terminal_the_only_program_is_taken(cwd, cli, refused):
+def test_init_without_terminal_takes_only_distributed_program(cwd, cli, refused):
     said = refused("init")
     assert "which program? none in this folder" in said
     script(cwd)
@@ -195,12 +195,12 @@ def test_without_a_terminal_the_only_program_is_taken(cwd, cli, refused):
     assert "which program? there are train.py, finetune.py" in refused("init")
 
 
-def test_a_program_that_does_not_work_together_is_told_of(cwd, cli):
+def test_init_notes_program_without_distributed_library(cwd, cli):
     script(cwd, "import torch\nif __name__ == '__main__': pass")
     assert "uses neither torch.distributed nor" in cli("init").err
 
 
-def test_an_interpreter_with_torch_is_named_where_ours_has_none(cwd):
+def test_init_writes_interpreter_with_torch_or_notes_its_absence(cwd):
     found = scaffold.inspect(script(cwd))
     other = Machine(cpus=8, gpus=("H100", "H100"), python="/p/bin/python", torch="2", backends=())
     scaffold.write(found, other)
@@ -223,7 +223,7 @@ def test_an_interpreter_with_torch_is_named_where_ours_has_none(cwd):
         ("\nslurm\n2:4\n", ["clusters.yaml", "job.yaml"]),
     ],
 )
-def test_three_questions_on_a_terminal(cwd, cli, monkeypatch, answers, written):
+def test_init_on_terminal_asks_three_questions(cwd, cli, monkeypatch, answers, written):
     script(cwd)
     script(cwd, DDP, "other.py")
     ours, theirs = pty.openpty()
@@ -238,7 +238,7 @@ def test_three_questions_on_a_terminal(cwd, cli, monkeypatch, answers, written):
     assert done.out.startswith("clusterkit submit job.yaml")
 
 
-def test_an_error_of_the_script_names_no_key_of_a_job_file(cwd):
+def test_inspect_error_for_missing_script_names_no_job_key(cwd):
     with pytest.raises(BadInput) as refusal:
         scaffold.inspect("gone.py")
     assert not str(refusal.value).startswith("program:")

@@ -27,13 +27,13 @@ def words_that_sh_reads(line: str, env: dict[str, str] | None = None) -> list[st
 
 @settings(max_examples=60)
 @given(st.lists(TEXT, min_size=1, max_size=8))
-def test_sh_reads_back_the_words_that_were_joined(words):
+def test_joined_words_are_read_back_unchanged_by_sh(words):
     assert words_that_sh_reads(shell.join(words)) == words
 
 
 @settings(max_examples=60)
 @given(st.dictionaries(st.from_regex(r"[A-Z]X[A-Za-z0-9_]{0,8}", fullmatch=True), TEXT, max_size=5))
-def test_sh_exports_exactly_the_values_that_were_given(env):
+def test_exports_give_exact_values_in_sh(env):
     names = " ".join(env)
     script = (
         shell.exports(env) + f'for n in {names}; do eval "printf %s\\\\\\\\0 \\"\\$$n\\""; done'
@@ -42,7 +42,7 @@ def test_sh_exports_exactly_the_values_that_were_given(env):
     assert done.stdout.decode().split("\0")[:-1] == list(env.values())
 
 
-def test_exported_values_reach_a_child_process_unchanged(ugly_values):
+def test_exported_values_reach_child_process_unchanged(ugly_values):
     script = shell.exports(ugly_values) + shell.join(
         [sys.executable, "-S", "-E", "-c", "import os, json; print(json.dumps(dict(os.environ)))"]
     )
@@ -53,7 +53,7 @@ def test_exported_values_reach_a_child_process_unchanged(ugly_values):
     assert {name: seen[name] for name in ugly_values} == ugly_values
 
 
-def test_a_variable_is_read_where_the_line_runs_and_is_not_split_there():
+def test_var_is_expanded_by_sh_without_word_splitting():
     line = shell.join(["a", Var("B"), Concat(("n=", Var("B"), ";x y"))])
     assert words_that_sh_reads(line, {"B": "two  words *"}) == [
         "a",
@@ -62,7 +62,7 @@ def test_a_variable_is_read_where_the_line_runs_and_is_not_split_there():
     ]
 
 
-def test_text_that_looks_like_a_variable_is_not_one():
+def test_text_resembling_variable_is_not_expanded():
     assert words_that_sh_reads(shell.join(["$B", "${B}", "`B`"]), {"B": "no"}) == [
         "$B",
         "${B}",
@@ -71,7 +71,7 @@ def test_text_that_looks_like_a_variable_is_not_one():
 
 
 @pytest.mark.parametrize("name", ["", "1A", "A B", "A-B", "A=B", "é", "A\n", "$A", "A;B"])
-def test_what_no_shell_takes_as_a_name_is_refused(name):
+def test_invalid_variable_name_is_refused(name):
     assert not shell.is_name(name)
     with pytest.raises(ValueError, match="not a shell variable"):
         Var(name)
@@ -80,25 +80,25 @@ def test_what_no_shell_takes_as_a_name_is_refused(name):
 
 
 @pytest.mark.parametrize("name", ["A", "_", "a1", "NCCL_DEBUG", "_1"])
-def test_ordinary_names_are_names(name):
+def test_valid_variable_name_is_accepted(name):
     assert shell.is_name(name)
 
 
-def test_a_value_with_nul_cannot_be_exported():
+def test_exported_value_with_nul_is_refused():
     with pytest.raises(ValueError, match="cannot be an environment variable: A="):
         shell.exports({"A": "a\0b"})
 
 
-def test_exports_keep_the_order_given():
+def test_exports_keep_given_order():
     assert shell.exports({"B": "1", "A": "2"}) == "export B=1\nexport A=2\n"
 
 
-def test_assignments_are_what_a_person_would_type():
+def test_assignments_precede_quoted_command():
     assert shell.assignments({"A": "x y"}, ["run", "b c"]) == "A='x y' run 'b c'"
     assert shell.assignments({}, ["run"]) == "run"
 
 
-def test_a_secret_is_masked_wherever_it_is_printed():
+def test_secret_is_masked_when_printed():
     secret = Secret("TOKEN", "hunter2")
     assert "hunter2" not in f"{secret} {secret!r} {[secret]} {secret!s:>30}"
     assert str(secret) == "<secret TOKEN>"

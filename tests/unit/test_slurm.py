@@ -48,7 +48,7 @@ def job(state="RUNNING", number=7, reason="None", start="N/A", folder=RUN_DIR):
 # ---------------------------------------------------------------- what commands print
 
 
-def test_jobs_are_read_and_lines_of_another_form_passed_over(plan):
+def test_squeue_jobs_are_parsed_and_other_lines_skipped(plan):
     made = plan()
     text = "a plugin complains\n" + job(number=12) + job("PENDING", 9, "(ReqNodeNotAvail, x|y)")
     transport = Slurm(squeue=text.replace(RUN_DIR, made.run_dir))
@@ -69,7 +69,7 @@ def test_jobs_are_read_and_lines_of_another_form_passed_over(plan):
         ("NODE_FAIL", "FAILED"), ("OUT_OF_MEMORY", "FAILED"), ("HIBERNATING", "UNKNOWN"),
     ],
 )  # fmt: skip
-def test_states_of_slurm_are_ours(state, means):
+def test_slurm_job_state_maps_to_run_state(state, means):
     assert queue.Job(id=1, slurm_state=state).state is State[means]
 
 
@@ -82,7 +82,7 @@ def test_states_of_slurm_are_ours(state, means):
         ("SomethingNew", "SomethingNew (job 1)"),
     ],
 )
-def test_a_reason_is_told_in_words(reason, words):
+def test_pending_reason_is_explained_with_expected_start(reason, words):
     assert queue.Job(id=1, slurm_state="PENDING", reason=reason, start="N/A").waiting == words
     expected = f"{words}; expected to start 2026-11-24T01:00:00"
     due = queue.Job(id=1, slurm_state="PENDING", reason=reason, start="2026-11-24T01:00:00")
@@ -96,11 +96,11 @@ def test_a_reason_is_told_in_words(reason, words):
         ("UNLIMITED", None), ("soon", None),
     ],
 )  # fmt: skip
-def test_times_of_slurm(text, found):
+def test_slurm_times_are_parsed_to_minutes(text, found):
     assert probe.minutes(text) == found
 
 
-def test_the_partition_and_its_nodes():
+def test_sinfo_gives_partition_limits_and_nodes():
     nodes = (
         "n0|idle|96|1031000|gpu:h100:8(S:0-1)", "n1|down*|96+|1031000|gpu:h100:8",
         "n2|mixed|48|512000|gpu:4,shard:8", "n3|idle|8|1000|(null)",
@@ -125,7 +125,7 @@ def test_the_partition_and_its_nodes():
         ({}, BadInput, "partition: Slurm has no default"),
     ],
 )
-def test_a_partition_that_is_not_there_or_empty(cluster, error, words):
+def test_missing_or_empty_partition_is_refused(cluster, error, words):
     with pytest.raises(error, match=words) as raised:
         probe.partition(SlurmCluster(**cluster), Slurm(sinfo="long\nmain\n"))
     assert raised.value.hint in ("one of long, main", None)
@@ -150,7 +150,7 @@ def printed(version):
     return {part.partition("\n")[0]: part.partition("\n")[2] for part in parts}
 
 
-def test_what_versions_of_slurm_print_is_read():
+def test_output_of_several_slurm_versions_is_parsed():
     assert {path.stem for path in OUTPUTS.iterdir()} == set(PRINTED)
     for version, (minutes, most, gpus, usable, states) in PRINTED.items():
         found = printed(version)
@@ -164,7 +164,7 @@ def test_what_versions_of_slurm_print_is_read():
         assert [job.state.value for job in jobs] == states.split(), version
 
 
-def test_a_probe_starts_one_process():
+def test_probe_with_own_interpreter_runs_sinfo_only():
     """And asks nothing of this very Python but what it knows already."""
     transport = Slurm(sinfo=f"{MAIN}n0|idle|8|1000|(null)")
     facts = backends.backend("slurm").probe(SlurmCluster(python=sys.executable), transport)
@@ -173,13 +173,13 @@ def test_a_probe_starts_one_process():
     assert facts.port + 1 == facts.watch_port
 
 
-def test_a_controller_that_is_away_is_unavailable(plan):
+def test_unreachable_controller_is_reported_as_unavailable(plan):
     away = "error: Unable to contact slurm controller (connect failure)"
     with pytest.raises(Unavailable, match="Unable to contact slurm controller"):
         queue.jobs_of(plan(), Slurm(squeue=away))
 
 
-def test_a_job_of_the_same_name_in_another_folder_is_not_the_run_s(plan):
+def test_job_with_same_name_in_other_folder_is_ignored(plan):
     """Another user's, or of another CLUSTERKIT_HOME: `cancel` by root would signal it."""
     made = plan()
     text = job(number=8, folder="/home/other/runs/demo-1") + job(number=5, folder=made.run_dir)
@@ -201,7 +201,9 @@ def test_a_job_of_the_same_name_in_another_folder_is_not_the_run_s(plan):
         ("6", "RUNNING\n", 75, ""),
     ],
 )
-def test_two_jobs_of_one_plan_never_run_at_once(plan, tmp_path, owner, answers, code, printed):
+def test_batch_script_does_not_start_beside_running_job_of_same_plan(
+    plan, tmp_path, owner, answers, code, printed
+):
     (text,) = (file.text for file in plan().files if file.path.endswith("slurm.sh"))
     loop = text.partition("# Two jobs of one plan")[2].partition("# Slurm may start")[0]
     bin = tmp_path / "bin"
@@ -254,19 +256,19 @@ def options(plan):
         ({"cluster": {"time": "soon"}}, {}, "soon is not a Slurm time limit"),
     ],
 )
-def test_what_slurm_would_let_wait_for_ever_is_refused(plan, fields, slurm, message):
+def test_plan_refuses_nodes_or_time_that_partition_does_not_allow(plan, fields, slurm, message):
     with pytest.raises(BadInput, match=message):
         plan(slurm=slurm, **fields)
 
 
-def test_the_job_s_own_time_limit_makes_slurm_s(plan):
+def test_job_time_limit_sets_sbatch_time_option(plan):
     assert "--time=65" in options(plan(time_limit="1h"))
     assert "--time=2880" in options(plan(time_limit="48h"))
     assert "--time=90" in options(plan(time_limit="1h", cluster={"time": "90"}))
     assert not any("--time" in option for option in options(plan()))
 
 
-def test_an_option_is_quoted_as_sbatch_reads_it(plan):
+def test_sbatch_options_are_quoted_for_sbatch(plan):
     found = options(plan(cluster={"constraint": "a&b", "options": ["--comment=it's"]}))
     assert "'--constraint=a&b'" in found
     assert "'--comment=it'\"'\"'s'" in found
@@ -278,7 +280,7 @@ def test_an_option_is_quoted_as_sbatch_reads_it(plan):
     ("fields", "nodes"),
     [({"spares": 1}, 3), ({"nodes": "2:4", "on_node_loss": "shrink"}, 4)],
 )
-def test_the_allocation_of_a_run_that_goes_on_without_a_node_does_so_too(plan, fields, nodes):
+def test_allocation_of_elastic_or_spare_run_survives_node_loss(plan, fields, nodes):
     for requeue, then in ((True, "scontrol requeue"), (False, "scancel")):
         made = plan({"requeue": requeue}, **fields)
         (script,) = (file.text for file in made.files if file.path.endswith("slurm.sh"))
@@ -298,7 +300,7 @@ def test_the_allocation_of_a_run_that_goes_on_without_a_node_does_so_too(plan, f
     ("later", "again"),
     [((), False), (("{}",), False), (("lost",), True), (("{}", "lost"), True)],
 )
-def test_only_what_an_agent_of_this_start_says_of_node_0_counts(tmp_path, later, again):
+def test_loss_of_node_0_counts_only_if_recorded_since_current_start(tmp_path, later, again):
     """The job was started again as attempt 2; its agent may go on with the next ones."""
     began = 1_000_000
     for attempt, ended in enumerate(("lost", *later), start=1):
@@ -318,7 +320,7 @@ def test_only_what_an_agent_of_this_start_says_of_node_0_counts(tmp_path, later,
     assert (done.returncode, done.stdout, done.stderr) == (1, "again\n" * again, "")
 
 
-def test_agents_run_in_the_image_of_the_entry(plan):
+def test_agents_run_in_container_image_of_cluster(plan):
     """And what ends them, too. Rendered only: neither pyxis nor apptainer is here to be tried."""
 
     def script(**fields):
@@ -391,19 +393,19 @@ RUNS = {"started": {"pid": 1, "host": "gpu-3"}}
         ("RUNNING\n", "FAILED", "its agent ended without"),
     ],
 )  # fmt: skip
-def test_a_job_that_slurm_has_forgotten_is_asked_of_accounting(seen, sacct, state, reason):
+def test_ended_job_missing_from_squeue_is_read_from_sacct(seen, sacct, state, reason):
     found = seen("", RUNS, RUNS, sacct=sacct, job_1="7\n")
     assert {node.state.value for node in found.nodes} == {state}
     assert all(node.reason.startswith(reason) for node in found.nodes)
 
 
-def test_a_job_that_is_completing_holds_up_no_run_whose_agents_have_ended(seen):
+def test_completing_job_is_queued_only_until_all_agents_have_ended(seen):
     assert not seen(job("COMPLETING"), DONE, DONE).queued
     # An agent that was killed may have left ranks, which Slurm still ends.
     assert seen(job("COMPLETING"), DONE, RUNS).queued
 
 
-def test_what_slurm_announced_is_the_reason_that_is_shown(seen):
+def test_slurm_warning_is_reason_of_stopped_nodes(seen):
     words = f"{queue.WARNED} (time limit, or preemption)"
     ended = {"exit": {"exit_code": 143, "reason": "stopped on request", "stopped_by": words,
                       "at": 1.0, "processes": []}}  # fmt: skip
@@ -420,13 +422,13 @@ def states(found):
     return found.state.value, [node.state.value for node in found.nodes], found.nodes[1].reason
 
 
-def test_nodes_run_once_their_agents_say_so(seen):
+def test_node_is_running_once_its_agent_has_started(seen):
     found = seen(job(), RUNS, None)
     assert states(found) == ("RUNNING", ["RUNNING", "PENDING"], None)
     assert found.nodes[0].host == "gpu-3"
 
 
-def test_a_job_that_waits_says_why(seen):
+def test_pending_job_shows_slurm_reason_and_is_queued(seen):
     reason = "Priority: jobs with a higher priority go first (job 7)"
     found = seen(job("PENDING", reason="Priority"), None, None)
     assert states(found) == ("PENDING", ["PENDING"] * 2, reason)
@@ -436,7 +438,7 @@ def test_a_job_that_waits_says_why(seen):
     assert not seen("", None, None).queued
 
 
-def test_a_job_that_waits_again_goes_on_as_the_next_attempt(seen):
+def test_requeued_job_continues_as_next_attempt(seen):
     assert seen(job("PENDING", reason="BeginTime"), ENDED, RUNS).next_attempt == 2
     assert seen(job(), ENDED, ENDED, **{"attempts/1/next": "2\n"}).next_attempt == 2
 
@@ -449,7 +451,7 @@ def test_a_job_that_waits_again_goes_on_as_the_next_attempt(seen):
         ("OUT_OF_MEMORY", "job 7 used more than its memory limit"),
     ],
 )
-def test_what_slurm_ended_has_slurm_s_reason(seen, state, words):
+def test_job_ended_by_slurm_fails_with_slurm_reason(seen, state, words):
     reason = f"{state}: {words}"
     assert states(seen(job(state), RUNS, ENDED)) == ("FAILED", ["FAILED"] * 2, reason)
     assert seen(job(state), RUNS, ENDED).causes[0].words == reason
@@ -458,7 +460,7 @@ def test_what_slurm_ended_has_slurm_s_reason(seen, state, words):
 @pytest.mark.parametrize(
     "who", ["SIGTERM from process 9 (slurmstepd: [7.0])", queue.WARNED, queue.NODE_0_LOST]
 )
-def test_nodes_that_slurm_ended_are_not_judged_before_it_is_through(seen, who):
+def test_nodes_stopped_by_slurm_are_running_until_job_has_ended(seen, who):
     """Its job may wait again: who takes the run for failed meanwhile would cancel that."""
     exit_by_slurm = {"exit_code": 143, "at": 1.0, "reason": f"stopped by {who}"}
     nodes = ({**RUNS, "exit": exit_by_slurm}, CRASHED)
@@ -473,7 +475,7 @@ def test_nodes_that_slurm_ended_are_not_judged_before_it_is_through(seen, who):
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_of_a_job_that_slurm_starts_again_the_node_is_blamed_that_left_no_word(seen, lost):
+def test_requeued_job_names_node_without_exit_record_as_cause(seen, lost):
     """Slurm ends the agents of the others then, who say so."""
     why = "stopped by SIGTERM from process 9 of user 0 (slurmstepd: [7.0])"
     told = {"exit_code": 1, "at": 1.0, "reason": "stopped on request", "causes": [why]}
@@ -483,11 +485,11 @@ def test_of_a_job_that_slurm_starts_again_the_node_is_blamed_that_left_no_word(s
     assert (first.node, first.words) == (lost, "Slurm requeued its job")
 
 
-def test_a_rank_that_failed_by_itself_keeps_its_own_reason(seen):
+def test_failed_rank_keeps_its_own_reason_in_failed_job(seen):
     assert states(seen(job("FAILED"), ENDED, CRASHED)) == ("FAILED", ["CANCELLED", "FAILED"], None)
 
 
-def test_scancel_by_hand_cancels_the_run_and_ours_does_not(seen):
+def test_scancel_by_user_cancels_run_but_own_scancel_does_not(seen):
     found = seen(job("CANCELLED"), ENDED, ENDED)
     assert states(found)[:2] == ("CANCELLED", ["CANCELLED"] * 2)
     folder = run_folder.home() / "runs/demo-1"
@@ -497,7 +499,7 @@ def test_scancel_by_hand_cancels_the_run_and_ours_does_not(seen):
     assert not (folder / "cancelled").exists()
 
 
-def test_a_job_that_slurm_has_forgotten_is_judged_by_the_agents(seen):
+def test_job_missing_from_squeue_is_judged_by_agent_records(seen):
     assert states(seen("", DONE, DONE))[0] == "SUCCEEDED"
     found = seen("", DONE, RUNS)
     assert states(found)[:2] == ("FAILED", ["SUCCEEDED", "FAILED"])
@@ -505,25 +507,25 @@ def test_a_job_that_slurm_has_forgotten_is_judged_by_the_agents(seen):
     assert states(seen("", DONE, RUNS, patient=True))[0] == "RUNNING"
 
 
-def test_a_node_that_the_others_did_without_was_lost(seen):
+def test_node_without_exit_record_in_ended_job_is_failed(seen):
     for state in ("COMPLETED", "FAILED"):
         found = seen(job(state), DONE, RUNS)
         assert states(found)[:2] == ("FAILED", ["SUCCEEDED", "FAILED"])
         assert found.nodes[1].reason == "its agent ended without reporting an exit code"
 
 
-def test_a_job_that_left_the_queue_before_it_started_has_failed(seen):
+def test_job_that_left_queue_before_start_is_failed(seen):
     assert states(seen("", None, None)) == ("PENDING", ["PENDING"] * 2, None)
     reason = "job 7 left Slurm's queue before it started"
     assert states(seen("", None, None, job_1="7\n")) == ("FAILED", ["FAILED"] * 2, reason)
 
 
-def test_a_state_that_nobody_knows_is_unknown(seen):
+def test_unrecognized_slurm_state_is_unknown(seen):
     reason = "Slurm reports job 7 as HIBERNATING"
     assert states(seen(job("HIBERNATING"), RUNS, RUNS)) == ("UNKNOWN", ["UNKNOWN"] * 2, reason)
 
 
-def test_while_slurm_does_not_answer_the_agents_are_believed(seen):
+def test_agent_records_decide_state_while_slurm_does_not_answer(seen):
     away = "error: Unable to contact slurm controller"
     assert states(seen(away, RUNS, RUNS))[:2] == ("RUNNING", ["RUNNING"] * 2)
     assert "Unable to contact" in seen(away, RUNS, RUNS).nodes[0].reason
@@ -557,7 +559,7 @@ def examined(transport, **job):
 SINFO = f"{MAIN}n0|idle|8|1000|(null)\n{MAIN}n1|idle|8|1000|(null)\n"
 
 
-def test_the_doctor_of_a_cluster_that_is_fit(no_gpus):
+def test_doctor_reports_ok_for_healthy_cluster(no_gpus):
     transport = Fit(sinfo=SINFO)
     found = examined(transport)
     assert found["partition"] == ("ok", "2 of 2 nodes of partition main can be used")
@@ -588,7 +590,9 @@ def test_the_doctor_of_a_cluster_that_is_fit(no_gpus):
         ),
     ],
 )  # fmt: skip
-def test_the_doctor_names_what_is_wrong(printed, job, check, verdict, no_gpus):
+def test_doctor_reports_partition_admission_and_compute_problems(
+    printed, job, check, verdict, no_gpus
+):
     assert examined(Fit(**{"sinfo": SINFO, **printed}), **job)[check] == verdict
 
 
@@ -604,7 +608,7 @@ squeue: a plugin complains
 """
 
 
-def test_runs_of_others_are_those_jobs_whose_folder_says_so():
+def test_listing_gives_jobs_with_run_folder_of_all_users():
     transport = Slurm(squeue=LISTED)
     found = backends.backend("slurm").listing(SlurmCluster(), transport)
     assert [(run.run, run.job, run.state.value, run.user, run.pods) for run in found] == [
@@ -617,7 +621,7 @@ def test_runs_of_others_are_those_jobs_whose_folder_says_so():
     ]  # fmt: skip
 
 
-def test_a_run_of_others_is_taken_up_where_it_was_submitted():
+def test_recover_refuses_run_submitted_elsewhere_with_attach_hint():
     backend = backends.backend("slurm")
     with pytest.raises(RunFolderError, match="run mine: it was submitted elsewhere") as error:
         backend.recover("mine", SlurmCluster(), Slurm(squeue=LISTED))

@@ -61,19 +61,19 @@ class LoginNode(LocalTransport):
         ("bob@corp.example@login", "login", "bob@corp.example", None),
     ],
 )  # fmt: skip
-def test_a_login_node_is_named_as_ssh_does(text, address, user, port):
+def test_login_node_accepts_ssh_destination_forms(text, address, user, port):
     transport = backends.transport_for(SlurmCluster(ssh=text))
     host = transport._hosts[text]
     assert (host.address, host.user, host.port) == (address, user, port)
 
 
 @pytest.mark.parametrize("text", ["localhost", "a b@c@d", "login:port", "login:0", "@login", "a;b"])
-def test_what_is_no_login_node_is_refused(text):
+def test_transport_refuses_invalid_or_local_login_node(text):
     with pytest.raises(BadInput, match="not a login node on another machine"):
         backends.transport_for(SlurmCluster(ssh=text))
 
 
-def test_the_probe_asks_there_and_looks_at_the_project_here(tmp_path, monkeypatch):
+def test_probe_queries_login_node_and_scans_local_project(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     transport = LoginNode()
     (tmp_path / "project").mkdir()
@@ -89,7 +89,7 @@ def test_the_probe_asks_there_and_looks_at_the_project_here(tmp_path, monkeypatc
     assert backends.backend("slurm").probe(there, transport, job).project is None
 
 
-def test_a_command_that_only_a_login_shell_finds_is_found(tmp_path, monkeypatch):
+def test_queue_command_is_found_through_login_shell_path(tmp_path, monkeypatch):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/squeue-of-mine").write_text("#!/bin/sh\necho 7 of $1\n")
     (tmp_path / "bin/squeue-of-mine").chmod(0o755)
@@ -114,7 +114,7 @@ def plan(make_facts, tmp_path):
     return make
 
 
-def test_the_plan_copies_the_project_and_submits_in_a_login_shell(plan):
+def test_plan_copies_project_and_submits_in_login_shell(plan):
     def project(root, digest):
         return Project(root=root, digest=digest * 32, files=1, bytes=1, how="all")
 
@@ -174,7 +174,7 @@ def here(handle):
     }  # fmt: skip
 
 
-def test_what_the_nodes_write_comes_here_once(handle, write):
+def test_copy_once_mirrors_attempt_files_and_appends_growth(handle, write):
     files = {
         "job-1": b"7\n", "slurm-7.out": b"srun says\n", "attempts/1/node-0/log": b"one\n" * 999,
         "attempts/1/node-1/log": b"", "attempts/1/node-1/ranks.jsonl": b"{}\n",
@@ -194,9 +194,7 @@ def test_what_the_nodes_write_comes_here_once(handle, write):
     assert here(handle)["attempts/1/next"] == b"2\n"
 
 
-def test_a_slow_file_server_does_not_make_the_login_node_look_silent(
-    handle, write, monkeypatch, capsysbinary
-):
+def test_tail_sends_heartbeats_while_file_server_is_slow(handle, write, monkeypatch, capsysbinary):
     """A node's files take 5 s to read: whoever hears nothing for 8 s gives up."""
     for node in range(6):
         write(f"attempts/1/node-{node}/started.json", RUNS)
@@ -221,14 +219,14 @@ def test_a_slow_file_server_does_not_make_the_login_node_look_silent(
     assert capsysbinary.readouterr().out.count(b"\n") == 6
 
 
-def test_nothing_that_a_login_node_sends_lies_elsewhere(handle):
+def test_copy_ignores_login_node_paths_outside_mirrored_files(handle):
     copy = login.Copy.of_run(handle)
     for name in ("../x", "run.json", "attempts/1/node-0/../../../x", "attempts/1/node-0/log/x"):
         copy.take({"file": name}, b"x")
     assert here(handle) == {"run.json": b"{}"}
 
 
-def test_after_a_part_that_is_missing_nothing_is_appended(handle):
+def test_copy_refuses_log_chunk_after_gap(handle):
     copy = login.Copy.of_run(handle)
     copy.take({"file": "attempts/1/node-0/log", "at": 0}, b"one\n")
     with pytest.raises(SubmitFailed, match="a part of it is missing"):
@@ -236,7 +234,7 @@ def test_after_a_part_that_is_missing_nothing_is_appended(handle):
     assert here(handle)["attempts/1/node-0/log"] == b"one\n"
 
 
-def test_a_run_is_judged_by_what_came(handle, write):
+def test_status_follows_mirrored_files_when_login_node_is_unreachable(handle, write):
     backend, transport = backends.backend("slurm"), LoginNode(squeue=listed(handle, "RUNNING"))
     Path(handle.plan.run_dir).mkdir(parents=True)
     assert backend.status(handle, transport).state is State.PENDING
@@ -252,7 +250,7 @@ def test_a_run_is_judged_by_what_came(handle, write):
     assert backend.status(handle, transport).state is State.SUCCEEDED
 
 
-def test_a_job_that_ends_while_it_is_asked_about_is_judged_by_its_last_words(handle, write):
+def test_status_reads_exit_files_written_during_squeue_query(handle, write):
     class Ends(LoginNode):
         def run(self, host, argv, **options):
             for node in (0, 1):
@@ -265,7 +263,7 @@ def test_a_job_that_ends_while_it_is_asked_about_is_judged_by_its_last_words(han
     assert backends.backend("slurm").status(handle, transport).state is State.SUCCEEDED
 
 
-def test_a_monitor_judges_nothing_before_all_has_come(handle, write):
+def test_monitor_reports_final_state_only_after_logs_are_mirrored(handle, write):
     transport = LoginNode(squeue="")  # Slurm has forgotten the job
     write("job-1", b"7\n")
     for node in (0, 1):
@@ -284,12 +282,12 @@ def test_a_monitor_judges_nothing_before_all_has_come(handle, write):
     assert len(here(handle)["attempts/1/node-1/log"]) == 3 << 20
 
 
-def test_a_folder_that_is_gone_there_hides_nothing_that_is_known_here(handle):
+def test_status_stays_pending_when_login_node_lacks_run_folder(handle):
     assert login.copy_once(handle, LoginNode()) is None
     assert backends.backend("slurm").status(handle, LoginNode(squeue="")).state is State.PENDING
 
 
-def test_why_a_job_is_ended_is_said_there_and_here(handle, write):
+def test_cancel_writes_reason_on_login_node_and_locally(handle, write):
     Path(handle.plan.run_dir).mkdir(parents=True)
     transport = LoginNode(squeue=listed(handle, "PENDING"), scancel="")
 
@@ -309,7 +307,7 @@ def test_why_a_job_is_ended_is_said_there_and_here(handle, write):
     assert handle.folder.path.exists()
 
 
-def test_a_run_of_this_machine_copies_and_removes_nothing(handle):
+def test_local_slurm_run_copies_and_removes_nothing(handle):
     own = msgspec.structs.replace(handle.plan, run_dir=str(handle.folder.path))
     local = run_folder.RunHandle(handle.folder, own, 1)
     assert login.copy_once(local, LoginNode()) is None
@@ -320,7 +318,7 @@ def test_a_run_of_this_machine_copies_and_removes_nothing(handle):
     assert observe.read(local) is not None
 
 
-def test_the_doctor_looks_from_the_login_node(tmp_path, monkeypatch):
+def test_doctor_checks_slurm_from_login_node(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     transport = LoginNode(sbatch="", srun="gpu-3\n")
     job = JobSpec(name="demo", command=("true",), workdir=str(tmp_path))

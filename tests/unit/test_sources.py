@@ -42,9 +42,7 @@ def project(tmp_path):
         ("deepspeed --no_python ./run", "--local_rank"),
     ],
 )
-def test_a_rank_gets_the_argument_in_the_spelling_that_its_program_knows(
-    line, argument, project, monkeypatch
-):
+def test_local_rank_argument_uses_spelling_program_reads(line, argument, project, monkeypatch):
     assert args_of(f"{line} --lr 1", project, monkeypatch) == (f"{argument}={WORD}", "--lr", "1")
 
 
@@ -53,11 +51,11 @@ def test_a_rank_gets_the_argument_in_the_spelling_that_its_program_knows(
     ["deepspeed --no_local_rank old.py", "torchrun old.py", "python old.py",
      "python -m torch.distributed.launch --use_env old.py"],
 )  # fmt: skip
-def test_a_launcher_that_passes_none_passes_none(line, project, monkeypatch):
+def test_launcher_without_local_rank_argument_passes_none(line, project, monkeypatch):
     assert args_of(line, project, monkeypatch) == ()
 
 
-def test_a_folder_of_pythonpath_is_followed_and_a_cycle_ends(tmp_path, monkeypatch):
+def test_imported_sources_follow_pythonpath_and_stop_at_import_cycle(tmp_path, monkeypatch):
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib/a.py").write_text("import b")
     (tmp_path / "lib/b.py").write_text("from a import *\nNAME = '--local_rank'")

@@ -17,7 +17,7 @@ def job(**fields):
     ("given_as", "range_"),
     [(1, (1, 1)), ("2", (2, 2)), ("2:4", (2, 4)), (" 3 ", (3, 3)), ("2:2", (2, 2))],
 )
-def test_nodes_are_a_number_or_a_range(given_as, range_):
+def test_parse_nodes_accepts_number_or_range(given_as, range_):
     assert parse_nodes(given_as) == range_
 
 
@@ -25,44 +25,44 @@ def test_nodes_are_a_number_or_a_range(given_as, range_):
     ("given_as", "seconds"),
     [(90, 90), (1.5, 1.5), ("90", 90), ("90s", 90), ("1.5h", 5400), ("1d2h", 93600), ("2m", 120)],
 )
-def test_a_time_limit_is_seconds_or_says_its_units(given_as, seconds):
+def test_time_limit_accepts_seconds_or_units(given_as, seconds):
     assert parse_duration(given_as) == seconds
     assert job(time_limit=given_as).limit_seconds == seconds
 
 
 @pytest.mark.parametrize("limit", ["", "soon", "-1", -1, 0, "0s", "1w", "h", "1 h", "1e9", "inf"])
-def test_what_is_no_length_of_time_is_refused(limit):
+def test_check_job_refuses_invalid_time_limit(limit):
     with pytest.raises(BadInput, match=r"^time_limit: "):
         check_job(job(time_limit=limit))
 
 
 @given(st.integers(1, 10**4), st.integers(0, 9 * 10**4))
-def test_every_range_in_ascending_order_is_taken(low, more):
+def test_parse_nodes_accepts_every_ascending_range(low, more):
     assert parse_nodes(f"{low}:{low + more}") == (low, low + more)
 
 
 @pytest.mark.parametrize(
     "nodes", ["", "two", "1:", ":2", "1:2:3", "-1", -1, "1.5", "2-4", "1e3", "0x2"]
 )
-def test_what_is_no_number_of_nodes_is_refused_with_both_forms(nodes):
+def test_parse_nodes_refuses_malformed_value_and_hints_both_forms(nodes):
     with pytest.raises(BadInput, match="neither a number nor MIN:MAX") as error:
         parse_nodes(nodes)
     assert error.value.hint == '2, or "2:4"'
 
 
 @pytest.mark.parametrize("nodes", [0, "0", "0:2"])
-def test_no_nodes_at_all_are_refused(nodes):
+def test_parse_nodes_refuses_zero_nodes(nodes):
     with pytest.raises(BadInput, match=r"nodes: 0.*at least 1 node"):
         parse_nodes(nodes)
 
 
-def test_a_range_the_wrong_way_round_is_told_the_right_one():
+def test_parse_nodes_suggests_ascending_range_for_reversed_one():
     with pytest.raises(BadInput, match="the minimum comes first") as error:
         parse_nodes("4:2")
     assert error.value.hint == 'did you mean "2:4"?'
 
 
-def test_a_number_of_nodes_with_thousands_of_digits_is_refused_and_no_accident():
+def test_parse_nodes_refuses_number_with_thousands_of_digits():
     with pytest.raises(BadInput, match="nodes"):
         parse_nodes("9" * 5000)
 
@@ -76,17 +76,17 @@ def test_a_number_of_nodes_with_thousands_of_digits_is_refused_and_no_accident()
         ({"gpus_per_node": 0}, "gpus_per_node: 0: a node needs at least 1 rank"),
     ],
 )
-def test_a_size_that_no_machine_has_is_refused(fields, message):
+def test_check_job_refuses_impossible_node_and_gpu_counts(fields, message):
     with pytest.raises(BadInput) as error:
         check_job(job(**fields))
     assert error.value.message == message
 
 
-def test_the_largest_sizes_are_taken():
+def test_check_job_accepts_largest_node_and_gpu_counts():
     check_job(job(nodes=100_000, gpus_per_node=10_000))
 
 
-def test_only_a_true_range_is_elastic():
+def test_job_is_elastic_only_for_range_of_node_counts():
     assert job(nodes="1:2").elastic
     assert not job(nodes="2:2").elastic
     assert not job(nodes=2).elastic
@@ -95,19 +95,19 @@ def test_only_a_true_range_is_elastic():
 @pytest.mark.parametrize(
     "name", ["a", "Zero 3", "gpt-1.5b_v2", "0", "é", "x" * 100, "日本"], ids=lambda n: n[:10]
 )
-def test_ordinary_names_are_taken(name):
+def test_check_job_accepts_ordinary_job_names(name):
     check_job(job(name=name))
 
 
 @pytest.mark.parametrize(
     "name", ["", ".", "..", "../up", "a/b", "/abs", "-x", ".hidden", " lead", "a\nb", "a\0b", "a:b"]
 )
-def test_names_that_could_leave_a_folder_or_break_a_line_are_refused(name):
+def test_check_job_refuses_unsafe_job_names(name):
     with pytest.raises(BadInput, match="is not a valid job name"):
         check_job(job(name=name))
 
 
-def test_a_name_of_300_characters_is_shown_shortened():
+def test_refusal_of_overlong_job_name_shortens_name():
     with pytest.raises(BadInput, match=r"x{40}\.\.\. \(300 characters\)") as error:
         check_job(job(name="x" * 300))
     assert len(error.value.message) < 120
@@ -128,7 +128,7 @@ def test_a_name_of_300_characters_is_shown_shortened():
         ({"nodes": "2:4", "launcher": "torchrun"}, ("torchrun", "job: launcher")),
     ],
 )
-def test_what_starts_a_job_s_ranks_and_why(fields, launcher):
+def test_launcher_of_names_launcher_and_reason(fields, launcher):
     assert launcher_of(job(**fields)) == launcher
     assert job(**fields).started_by == launcher[0]
 
@@ -153,7 +153,7 @@ def test_what_starts_a_job_s_ranks_and_why(fields, launcher):
         ({"env": {"A": "x"}, "secrets": ("A",)}, "secrets: A is set in env as well"),
     ],
 )
-def test_jobs_that_contradict_themselves_are_refused(fields, message):
+def test_check_job_refuses_contradictory_fields(fields, message):
     with pytest.raises(BadInput, match=message):
         check_job(job(**fields))
 
@@ -167,22 +167,22 @@ def test_jobs_that_contradict_themselves_are_refused(fields, message):
     ],
     ids=["args", "command", "module"],
 )
-def test_words_with_nul_are_refused_because_no_process_can_be_given_them(fields):
+def test_check_job_refuses_nul_in_program_words(fields):
     with pytest.raises(BadInput, match="NUL"):
         check_job(job(**fields))
 
 
-def test_a_job_is_frozen():
+def test_job_spec_is_immutable():
     with pytest.raises(AttributeError, match="immutable"):
         job().name = "other"
 
 
-def test_a_job_survives_its_json_form():
+def test_job_spec_survives_json_round_trip():
     whole = job(
         args=("--a", "b c"), env={"A": "x\ny"}, nodes="2:4", deepspeed={"a": [1, {"b": None}]}
     )
     assert msgspec.json.decode(msgspec.json.encode(whole), type=JobSpec) == whole
 
 
-def test_defaults_are_left_out_of_the_json_form():
+def test_job_spec_json_omits_defaults():
     assert msgspec.to_builtins(job()) == {"name": "demo", "program": "train.py"}

@@ -217,12 +217,12 @@ def shared(sshd):
 # ---------------------------------------------------------------- commands
 
 
-def test_a_command_runs_to_its_end_and_tells_all_it_said(shared):
+def test_run_returns_exit_code_stdout_and_stderr(shared):
     done = shared.run("h0", ["sh", "-c", "echo out; echo err >&2; exit 3"])
     assert (done.exit_code, done.stdout, done.stderr) == (3, "out\n", "err\n")
 
 
-def test_words_and_environment_arrive_unchanged(shared, ugly_values):
+def test_run_passes_arguments_and_environment_unchanged(shared, ugly_values):
     code = "import os, sys; print(ascii((sys.argv[1:], {k: os.environ[k] for k in %r})))"
     words = [*ugly_values.values(), "", "-n", "'", "$(id)"]
     done = shared.run(
@@ -231,25 +231,25 @@ def test_words_and_environment_arrive_unchanged(shared, ugly_values):
     assert ast.literal_eval(done.stdout) == (words, ugly_values)
 
 
-def test_what_a_command_reads_is_what_it_is_given_to_the_byte(shared):
+def test_run_passes_stdin_byte_for_byte(shared):
     data = bytes(range(256)) * 5000
     code = "import sys, hashlib; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())"
     done = shared.run("h0", [sys.executable, "-S", "-c", code], stdin=data)
     assert done.stdout.strip() == hashlib.sha256(data).hexdigest()
 
 
-def test_a_command_that_reads_nothing_does_not_hang_on_what_it_is_given(shared):
+def test_run_does_not_hang_when_command_ignores_stdin(shared):
     assert shared.run("h0", ["true"], stdin=b"x" * (8 << 20), timeout=60).exit_code == 0
 
 
-def test_much_output_on_both_channels(shared):
+def test_run_collects_large_output_of_stdout_and_stderr(shared):
     script = "i=0; while [ $i -lt 3000 ]; do echo $i; echo $i >&2; i=$((i+1)); done"
     done = shared.run("h0", ["sh", "-c", script], timeout=120)
     lines = "".join(f"{number}\n" for number in range(3000))
     assert (done.stdout, done.stderr) == (lines, lines)
 
 
-def test_a_secret_in_the_environment_is_in_no_argument_list_there(shared):
+def test_run_environment_secret_appears_in_no_remote_cmdline(shared):
     code = (
         "import glob, os\nfound = 0\nfor path in glob.glob('/proc/[0-9]*/cmdline'):\n"
         "    try: found += os.environb[b'TOKEN'] in open(path, 'rb').read()\n"
@@ -260,23 +260,23 @@ def test_a_secret_in_the_environment_is_in_no_argument_list_there(shared):
     assert done.stdout == "0 40\n"
 
 
-def test_a_command_that_is_not_there(shared):
+def test_run_of_missing_command_exits_127_and_names_path(shared):
     done = shared.run("h0", ["/nope/no such"])
     assert done.exit_code == 127
     assert "/nope/no such" in done.stderr
 
 
-def test_a_command_that_does_not_end_in_time_is_given_up(shared):
+def test_run_fails_when_command_exceeds_timeout(shared):
     with pytest.raises(SubmitFailed, match=r"sleep on host h0 did not end within 0\.2 s"):
         shared.run("h0", ["sleep", "30"], timeout=0.2)
 
 
-def test_a_command_that_is_killed(shared):
+def test_run_of_killed_command_keeps_output_and_exits_255(shared):
     done = shared.run("h0", ["sh", "-c", "echo before; kill -9 $$"])
     assert (done.stdout, done.exit_code) == ("before\n", 255)
 
 
-def test_a_started_command_outlives_the_connection_in_a_session_of_its_own(sshd, tmp_path):
+def test_started_command_outlives_connection_in_own_session(sshd, tmp_path):
     fifo = tmp_path / "fi fo"
     os.mkfifo(fifo)
     transport = sshd.transport()
@@ -290,12 +290,12 @@ def test_a_started_command_outlives_the_connection_in_a_session_of_its_own(sshd,
     os.killpg(int(session), signal.SIGKILL)
 
 
-def test_a_command_that_cannot_be_started_is_said(shared):
+def test_start_of_missing_command_fails_naming_path(shared):
     with pytest.raises(SubmitFailed, match=r"cannot start /nope on host h0: /nope: not found"):
         shared.start("h0", ["/nope"])
 
 
-def test_a_login_shell_that_talks_is_not_taken_for_the_command(other_sshd, home):
+def test_run_ignores_login_shell_banner(other_sshd, home):
     server = other_sshd('ForceCommand echo "Welcome to h0"; eval "$SSH_ORIGINAL_COMMAND"')
     transport = server.transport()
     assert transport.run("h0", ["echo", "out"]).stdout == "out\n"
@@ -311,7 +311,9 @@ def test_a_login_shell_that_talks_is_not_taken_for_the_command(other_sshd, home)
         ("cat >/dev/null; {}", "a start file of the login shell (.bashrc, .profile) reads"),
     ],
 )
-def test_a_login_shell_that_runs_no_commands_is_named(other_sshd, home, tmp_path, login, why):
+def test_login_shell_that_runs_no_commands_is_refused_with_cause(
+    other_sshd, home, tmp_path, login, why
+):
     command = login.format('eval "$SSH_ORIGINAL_COMMAND"')
     transport = other_sshd(f"ForceCommand {command}").transport()
     # What follows a script that has lost its head must not be run.
@@ -330,7 +332,7 @@ def test_a_login_shell_that_runs_no_commands_is_named(other_sshd, home, tmp_path
     transport.close()
 
 
-def test_a_login_shell_that_waits_is_named(other_sshd, home):
+def test_timeout_of_blocked_login_shell_hints_at_start_files(other_sshd, home):
     transport = other_sshd("ForceCommand sleep 60").transport()
     with pytest.raises(SubmitFailed, match="true on host h0 did not end within 2 s") as error:
         transport.run("h0", ["true"], timeout=2)
@@ -338,7 +340,7 @@ def test_a_login_shell_that_waits_is_named(other_sshd, home):
     transport.close()
 
 
-def test_speaking_with_a_command(shared):
+def test_open_stream_writes_reads_and_returns_exit_code(shared):
     with shared.open("h0", ["sh", "-c", "read a; echo got $a; cat; exit 4"]) as stream:
         stream.write(b"first\n")
         assert stream.read(60) == b"got first\n"
@@ -351,7 +353,7 @@ def test_speaking_with_a_command(shared):
         assert stream.exit_code(60) == 4
 
 
-def test_a_host_that_stalls_while_it_is_sent_something_is_given_up(shared, monkeypatch):
+def test_stream_write_fails_when_host_stalls(shared, monkeypatch):
     monkeypatch.setattr(ssh_transport, "WRITE_SECONDS", 0.5)
     with (
         shared.open("h0", ["sleep", "60"]) as stream,
@@ -360,7 +362,7 @@ def test_a_host_that_stalls_while_it_is_sent_something_is_given_up(shared, monke
         stream.write(bytes(1 << 26))
 
 
-def test_many_commands_at_once_share_one_connection(sshd):
+def test_concurrent_commands_share_one_connection(sshd):
     transport = sshd.transport()
     results = fan_out(
         [f"{n}" for n in range(8)],
@@ -371,14 +373,14 @@ def test_many_commands_at_once_share_one_connection(sshd):
     transport.close()
 
 
-def test_after_closing_it_connects_again(sshd):
+def test_closed_transport_reconnects_on_next_run(sshd):
     transport = sshd.transport()
     for _ in range(2):
         assert transport.run("h0", ["echo", "hi"]).stdout == "hi\n"
         transport.close()
 
 
-def test_a_connection_that_is_made_while_closing_is_closed_as_well(sshd, monkeypatch):
+def test_connection_made_during_close_is_closed(sshd, monkeypatch):
     transport = sshd.transport()
     made = []
 
@@ -395,7 +397,7 @@ def test_a_connection_that_is_made_while_closing_is_closed_as_well(sshd, monkeyp
     assert transport._connections == {}
 
 
-def test_a_connection_that_broke_is_made_anew(sshd):
+def test_run_reconnects_after_connection_broke(sshd):
     transport = sshd.transport()
     transport.run("h0", ["true"])
     transport.connection("h0").close()
@@ -403,7 +405,7 @@ def test_a_connection_that_broke_is_made_anew(sshd):
     transport.close()
 
 
-def test_a_connection_that_breaks_under_a_command_is_said(other_sshd, home):
+def test_stream_reports_connection_lost_during_command(other_sshd, home):
     server = other_sshd()
     transport = server.transport()
     with transport.open("h0", ["sh", "-c", "echo $PPID; sleep 60"]) as stream:
@@ -415,7 +417,7 @@ def test_a_connection_that_breaks_under_a_command_is_said(other_sshd, home):
     transport.close()
 
 
-def test_a_host_that_opens_no_further_session(other_sshd, home):
+def test_run_beyond_max_sessions_fails_with_hint(other_sshd, home):
     transport = other_sshd("MaxSessions 1").transport()
     with (
         transport.open("h0", ["sleep", "60"]),
@@ -429,7 +431,7 @@ def test_a_host_that_opens_no_further_session(other_sshd, home):
 # ---------------------------------------------------------------- files
 
 
-def test_files_of_any_name_and_content(shared, weird_tmp_path):
+def test_put_all_writes_any_name_content_and_mode(shared, weird_tmp_path):
     folder = weird_tmp_path / "new" / "er"
     files = [
         Put(str(folder / "plain"), b"a\n"),
@@ -449,7 +451,7 @@ def test_files_of_any_name_and_content(shared, weird_tmp_path):
     assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
 
 
-def test_many_hosts_write_the_same_files_of_a_shared_folder(sshd, home, tmp_path):
+def test_concurrent_put_all_into_shared_folder_leaves_whole_files(sshd, home, tmp_path):
     hosts = [f"h{number}" for number in range(6)]
     transport = SshTransport([sshd.host(name=name) for name in hosts], connect_timeout=20)
     files = [
@@ -463,7 +465,7 @@ def test_many_hosts_write_the_same_files_of_a_shared_folder(sshd, home, tmp_path
     assert sorted(os.listdir(tmp_path / "run/files")) == ["agent.pyz", "node.sh"]
 
 
-def test_a_file_is_replaced_whole(shared, tmp_path):
+def test_put_replaces_file_atomically(shared, tmp_path):
     (tmp_path / "f").write_bytes(b"old and long")
     with (tmp_path / "f").open("rb") as reader:
         shared.put("h0", str(tmp_path / "f"), b"new")
@@ -471,7 +473,7 @@ def test_a_file_is_replaced_whole(shared, tmp_path):
     assert (tmp_path / "f").read_bytes() == b"new"
 
 
-def test_a_place_that_cannot_be_written_to(shared, tmp_path):
+def test_put_to_unwritable_path_fails_with_workdir_hint(shared, tmp_path):
     (tmp_path / "f").write_text("")
     with pytest.raises(SubmitFailed, match=r"host h0: cannot write below .*f: ") as error:
         shared.put("h0", str(tmp_path / "f" / "g"), b"x")
@@ -491,7 +493,7 @@ def small_disk(tmp_path, sshd):
     subprocess.run([*there, "umount", place], check=True)
 
 
-def test_a_full_disk_there_leaves_the_old_file_and_nothing_beside_it(shared, small_disk):
+def test_put_on_full_disk_keeps_old_file_and_no_leftovers(shared, small_disk):
     shared.put("h0", str(small_disk / "f"), b"fits")
     with pytest.raises(SubmitFailed, match=r"host h0: cannot write below .*: .*No space left"):
         shared.put("h0", str(small_disk / "f"), os.urandom(200_000))
@@ -499,7 +501,7 @@ def test_a_full_disk_there_leaves_the_old_file_and_nothing_beside_it(shared, sma
     assert shared.run("h0", ["ls", "-A", str(small_disk)]).stdout == "f\n"
 
 
-def test_a_free_port_there(shared):
+def test_free_port_avoids_taken_port(shared):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -510,7 +512,7 @@ def test_a_free_port_there(shared):
     assert shared.free_port("h0", port) == port
 
 
-def test_a_python_that_is_not_there(sshd):
+def test_free_port_fails_naming_missing_remote_python(sshd):
     transport = sshd.transport(python="/nope/python")
     with pytest.raises(SubmitFailed, match=r"host h0: no free TCP port found: .*/nope/python"):
         transport.free_port("h0")
@@ -529,14 +531,14 @@ def refusal(host, timeout=20):
     return error.value.message, error.value.hint or "", type(error.value)
 
 
-def test_a_key_that_is_not_there(sshd, home):
+def test_connect_refuses_missing_identity_file(sshd, home):
     message, hint, _ = refusal(sshd.host(identity=str(home / "gone")))
     assert message == (f"host h0 (127.0.0.1 port {sshd.port}): key {home}/gone does not exist")
     assert "ssh-keygen" in hint
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o660, 0o777])
-def test_a_key_that_others_can_read(sshd, home, mode):
+def test_connect_refuses_key_readable_by_others(sshd, home, mode):
     key = home / "my key"
     shutil.copy(sshd.key, key)
     key.chmod(mode)
@@ -554,7 +556,7 @@ def test_a_key_that_others_can_read(sshd, home, mode):
     ],
     ids=lambda kind: "-".join(kind).replace("--", ""),
 )
-def test_a_key_with_a_passphrase(sshd, home, kind):
+def test_connect_refuses_passphrase_protected_key_with_ssh_add_hint(sshd, home, kind):
     key = keygen(home / "locked", *kind, "-N", "open sesame")
     message, hint, _ = refusal(sshd.host(identity=str(key)))
     assert message.endswith(f"key {key} is protected by a passphrase")
@@ -562,7 +564,7 @@ def test_a_key_with_a_passphrase(sshd, home, kind):
 
 
 @pytest.mark.parametrize("data", [b"", b"garbage\n", b"\xff\xfe\x00", "the .pub file"])
-def test_a_file_that_is_no_key(sshd, home, data):
+def test_connect_refuses_file_that_is_not_private_key(sshd, home, data):
     key = home / "key"
     key.write_bytes(sshd.key.with_name("id.pub").read_bytes() if isinstance(data, str) else data)
     key.chmod(0o600)
@@ -571,53 +573,53 @@ def test_a_file_that_is_no_key(sshd, home, data):
     assert ".pub" in hint
 
 
-def test_a_folder_for_a_key(sshd, home):
+def test_connect_refuses_directory_as_identity_file(sshd, home):
     folder = home / "keys"
     folder.mkdir(mode=0o700)
     message, _, _ = refusal(sshd.host(identity=str(folder)))
     assert message.endswith(f"key {folder}: is a directory")
 
 
-def test_a_key_that_the_host_does_not_take(sshd, home):
+def test_permission_denied_names_key_and_hints_ssh_copy_id(sshd, home):
     key = keygen(home / "stranger")
     message, hint, _ = refusal(sshd.host(identity=str(key)))
     assert f"refuses user {ME}: Permission denied: tried {key}" in message
     assert f"ssh-copy-id -i '{key}' -p {sshd.port} {ME}@127.0.0.1" in hint
 
 
-def test_a_user_that_is_not_there(sshd, home):
+def test_permission_denied_for_unknown_user_hints_ansible_user(sshd, home):
     message, hint, _ = refusal(sshd.host(user="nobody-of-this-name"))
     assert "refuses user nobody-of-this-name: Permission denied" in message
     assert "ansible_user" in hint
 
 
-def test_a_user_id_without_a_name_has_to_name_the_host_s_user(home, nameless):
+def test_resolve_requires_host_user_when_uid_has_no_name(home, nameless):
     with pytest.raises(Unavailable, match="no user name: uid") as told:
         resolve(Host(name="h1"))
     assert "LOGNAME" in (told.value.hint or "")
     assert resolve(Host(name="h1", user="me")).user == "me"
 
 
-def test_a_user_of_the_configuration_is_quoted_in_what_is_to_be_copied(sshd, home):
+def test_ssh_copy_id_hint_quotes_user_of_ssh_config(sshd, home):
     (home / ".ssh" / "config").write_text("Host *\n  User me;reboot\n")
     _, hint, _ = refusal(sshd.host(user=None))
     assert f"-p {sshd.port} 'me;reboot@127.0.0.1'" in hint
 
 
-def test_no_key_at_all(sshd, home):
+def test_permission_denied_without_any_key_hints_ssh_copy_id(sshd, home):
     message, hint, _ = refusal(sshd.host(identity=None))
     assert "Permission denied: no key to try" in message
     assert "ssh-copy-id" in hint
 
 
-def test_the_usual_files_are_tried(sshd, home):
+def test_connect_tries_default_identity_files(sshd, home):
     shutil.copy(sshd.key, home / ".ssh" / "id_ed25519")
     transport = sshd.transport(identity=None)
     assert transport.run("h0", ["echo", "in"]).stdout == "in\n"
     transport.close()
 
 
-def test_a_usual_file_that_cannot_be_used_is_told_of(sshd, home):
+def test_permission_denied_names_unusable_default_identities(sshd, home):
     shutil.copy(sshd.key, home / ".ssh" / "id_ed25519")
     (home / ".ssh" / "id_ed25519").chmod(0o644)
     keygen(home / ".ssh" / "id_rsa", "-t", "rsa", "-b", "2048", "-N", "secret")
@@ -649,14 +651,14 @@ def agent(monkeypatch, home, tmp_path):
     path.unlink(missing_ok=True)
 
 
-def test_the_agent_s_keys_are_tried(sshd, agent):
+def test_connect_tries_ssh_agent_keys(sshd, agent):
     agent(sshd.key)
     transport = sshd.transport(identity=None)
     assert transport.run("h0", ["echo", "in"]).stdout == "in\n"
     transport.close()
 
 
-def test_a_key_with_a_passphrase_that_the_agent_holds(other_sshd, agent, home):
+def test_connect_uses_agent_for_passphrase_protected_key(other_sshd, agent, home):
     server = other_sshd()
     locked = home / "locked"
     shutil.copy(server.key, locked)
@@ -668,7 +670,7 @@ def test_a_key_with_a_passphrase_that_the_agent_holds(other_sshd, agent, home):
     transport.close()
 
 
-def test_the_agent_that_the_configuration_names(sshd, agent, home, monkeypatch):
+def test_connect_uses_identity_agent_of_ssh_config(sshd, agent, home, monkeypatch):
     agent(sshd.key)
     path = os.environ["SSH_AUTH_SOCK"]
     monkeypatch.setenv("SSH_AUTH_SOCK", str(home / "another"))
@@ -680,7 +682,7 @@ def test_the_agent_that_the_configuration_names(sshd, agent, home, monkeypatch):
     assert "Permission denied: no key to try" in refusal(sshd.host(identity=None))[0]
 
 
-def test_a_public_file_says_which_of_the_agent_s_keys_is_meant(sshd, agent, home):
+def test_public_identity_file_selects_agent_key(sshd, agent, home):
     agent(keygen(home / "other"))
     agent(sshd.key)
     shutil.copy(sshd.key.with_name("id.pub"), home / "mine.pub")
@@ -734,7 +736,7 @@ class SecurityKey:
                 connection.sendall(string(answer))
 
 
-def test_a_security_key_is_used_through_the_agent(other_sshd, home, monkeypatch):
+def test_security_key_is_used_only_through_agent(other_sshd, home, monkeypatch):
     server = other_sshd()
     key = SecurityKey(home / ".ssh")
     (server.folder / "authorized").write_text(key.line)
@@ -756,7 +758,7 @@ def test_a_security_key_is_used_through_the_agent(other_sshd, home, monkeypatch)
 
 
 @pytest.mark.parametrize("held_by", ["file", "agent"])
-def test_a_certificate_that_the_configuration_names(other_sshd, home, agent, held_by):
+def test_connect_uses_certificate_file_of_ssh_config(other_sshd, home, agent, held_by):
     authority = keygen(home / "authority")
     server = other_sshd(f'TrustedUserCAKeys "{authority}.pub"')
     (server.folder / "authorized").write_text("")
@@ -778,7 +780,7 @@ def test_a_certificate_that_the_configuration_names(other_sshd, home, agent, hel
     assert "other-cert.pub" not in refusal(server.host(identity=None))[0]
 
 
-def test_a_connection_that_ssh_shares_is_named_where_no_key_is_taken(sshd, home):
+def test_permission_denied_names_open_control_path_connection(sshd, home):
     shared = home / "shared"
     configured(home, f'ControlPath "{shared}"\n')
     assert "holds open" not in refusal(sshd.host(identity=None))[0]
@@ -786,7 +788,7 @@ def test_a_connection_that_ssh_shares_is_named_where_no_key_is_taken(sshd, home)
     assert f"ssh holds open at {shared}" in refusal(sshd.host(identity=None))[0]
 
 
-def test_no_agent_is_forwarded(sshd, agent):
+def test_connect_does_not_forward_ssh_agent(sshd, agent):
     agent(sshd.key)
     transport = sshd.transport()
     code = "import os; print('SSH_AUTH_SOCK' in os.environ)"
@@ -794,7 +796,7 @@ def test_no_agent_is_forwarded(sshd, agent):
     transport.close()
 
 
-def test_an_agent_that_is_gone_does_no_harm(sshd, home, monkeypatch):
+def test_connect_ignores_missing_agent_socket(sshd, home, monkeypatch):
     monkeypatch.setenv("SSH_AUTH_SOCK", str(home / "gone"))
     transport = sshd.transport()
     assert transport.run("h0", ["true"]).exit_code == 0
@@ -805,7 +807,7 @@ def test_an_agent_that_is_gone_does_no_harm(sshd, home, monkeypatch):
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_host_key_that_is_not_known(sshd, home, there):
+def test_unknown_host_key_is_refused_with_ssh_keyscan_hint(sshd, home, there):
     if there:
         (home / "none").write_text("")
     message, hint, kind = refusal(sshd.host(known_hosts=str(home / "none")))
@@ -824,7 +826,7 @@ def fingerprint_of(path):
     return done.stdout.split()[1]
 
 
-def test_a_host_key_that_has_changed(sshd, home):
+def test_changed_host_key_is_refused_with_working_remedy(sshd, home):
     other = keygen(home / "other")
     public = " ".join(other.with_name("other.pub").read_text().split()[:2])
     known = home / "known"
@@ -843,7 +845,7 @@ def test_a_host_key_that_has_changed(sshd, home):
     transport.close()
 
 
-def test_a_key_that_was_added_beside_the_old_one_counts(sshd, home):
+def test_known_hosts_accepts_new_key_beside_old_one(sshd, home):
     other = keygen(home / "other").with_name("other.pub").read_text().split()
     known = home / "known"
     known.write_text(
@@ -854,7 +856,7 @@ def test_a_key_that_was_added_beside_the_old_one_counts(sshd, home):
     transport.close()
 
 
-def test_a_host_that_offers_a_key_of_another_kind(other_sshd, home):
+def test_host_key_of_other_type_is_refused_naming_both_types(other_sshd, home):
     server = other_sshd(host_key=("-t", "rsa", "-b", "2048"))
     other = keygen(home / "other").with_name("other.pub").read_text().split()
     known = home / "known"
@@ -865,14 +867,14 @@ def test_a_host_that_offers_a_key_of_another_kind(other_sshd, home):
 
 
 @pytest.mark.parametrize("kind", [("rsa", "-b", "2048"), ("ecdsa",), ("ed25519",)])
-def test_hosts_of_all_kinds_of_keys(other_sshd, home, kind):
+def test_connect_accepts_rsa_ecdsa_and_ed25519_host_keys(other_sshd, home, kind):
     server = other_sshd(host_key=("-t", *kind))
     transport = server.transport()
     assert transport.run("h0", ["true"]).exit_code == 0
     transport.close()
 
 
-def test_of_several_keys_the_known_one_is_asked_for(other_sshd, home):
+def test_connect_negotiates_known_key_among_several_host_keys(other_sshd, home):
     second = keygen(home / "second", "-t", "rsa", "-b", "2048")
     server = other_sshd(f'HostKey "{second}"')
     public = " ".join(second.with_name("second.pub").read_text().split()[:2])
@@ -902,7 +904,7 @@ def host_line(server, names):
         ("hashed", True),
     ],
 )
-def test_known_hosts_is_read_as_openssh_reads_it(sshd, home, line, in_):
+def test_known_hosts_patterns_match_as_in_openssh(sshd, home, line, in_):
     known = home / "known hosts"
     known.write_text(
         "# comment\n\nh0 ssh-ed25519 !!!not-base64\nh0\n|1|x|y ssh-ed25519 AAAA\n"
@@ -952,7 +954,7 @@ ED25519, ECDSA, RSA = ("-t", "ed25519"), ("-t", "ecdsa"), ("-t", "rsa", "-b", "2
         (ED25519, ED25519, FOR_IT, "*", "its host key has changed"),
     ],
 )  # fmt: skip
-def test_a_certificate_of_a_host_counts_as_for_openssh(
+def test_host_certificate_is_verified_as_in_openssh(
     other_sshd, home, kind, authority, options, line, refused
 ):
     keygen(home / "authority", *authority)
@@ -996,7 +998,7 @@ def certificate(tmp_path_factory):
 
 @settings(max_examples=300)
 @given(place=st.integers(0, 1 << 20), bits=st.integers(0, 255), cut=st.integers(0, 9))
-def test_a_certificate_that_was_changed_is_not_valid(certificate, place, bits, cut):
+def test_tampered_host_certificate_is_invalid(certificate, place, bits, cut):
     kind, blob, key = certificate
     signed = blob.rindex(b"ecdsa-sha2-nistp256") - 8  # two lengths are before it
     changed = bytearray(blob)
@@ -1007,7 +1009,7 @@ def test_a_certificate_that_was_changed_is_not_valid(certificate, place, bits, c
     assert (problem is None) is (changed == blob)
 
 
-def test_five_thousand_known_hosts_are_read_in_no_time():
+def test_known_hosts_reads_5000_entries_within_2_s():
     key = base64.b64encode(b"k" * 51).decode()
     lines = []
     for number in range(5000):
@@ -1025,7 +1027,7 @@ def test_five_thousand_known_hosts_are_read_in_no_time():
     assert time.process_time() - began < 2
 
 
-def test_where_nobody_listens(home):
+def test_closed_port_is_reported_as_refused_connection(home):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -1035,13 +1037,13 @@ def test_where_nobody_listens(home):
 
 
 @pytest.mark.parametrize("name", ["no-such-host.invalid", "x" * 64 + ".example.org"])
-def test_a_name_that_cannot_be_resolved(home, name):
+def test_unresolvable_host_name_hints_ansible_host(home, name):
     message, hint, _ = refusal(Host(name=name))
     assert message == f"host {name}: the name {name} cannot be resolved"
     assert "ansible_host" in hint
 
 
-def test_a_service_that_says_nothing(home):
+def test_silent_service_is_reported_as_no_sshd_answer(home):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(50)
@@ -1065,7 +1067,7 @@ def test_a_service_that_says_nothing(home):
         (b"SSH-1.0-it\r\n", "Incompatible version (1.0 instead of 2.0)", "ssh -v -p"),
     ],
 )  # fmt: skip
-def test_a_server_that_does_not_greet_as_sshd_does(home, says, reason, remedy):
+def test_server_without_ssh_banner_fails_with_reason_and_remedy(home, says, reason, remedy):
     """``says`` before it closes the connection; None: it resets it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         done = threading.Event()
@@ -1095,7 +1097,7 @@ def test_a_server_that_does_not_greet_as_sshd_does(home, says, reason, remedy):
     assert remedy in hint
 
 
-def test_several_hosts_and_one_that_is_away(sshd, home):
+def test_fan_out_returns_results_despite_unreachable_host(sshd, home):
     hosts = [sshd.host(name=f"h{n}") for n in range(3)]
     hosts.insert(1, Host(name="away", address="127.0.0.1", port=1, identity=str(sshd.key)))
     transport = SshTransport(hosts, connect_timeout=20)
@@ -1111,7 +1113,9 @@ def test_several_hosts_and_one_that_is_away(sshd, home):
 # ---------------------------------------------------------------- ways through
 
 
-def test_a_jump_host(sshd, other_sshd, home, monkeypatch):
+def test_jump_host_connects_closes_inner_first_and_reports_failures(
+    sshd, other_sshd, home, monkeypatch
+):
     behind = other_sshd()
     with behind.known_hosts.open("a") as file:
         file.write(sshd.known_hosts.read_text())
@@ -1134,7 +1138,7 @@ def test_a_jump_host(sshd, other_sshd, home, monkeypatch):
     assert "cannot reach it" in message
 
 
-def test_a_jump_host_behind_another_one_of_the_configuration(sshd, other_sshd, home):
+def test_jump_host_chain_of_ssh_config_connects_and_refuses_loops(sshd, other_sshd, home):
     gate, behind = other_sshd(), other_sshd()
     with behind.known_hosts.open("a") as known:
         known.write(sshd.known_hosts.read_text() + gate.known_hosts.read_text())
@@ -1157,7 +1161,7 @@ def test_a_jump_host_behind_another_one_of_the_configuration(sshd, other_sshd, h
         SshTransport([Host(name="h0")]).run("h0", ["true"])
 
 
-def test_a_jump_host_that_stalls_is_tried_once_for_all_hosts_behind_it(home, monkeypatch):
+def test_stalled_jump_host_is_tried_once_for_all_hosts_behind(home, monkeypatch):
     hosts = [Host(name=f"h{number}", jump="gate") for number in range(16)]
     tried, all_wait = [], threading.Event()
 
@@ -1192,7 +1196,7 @@ def test_a_jump_host_that_stalls_is_tried_once_for_all_hosts_behind_it(home, mon
     assert tried == ["gate", "gate"]
 
 
-def test_a_connection_that_another_thread_has_made_since_is_not_closed(sshd, home):
+def test_drop_of_old_connection_keeps_newer_connection(sshd, home):
     transport = sshd.transport()
     old = transport.connection("h0")
     transport.drop("h0", old)
@@ -1203,7 +1207,7 @@ def test_a_connection_that_another_thread_has_made_since_is_not_closed(sshd, hom
     transport.close()
 
 
-def test_a_configuration_that_changes_is_read_again(home, monkeypatch):
+def test_changed_ssh_config_is_read_again(home, monkeypatch):
     monkeypatch.setattr("clusterkit.backends.ssh.config.CONFIG_SECONDS", 1e-6)
     for port in (2201, 2202):
         (home / ".ssh/config").write_text(f"Host gate\n  Port {port}\n")
@@ -1222,7 +1226,7 @@ def test_a_configuration_that_changes_is_read_again(home, monkeypatch):
         ("ssh://me@gate:2222", ("gate", "me", 2222)),
     ],
 )
-def test_how_a_jump_host_is_named(hop, expected):
+def test_jump_host_accepts_ssh_destination_forms_and_checks_port(hop, expected):
     host = jump_host(hop, Host(name="h0", identity="/k"))
     assert (host.name, host.user, host.port) == expected
     assert host.identity == "/k"
@@ -1247,7 +1251,7 @@ while data := os.read(0, 65536):
 """What nc does: copies both ways."""
 
 
-def test_a_proxy_command_of_the_configuration(sshd, home):
+def test_connect_uses_proxy_command_of_ssh_config(sshd, home):
     script = home / "relay.py"
     script.write_text(RELAY)
     configured(
@@ -1258,14 +1262,14 @@ def test_a_proxy_command_of_the_configuration(sshd, home):
     transport.close()
 
 
-def test_a_proxy_command_that_is_not_there(sshd, home, capfd):
+def test_missing_proxy_command_fails_naming_command(sshd, home, capfd):
     configured(home, "Host *\n  ProxyCommand /nope/nc %h %p\n")
     message, _, _ = refusal(sshd.host())
     assert f"the SSH connection through '/nope/nc 127.0.0.1 {sshd.port}' failed" in message
     assert "/nope/nc: not found" in capfd.readouterr().err
 
 
-def test_a_proxy_command_that_ends_ends_the_connection(sshd, home, tmp_path):
+def test_killed_proxy_command_ends_connection_and_next_run_reconnects(sshd, home, tmp_path):
     script = tmp_path / "relay.py"
     script.write_text(RELAY)
     configured(home, f"Host *\n  ProxyCommand {sys.executable} {script} %h %p\n")
@@ -1328,7 +1332,7 @@ INCLUDED = "Host included\n  Port 4444\n  User from-include\n"
         ("noproxy", ("noproxy", 22, "everyone", None)),
     ],
 )
-def test_what_the_configuration_says(home, name, expected):
+def test_resolve_applies_ssh_config_of_host(home, name, expected):
     (home / "one.conf").write_text(INCLUDED)
     configured(home, CONFIG.replace("conf.d/*.conf", f'"{home}/one.conf"'))
     ours = resolve(Host(name=name))
@@ -1386,14 +1390,14 @@ def told_by_openssh(arguments):
 
 
 @pytest.mark.parametrize("text", DIFFERENCES.values(), ids=list(DIFFERENCES))
-def test_a_configuration_means_here_what_it_means_to_openssh(tmp_path, text):
+def test_resolve_agrees_with_openssh_on_known_parser_differences(tmp_path, text):
     compare_with_openssh(tmp_path, text, "Host *\nPort 9\n", None, None)
 
 
 @settings(max_examples=100)
 @given(text=CONFIGS, included=CONFIGS.filter(lambda text: "nclude" not in text),
        user=st.sampled_from([None, "me"]), port=st.sampled_from([None, 2200]))  # fmt: skip
-def test_any_configuration_means_what_it_means_to_openssh(
+def test_resolve_agrees_with_openssh_on_any_ssh_config(
     tmp_path_factory, text, included, user, port
 ):
     compare_with_openssh(tmp_path_factory.mktemp("config"), text, included, user, port)
@@ -1434,13 +1438,13 @@ def compare_with_openssh(folder, text, included, user, port):
         assert ours.key_name == theirs["hostkeyalias"][0]
 
 
-def test_files_that_include_each_other(home):
+def test_resolve_refuses_recursive_include(home):
     configured(home, "Include config\n")
     with pytest.raises(Unavailable, match="Too many recursive configuration includes"):
         resolve(Host(name="h0"))
 
 
-def test_the_inventory_goes_before_the_configuration(home):
+def test_inventory_settings_override_ssh_config(home):
     configured(home, CONFIG)
     target = resolve(
         Host(name="h0", address="alias", port=1, user="me", identity="/k", known_hosts="/a b/known",
@@ -1453,7 +1457,7 @@ def test_the_inventory_goes_before_the_configuration(home):
     assert str(target) == "host h0 (real.example.org port 1)"
 
 
-def test_without_a_configuration_there_are_openssh_s_defaults(home):
+def test_resolve_without_ssh_config_uses_openssh_defaults(home):
     target = resolve(Host(name="h0"))
     assert (target.address, target.port, target.user) == ("h0", 22, ME)
     assert target.known_hosts == (
@@ -1464,7 +1468,7 @@ def test_without_a_configuration_there_are_openssh_s_defaults(home):
     assert resolve(Host(name="h1", port=2200)).key_name == "[h1]:2200"
 
 
-def test_the_home_folder_is_that_of_the_user_database(home, tmp_path, monkeypatch):
+def test_resolve_takes_home_from_user_database_not_environment(home, tmp_path, monkeypatch):
     """As for ssh: HOME does not count."""
     configured(home, "Host h0\n  IdentityFile ~/.ssh/mine\n")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -1474,7 +1478,7 @@ def test_the_home_folder_is_that_of_the_user_database(home, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("why", ["`ssh` is not in PATH", "refuses uid"])
-def test_where_openssh_cannot_run_a_configuration_is_refused(home, monkeypatch, request, why):
+def test_resolve_refuses_ssh_config_when_openssh_cannot_run(home, monkeypatch, request, why):
     if "PATH" in why:
         monkeypatch.setenv("PATH", str(home))
     else:
@@ -1492,18 +1496,18 @@ def test_where_openssh_cannot_run_a_configuration_is_refused(home, monkeypatch, 
     assert resolve(Host(name="h0", user="me", ssh_config=os.devnull)).port == 22
 
 
-def test_host_keys_are_checked_also_where_the_configuration_says_not_to(home):
+def test_resolve_keeps_known_hosts_when_ssh_config_disables_checking(home):
     configured(home, "UserKnownHostsFile /dev/null\nStrictHostKeyChecking no\n")
     assert resolve(Host(name="h0")).known_hosts[0] == f"{home}/.ssh/known_hosts"
 
 
-def test_no_jump_where_the_inventory_says_none(home):
+def test_inventory_jump_none_disables_proxy_jump(home):
     configured(home, "Host *\n  ProxyJump gate\n")
     assert resolve(Host(name="h0")).jump == "gate"
     assert resolve(Host(name="h0", jump="none")).jump is None
 
 
-def test_a_proxy_command_gets_the_inventory_s_port_and_user(home):
+def test_proxy_command_receives_inventory_port_and_user(home):
     configured(home, "Host *\n  ProxyCommand nc %h %p %r\n  User other\n")
     target = resolve(Host(name="h0", address="10.0.0.1", port=2222, user="me"))
     assert target.proxy_command == "nc 10.0.0.1 2222 me"
@@ -1518,7 +1522,7 @@ def test_a_proxy_command_gets_the_inventory_s_port_and_user(home):
         b"\xff\xfe",
     ],
 )
-def test_a_configuration_that_cannot_be_used_is_one_error(home, text):
+def test_resolve_refuses_invalid_ssh_config(home, text):
     path = home / ".ssh" / "config"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(Unavailable) as error:
@@ -1526,7 +1530,7 @@ def test_a_configuration_that_cannot_be_used_is_one_error(home, text):
     assert "config" in f"{error.value}"
 
 
-def test_a_configuration_file_of_the_inventory_s(home, tmp_path):
+def test_resolve_uses_ssh_config_file_of_inventory(home, tmp_path):
     mine = tmp_path / "my config"
     mine.write_text("Host h0\n  User me\n")
     configured(home, "Host h0\n  User other\n")
@@ -1536,7 +1540,7 @@ def test_a_configuration_file_of_the_inventory_s(home, tmp_path):
         resolve(Host(name="h0", ssh_config=str(tmp_path / "gone")))
 
 
-def test_the_way_to_a_host_from_the_inventory_alone(sshd, home, tmp_path):
+def test_inventory_variables_alone_connect_to_host(sshd, home, tmp_path):
     """From an inventory's words to a connection, a folder with spaces included."""
     folder = tmp_path / "my inventory"
     folder.mkdir()
@@ -1559,9 +1563,7 @@ all:
     transport.close()
 
 
-def test_a_run_from_submit_to_its_end_in_a_working_folder_with_spaces(
-    sshd, home, tmp_path, cwd, write_job, no_gpus
-):
+def test_ssh_run_succeeds_in_workdir_with_spaces(sshd, home, tmp_path, cwd, write_job, no_gpus):
     name = write_job('launcher: forkserver\ngpus_per_node: 2\nenv: {ODD: "it\'s $HOME"}\n')
     (cwd / "train.py").write_text(
         "import os\nfrom helper import x\n"
@@ -1592,7 +1594,7 @@ def test_a_run_from_submit_to_its_end_in_a_working_folder_with_spaces(
 # ---------------------------------------------------------------- the protocol
 
 
-def test_the_ssh_transport_has_the_methods_of_the_protocol_and_their_signatures():
+def test_ssh_transport_matches_protocol_method_signatures():
     import inspect
 
     wanted = {name for name in vars(Transport) if not name.startswith("_")}
@@ -1629,7 +1631,7 @@ print([(name, key) for name in before for key in before[name] | after[name]
 
 @needs_sshd
 @pytest.mark.parametrize("first", ["import paramiko.config, invoke", ""])
-def test_paramiko_is_left_as_it_is_for_the_rest_of_the_process(sshd, home, first):
+def test_ssh_transport_leaves_paramiko_and_logging_unchanged(sshd, home, first):
     configured(home, CONFIG)
     host = {key: value for key, value in msgspec.structs.asdict(sshd.host()).items() if value}
     code = USED.format(first=first, host=host)
@@ -1637,7 +1639,7 @@ def test_paramiko_is_left_as_it_is_for_the_rest_of_the_process(sshd, home, first
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
-def test_what_paramikos_threads_say_is_not_printed(home):
+def test_paramiko_thread_traceback_is_not_printed(home):
     """A server that is none: paramiko's own thread logs a traceback."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         code = f"""

@@ -96,7 +96,7 @@ def exported(made, step=0):
 # ---------------------------------------------------------------- where
 
 
-def test_every_node_is_started_on_its_host_from_the_copied_project():
+def test_plan_starts_every_node_on_own_host_from_copied_project():
     made = plan(facts(), nodes=2)
     assert [(s.kind, s.host, s.node, s.env["NODE_RANK"]) for s in made.steps] == [
         ("start", "h0", 0, "0"),
@@ -114,18 +114,18 @@ def test_every_node_is_started_on_its_host_from_the_copied_project():
     assert "/home/me" not in script(made)
 
 
-def test_a_job_below_the_project_s_folder_starts_below_its_copy():
+def test_plan_workdir_below_project_root_maps_into_copy():
     made = plan(facts(), nodes=2, workdir=f"{PROJECT.root}/deep/er")
     assert f"--workdir '{made.trees[0].path}/deep/er'" in script(made)
 
 
-def test_a_program_that_is_named_by_its_whole_path_is_the_copied_one():
+def test_plan_absolute_program_inside_project_maps_into_copy():
     made = plan(facts(), nodes=2, program=f"{PROJECT.root}/deep/train.py")
     assert f"{made.trees[0].path}/deep/train.py" in script(made)
     assert PROJECT.root not in script(made)
 
 
-def test_without_sync_the_hosts_have_the_project_where_it_is_here():
+def test_plan_without_sync_uses_local_project_path_on_hosts():
     made = plan(facts(project=None), cluster(sync=False), nodes=2)
     assert made.trees == ()
     assert "--workdir '/home/me/my project'" in script(made)
@@ -134,14 +134,14 @@ def test_without_sync_the_hosts_have_the_project_where_it_is_here():
     assert " /srv/train.py" in script(absolute)
 
 
-def test_clusterkit_s_own_package_is_shipped_to_hosts_that_lack_it():
+def test_plan_ships_clusterkit_package_on_pythonpath():
     made = plan(facts(shipped=OWN), nodes=2)
     assert made.trees[1].path == f"/home/u/cluster kit/projects/clusterkit/{'c' * 16}"
     assert exported(made)["PYTHONPATH"] == made.trees[1].path
 
 
 @pytest.mark.parametrize("where", ["job", "cluster"])
-def test_a_python_path_of_one_s_own_is_kept(where):
+def test_plan_keeps_pythonpath_of_job_or_cluster(where):
     own = {"PYTHONPATH": "/mine"}
     entry = cluster(env=own if where == "cluster" else {})
     made = plan(facts(shipped=OWN), entry, nodes=2, env=own if where == "job" else {})
@@ -158,17 +158,17 @@ def test_a_python_path_of_one_s_own_is_kept(where):
         ("/a/x;rm -rf", "x-rm--rf"),
     ],
 )
-def test_a_tree_lies_in_a_folder_of_the_project_s_name(root, name):
+def test_project_tree_path_contains_sanitized_project_name(root, name):
     path = placing.project_tree(facts(), msgspec.structs.replace(PROJECT, root=root)).path
     assert path == f"/home/u/cluster kit/projects/{name}/{'d' * 16}"
 
 
-def test_two_projects_never_share_a_tree():
+def test_project_tree_path_differs_for_different_digests():
     other = msgspec.structs.replace(PROJECT, digest="e" * 32)
     assert placing.project_tree(facts(), PROJECT).path != placing.project_tree(facts(), other).path
 
 
-def test_checkpoints_lie_on_the_shared_folder_where_there_is_one():
+def test_plan_puts_relative_checkpoint_dir_on_shared_folder():
     point = CheckpointSpec(dir="ckpt")
     made = plan(facts(), cluster(shared="/mnt/nfs"), nodes=2, checkpoint=point)
     assert exported(made)["CLUSTERKIT_CHECKPOINT_DIR"] == "/mnt/nfs/runs/demo-1/ckpt"
@@ -180,7 +180,7 @@ def test_checkpoints_lie_on_the_shared_folder_where_there_is_one():
 
 
 @pytest.mark.parametrize("shared", ["nfs", "~/nfs", "./x", ""])
-def test_a_shared_folder_has_an_absolute_path(shared):
+def test_cluster_entry_refuses_relative_shared_folder(shared):
     with pytest.raises(BadInput, match=r"shared: .* is not an absolute path"):
         SSH.resolved(cluster(shared=shared), Path("/"), None, None)
 
@@ -188,7 +188,7 @@ def test_a_shared_folder_has_an_absolute_path(shared):
 # ---------------------------------------------------------------- how many
 
 
-def test_a_job_takes_the_first_hosts():
+def test_plan_takes_first_hosts():
     hosts = [host_facts(n) for n in range(4)]
     made = plan(facts(*hosts), nodes=2)
     assert made.hosts == ("h0", "h1")
@@ -196,7 +196,7 @@ def test_a_job_takes_the_first_hosts():
 
 
 @pytest.mark.parametrize("nodes", [3, "3:8", 100])
-def test_more_nodes_than_hosts_are_refused(nodes):
+def test_plan_and_probe_refuse_more_nodes_than_hosts(nodes):
     least = int(str(nodes).partition(":")[0])
     with pytest.raises(BadInput) as error:
         plan(facts(), nodes=nodes)
@@ -206,19 +206,19 @@ def test_more_nodes_than_hosts_are_refused(nodes):
         SSH.probe(cluster(), Hosts(), job(nodes=nodes))
 
 
-def test_an_elastic_job_takes_what_is_there():
+def test_plan_elastic_job_takes_all_available_hosts():
     made = plan(facts(host_facts(0), host_facts(1), host_facts(2)), nodes="2:8")
     assert made.topology == {"min_nodes": 2, "nodes": 3, "nproc_per_node": 1}
     assert "8 nodes requested, 3 hosts available" in [str(note) for note in made.notes]
     assert "--nnodes 2:3" in script(made)
 
 
-def test_an_elastic_job_with_its_least_number_of_hosts_has_a_fixed_size():
+def test_plan_elastic_job_on_minimum_hosts_has_fixed_nnodes():
     made = plan(facts(), nodes="2:8")
     assert "--nnodes 2 " in script(made)
 
 
-def test_spares_are_the_hosts_that_come_next():
+def test_plan_takes_next_hosts_as_spares():
     found = facts(*(host_facts(n) for n in range(4)))
     made = plan(found, nodes=2, spares=1)
     assert made.hosts == ("h0", "h1", "h2")
@@ -231,7 +231,7 @@ def test_spares_are_the_hosts_that_come_next():
     assert (no.value.hint or "").startswith("--nodes 1, or")
 
 
-def test_ranks_follow_the_host_with_the_fewest_gpus():
+def test_plan_nproc_per_node_follows_host_with_fewest_gpus():
     found = facts(host_facts(0, gpus=gpus(0, 1, 2, 3)), host_facts(1, gpus=gpus(0, 1)))
     made = plan(found, nodes=2)
     assert made.topology["nproc_per_node"] == 2
@@ -240,7 +240,7 @@ def test_ranks_follow_the_host_with_the_fewest_gpus():
     assert [step.env["CUDA_VISIBLE_DEVICES"] for step in made.steps] == ["0,1", "0,1"]
 
 
-def test_gpus_that_were_chosen_are_the_ones_that_are_used():
+def test_plan_exports_chosen_gpus_per_host():
     found = facts(
         host_facts(0, gpus=gpus(2, 5), slots=2), host_facts(1, gpus=gpus(7, 6, 1), slots=3)
     )
@@ -265,7 +265,7 @@ def test_gpus_that_were_chosen_are_the_ones_that_are_used():
         ({"gpus": gpus(0), "slots": 8}, {"gpus": gpus(0, 1)}, 1, "the fewest GPUs of a host: h0"),
     ],
 )
-def test_slots_say_how_many_ranks_a_host_takes(first, second, nproc, origin):
+def test_plan_nproc_per_node_follows_slots_and_gpus(first, second, nproc, origin):
     made = plan(facts(host_facts(0, **first), host_facts(1, **second)), nodes=2)
     assert made.topology["nproc_per_node"] == nproc
     assert next(n for n in made.notes if n.name == "nproc_per_node").origin == origin
@@ -286,14 +286,14 @@ def test_slots_say_how_many_ranks_a_host_takes(first, second, nproc, origin):
         ),
     ],
 )
-def test_more_ranks_than_slots_or_gpus_are_refused(hosts, said, hint):
+def test_plan_refuses_more_ranks_than_slots_or_gpus(hosts, said, hint):
     found = facts(*(host_facts(n, **fields) for n, fields in enumerate(hosts)))
     with pytest.raises(BadInput) as error:
         plan(found, nodes=2, gpus_per_node=4)
     assert (error.value.message, error.value.hint) == (said, hint)
 
 
-def test_a_host_without_gpus_that_the_job_does_not_use_does_no_harm():
+def test_plan_refuses_host_without_gpu_only_when_job_uses_host():
     found = facts(host_facts(0, gpus=gpus(0)), host_facts(1))
     assert plan(found, nodes=1).topology["nproc_per_node"] == 1
     with pytest.raises(BadInput, match="h1 has no GPU, but h0 does") as error:
@@ -305,7 +305,7 @@ def test_a_host_without_gpus_that_the_job_does_not_use_does_no_harm():
     assert [step.env.get("CUDA_VISIBLE_DEVICES") for step in made.steps] == ["", None]
 
 
-def test_threads_are_those_of_the_smallest_host():
+def test_plan_threads_per_rank_follow_smallest_host():
     made = plan(facts(host_facts(0, cpus=64), host_facts(1, cpus=6)), nodes=2, gpus_per_node=4)
     assert noted(made, "threads_per_rank") == "1"
 
@@ -325,26 +325,26 @@ def test_threads_are_those_of_the_smallest_host():
         ({"torch": "2"}, {"deepspeed": {}}, "the job's deepspeed section needs deepspeed"),
     ],
 )
-def test_what_one_host_lacks_is_said_with_its_name(packages, fields, said):
+def test_plan_names_host_that_lacks_required_package(packages, fields, said):
     with pytest.raises(Unavailable) as error:
         plan(facts(host_facts(0), host_facts(1, versions=packages)), nodes=2, **fields)
     assert said in error.value.message
     assert "h1" in error.value.message
 
 
-def test_mpirun_is_needed_on_every_host():
+def test_plan_mpirun_requires_open_mpi_on_every_host():
     with pytest.raises(Unavailable, match="mpirun needs Open MPI, which h1 does not have"):
         plan(facts(host_facts(0), host_facts(1, tools={})), nodes=2, launcher="mpirun")
 
 
-def test_an_interpreter_has_one_path_on_all_hosts():
+def test_plan_refuses_different_python_paths_across_hosts():
     with pytest.raises(BadInput) as error:
         plan(facts(host_facts(0), host_facts(1, python="/usr/bin/python3")), nodes=2)
     assert error.value.message == ("python: /opt/venv/bin/python on h0, but /usr/bin/python3 on h1")
     assert plan(facts(host_facts(0), host_facts(1, python="/usr/bin/python3")), nodes=1)
 
 
-def test_versions_that_differ_are_remarked_on():
+def test_plan_remarks_on_package_versions_that_differ_across_hosts():
     versions = {"torch": "2.12.0", "deepspeed": "0.19.8", "transformers": "5"}
     made = plan(facts(host_facts(0), host_facts(1, versions=versions)), nodes=2)
     remarks = [note.value for note in made.notes if not note.name]
@@ -356,7 +356,7 @@ def test_versions_that_differ_are_remarked_on():
 # ---------------------------------------------------------------- the network
 
 
-def test_one_interface_on_all_hosts_is_in_the_node_s_environment():
+def test_plan_exports_common_interface_to_gloo_and_nccl():
     made = plan(facts(), nodes=2)
     for number in (0, 1):
         env = exported(made, number)
@@ -364,7 +364,7 @@ def test_one_interface_on_all_hosts_is_in_the_node_s_environment():
     assert noted(made, "interface") == "eth0"
 
 
-def test_interfaces_that_differ_are_each_host_s_own():
+def test_plan_exports_own_interface_per_host_when_names_differ():
     hosts = (host_facts(0, interface="eth0"), host_facts(1, interface="ens5"))
     made = plan(facts(*hosts, interface=""), nodes=2)
     for number, interface in enumerate(("eth0", "ens5")):
@@ -375,7 +375,7 @@ def test_interfaces_that_differ_are_each_host_s_own():
 
 @pytest.mark.parametrize("where", ["job", "cluster"])
 @pytest.mark.parametrize("common", ["eth0", ""])
-def test_an_interface_of_one_s_own_is_kept(where, common):
+def test_plan_keeps_nccl_interface_of_job_or_cluster(where, common):
     own = {"NCCL_SOCKET_IFNAME": "ib0"}
     hosts = (host_facts(0), host_facts(1, interface="eth0" if common else "ens5"))
     made = plan(
@@ -388,7 +388,7 @@ def test_an_interface_of_one_s_own_is_kept(where, common):
     assert exported(made, 1)["GLOO_SOCKET_IFNAME"] == (common or "ens5")
 
 
-def test_an_address_that_no_interface_carries_is_remarked_on():
+def test_plan_remarks_on_address_without_interface():
     hosts = (host_facts(0, interface=None), host_facts(1))
     made = plan(facts(*hosts, interface=""), nodes=2)
     (remark,) = [note.value for note in made.notes if "no interface" in note.value]
@@ -397,7 +397,7 @@ def test_an_address_that_no_interface_carries_is_remarked_on():
     assert exported(made, 1)["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
-def test_where_the_address_comes_from_is_said():
+def test_plan_notes_origin_of_master_addr():
     made = plan(facts(), nodes=2)
     assert "master_addr=10.0.0.0 (first host, h0, interface eth0)" in map(str, made.notes)
     entry = SshCluster(hosts=(Host(name="h0", cluster_address="10.0.0.0"), Host(name="h1")))
@@ -408,7 +408,7 @@ def test_where_the_address_comes_from_is_said():
 # ---------------------------------------------------------------- mpirun
 
 
-def test_mpirun_is_started_on_the_first_host_for_all():
+def test_plan_starts_mpirun_on_first_host_for_all_hosts():
     made = plan(facts(), nodes=2, gpus_per_node=2, launcher="mpirun")
     (step,) = made.steps
     assert step.host == "h0"
@@ -422,7 +422,7 @@ def test_mpirun_is_started_on_the_first_host_for_all():
         assert f"-x {name} " in script(made)
 
 
-def test_gpus_that_mpirun_could_not_keep_to_are_refused():
+def test_plan_refuses_gpu_choice_mpirun_cannot_restrict():
     first, second = host_facts(0, gpus=gpus(2, 3)), host_facts(1, gpus=gpus(2, 3))
     with pytest.raises(BadInput, match="mpirun cannot restrict h1 to GPUs 2,3"):
         plan(facts(first, second), nodes=2, launcher="mpirun")
@@ -444,7 +444,7 @@ def resolved(tmp_path, **fields):
     return SSH.resolved(SshCluster(**fields), tmp_path, **options)
 
 
-def test_an_entry_stands_alone_once_its_inventory_is_read(tmp_path):
+def test_resolved_entry_no_longer_needs_inventory_file(tmp_path):
     write(tmp_path / "hosts.yaml", "nodes: {hosts: {h0: , h1: {slots: 4}, h2: }}")
     found = resolved(tmp_path, inventory="hosts.yaml", group="nodes", exclude="h0@h2")
     assert found == SshCluster(hosts=(Host(name="h1", slots=4),))
@@ -452,7 +452,7 @@ def test_an_entry_stands_alone_once_its_inventory_is_read(tmp_path):
     assert again == found
 
 
-def test_a_flag_s_choice_of_hosts_takes_the_place_of_the_entry_s(tmp_path):
+def test_include_and_exclude_flags_override_entry_include(tmp_path):
     write(tmp_path / "hosts", "h0 slots=2\nh1 slots=2\nh2 slots=2\n")
     entry = SshCluster(inventory="hosts", include="h0")
     for options, names in (
@@ -464,7 +464,7 @@ def test_a_flag_s_choice_of_hosts_takes_the_place_of_the_entry_s(tmp_path):
         assert [host.name for host in found.hosts] == names
 
 
-def test_files_of_a_host_are_relative_to_the_cluster_file(tmp_path, monkeypatch):
+def test_host_file_paths_resolve_relative_to_cluster_file(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     host = Host(name="h0", identity="keys/id", known_hosts="../known", ssh_config="~/config")
     found = resolved(tmp_path / "project", hosts=(host,))
@@ -479,7 +479,7 @@ def test_files_of_a_host_are_relative_to_the_cluster_file(tmp_path, monkeypatch)
     assert SSH.resolved(found, Path("/nowhere"), None, None) == found
 
 
-def test_an_inventory_s_path_may_start_from_home_or_root(tmp_path, monkeypatch):
+def test_inventory_path_accepts_tilde_and_absolute_path(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write(tmp_path / "hosts", "h0\n")
     for path in ("~/hosts", str(tmp_path / "hosts")):
@@ -554,12 +554,12 @@ def entry(cwd):
         ("lab:\n  backend: shh\n", "clusters.yaml:2: lab.backend: 'shh' is not a backend"),
     ],
 )
-def test_what_is_wrong_in_an_entry_is_said_with_file_line_and_key(entry, text, said):
+def test_invalid_cluster_entry_is_reported_with_file_line_and_key(entry, text, said):
     message = entry(text)
     assert message.startswith(said), message
 
 
-def test_what_is_wrong_in_an_inventory_is_said_with_its_file(entry):
+def test_invalid_inventory_is_reported_with_inventory_file(entry):
     assert entry(CLUSTERS.format(""), "a: {hosts: {h0: }}") == (
         "hosts.yaml: there is no group 'nodes'"
     )
@@ -571,7 +571,7 @@ def test_what_is_wrong_in_an_inventory_is_said_with_its_file(entry):
     assert entry(CLUSTERS.format(""), None) == "hosts.yaml: no such file or directory"
 
 
-def test_what_is_wrong_in_a_flag_is_not_said_of_the_file(entry):
+def test_unknown_host_in_include_or_exclude_flag_names_flag(entry):
     for flag in ("include", "exclude"):
         message = entry(CLUSTERS.format("  include: h0"), **{flag: "h7"})
         assert message == f"--{flag} h7: host 'h7' is unknown"
@@ -588,7 +588,7 @@ def test_what_is_wrong_in_a_flag_is_not_said_of_the_file(entry):
         ("nodes: {hosts: {h0: {ansible_password: x}}}", (), "error: hosts.yaml:1: host h0: ans"),
     ],
 )
-def test_bad_input_is_one_error_before_anything_is_touched(
+def test_submit_and_plan_refuse_bad_inventory_or_flags(
     write_job, refused, cwd, hosts, options, said
 ):
     name = write_job("launcher: forkserver\n")
@@ -599,7 +599,7 @@ def test_bad_input_is_one_error_before_anything_is_touched(
         assert told.startswith(said), told
 
 
-def test_a_host_that_cannot_be_reached_is_another_exit_code(write_job, refused, cwd, monkeypatch):
+def test_submit_reports_unreachable_host(write_job, refused, cwd, monkeypatch):
     name = write_job("launcher: forkserver\n")
     monkeypatch.setenv("HOME", str(cwd))
     host = f"{{name: h0, address: 127.0.0.1, port: 1, identity: {cwd}/gone}}"
@@ -608,7 +608,7 @@ def test_a_host_that_cannot_be_reached_is_another_exit_code(write_job, refused, 
     assert "host h0 (127.0.0.1 port 1) refuses connections on port 1" in told
 
 
-def test_hosts_of_five_thousand_are_chosen_quickly():
+def test_choose_hosts_handles_5000_hosts_within_2_s():
     hosts = [Host(name=f"h{n}", slots=8) for n in range(5000)]
     began = time.process_time()
     found = choose_hosts(hosts, None, "@".join(f"h{n}:0" for n in range(2500)))
@@ -650,7 +650,7 @@ def entry_of(tmp_path, no_gpus):
     return make
 
 
-def test_probing_tells_of_every_host(entry_of, tmp_path):
+def test_probe_returns_facts_of_every_host(entry_of, tmp_path):
     found = SSH.probe(entry_of(), Hosts())
     assert found.home == str(tmp_path / "my work")
     assert [(host.host, host.address) for host in found.hosts] == [
@@ -667,7 +667,7 @@ def test_probing_tells_of_every_host(entry_of, tmp_path):
     assert not (tmp_path / "my work").exists()
 
 
-def test_two_names_of_one_host_are_refused(entry_of):
+def test_probe_refuses_two_names_of_one_machine(entry_of):
     same = {f"h{n}": {"machine": host_probe.machine()} for n in range(2)}
     with pytest.raises(BadInput, match="host h1 is the same machine as h0") as refused:
         SSH.probe(entry_of(3), Hosts(**same))
@@ -678,7 +678,7 @@ def test_two_names_of_one_host_are_refused(entry_of):
     SSH.probe(entry_of(), Hosts(h0={"machine": ""}, h1={"machine": ""}))
 
 
-def test_the_port_where_nodes_watch_each_other_is_free_when_probed(entry_of):
+def test_probe_finds_free_watch_port(entry_of):
     port = LocalTransport().free_port("h0")
     found = SSH.probe(entry_of(port=port), Hosts())
     assert (found.port, found.watch_port) == (port, port + 1)
@@ -688,7 +688,7 @@ def test_the_port_where_nodes_watch_each_other_is_free_when_probed(entry_of):
     assert found.watch_port not in (port, port + 1)
 
 
-def test_only_the_hosts_that_a_job_takes_are_asked(entry_of):
+def test_probe_asks_only_hosts_job_takes(entry_of):
     transport = Hosts(h2=Unavailable("host h2 does not answer"))
     found = SSH.probe(entry_of(3), transport, job(nodes=2))
     assert len(found.hosts) == 2
@@ -697,14 +697,14 @@ def test_only_the_hosts_that_a_job_takes_are_asked(entry_of):
         SSH.probe(entry_of(3), transport)
 
 
-def test_of_several_hosts_that_do_not_answer_all_are_named(entry_of):
+def test_probe_names_all_hosts_that_do_not_answer(entry_of):
     away = {f"h{n}": Unavailable(f"host h{n} does not answer") for n in (0, 2, 3)}
     with pytest.raises(Unavailable) as error:
         SSH.probe(entry_of(4), Hosts(**away))
     assert error.value.message == "host h0 does not answer (and 2 further hosts: h2, h3)"
 
 
-def test_a_python_that_does_not_work_is_said_with_host_and_key(entry_of, tmp_path):
+def test_probe_reports_broken_python_with_host_and_key(entry_of, tmp_path):
     with pytest.raises(Unavailable, match=r"host h0: python: /nope/python .*: cannot start /nope"):
         SSH.probe(entry_of(1, python="/nope/python"), Hosts())
     broken = tmp_path / "python"
@@ -718,12 +718,12 @@ def test_a_python_that_does_not_work_is_said_with_host_and_key(entry_of, tmp_pat
     assert "clusterkit_python" in (error.value.hint or "")
 
 
-def test_a_python_that_is_too_old(entry_of):
+def test_probe_refuses_too_old_python(entry_of):
     with pytest.raises(Unavailable, match=r"host h1: .* is Python 3\.9\.2"):
         SSH.probe(entry_of(), Hosts(h1={"python_version": [3, 9, 2]}))
 
 
-def test_a_host_s_own_python_is_asked(entry_of, tmp_path):
+def test_probe_uses_python_of_host(entry_of, tmp_path):
     link = tmp_path / "other python"
     link.symlink_to(sys.executable)
     entry = msgspec.structs.replace(
@@ -734,7 +734,7 @@ def test_a_host_s_own_python_is_asked(entry_of, tmp_path):
     assert [host.python_origin for host in found.hosts] == ["cluster: python", "the host's own"]
 
 
-def test_the_job_s_own_python_is_asked(entry_of, tmp_path):
+def test_probe_uses_python_of_job(entry_of, tmp_path):
     link = tmp_path / "other python"
     link.symlink_to(sys.executable)
     named = job(python=str(link))
@@ -743,7 +743,7 @@ def test_the_job_s_own_python_is_asked(entry_of, tmp_path):
     assert SSH.subject("lab", entry_of(1), named).hosts[0].python == str(link)
 
 
-def test_the_user_s_own_packages_count_and_modules_of_the_home_folder_do_not(
+def test_probe_counts_user_site_packages_and_ignores_home_folder_modules(
     entry_of, tmp_path, monkeypatch
 ):
     base = tmp_path / "userbase"
@@ -762,7 +762,7 @@ def test_the_user_s_own_packages_count_and_modules_of_the_home_folder_do_not(
     assert host.versions["deepspeed"] == "77.7"
 
 
-def test_the_environment_of_entry_and_job_counts_for_what_is_found(entry_of, tmp_path):
+def test_probe_finds_packages_on_pythonpath_of_cluster_or_job(entry_of, tmp_path):
     dist = tmp_path / "lib" / "transformers-66.6.dist-info"
     dist.mkdir(parents=True)
     (dist / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 66.6\n")
@@ -773,9 +773,7 @@ def test_the_environment_of_entry_and_job_counts_for_what_is_found(entry_of, tmp
     assert host.versions["transformers"] == "66.6"
 
 
-def test_an_error_about_the_entry_s_workdir_is_not_said_of_the_job_s(
-    cwd, write_job, entry_of, monkeypatch
-):
+def test_cluster_workdir_error_names_cluster_file_not_job(cwd, write_job, entry_of, monkeypatch):
     text = "lab:\n  backend: ssh\n  hosts: [{name: h0}, {name: h1}]\n  workdir: ~/clusterkit\n"
     (cwd / "clusters.yaml").write_text(f"{text}  python: {json.dumps(sys.executable)}\n")
     transport = Hosts(h1={"workdir": "/home/other/clusterkit"})
@@ -787,7 +785,7 @@ def test_an_error_about_the_entry_s_workdir_is_not_said_of_the_job_s(
     assert error.value.where == f"{cwd}/clusters.yaml:4"
 
 
-def test_home_folders_that_differ_are_refused(entry_of):
+def test_probe_refuses_home_workdir_that_differs_across_hosts(entry_of):
     transport = Hosts(h1={"workdir": "/home/other/clusterkit"})
     with pytest.raises(BadInput) as error:
         SSH.probe(entry_of(workdir="~/clusterkit"), transport)
@@ -796,7 +794,7 @@ def test_home_folders_that_differ_are_refused(entry_of):
     assert error.value.hint == "give an absolute path"
 
 
-def test_a_port_that_the_entry_fixes_must_be_free(entry_of):
+def test_probe_refuses_fixed_port_in_use(entry_of):
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -823,13 +821,13 @@ def on_network(number=2, **changes):
     return Hosts(**told)
 
 
-def test_the_interface_is_the_one_that_carries_the_address(entry_of):
+def test_probe_picks_interface_that_carries_address(entry_of):
     found = SSH.probe(entry_of(), on_network())
     assert found.interface == "eth0"
     assert [host.address for host in found.hosts] == ["10.0.0.0", "10.0.0.1"]
 
 
-def test_an_interface_that_the_entry_names_gives_the_address(entry_of):
+def test_probe_takes_address_from_interface_of_entry(entry_of):
     found = SSH.probe(entry_of(interface="ib0"), on_network())
     assert found.interface == "ib0"
     assert [host.address for host in found.hosts] == ["192.168.7.0", "192.168.7.1"]
@@ -838,7 +836,7 @@ def test_an_interface_that_the_entry_names_gives_the_address(entry_of):
     assert error.value.hint == "it has lo, eth0, ib0"
 
 
-def test_hosts_that_have_ipv6_alone(entry_of):
+def test_probe_supports_ipv6_only_hosts(entry_of):
     told = {
         f"h{n}": {
             "reached_at": f"fd00::1{n}",
@@ -856,7 +854,7 @@ def test_hosts_that_have_ipv6_alone(entry_of):
         assert [host.address for host in found.hosts] == ["fd00::10", "fd00::11"]
 
 
-def test_an_address_of_the_inventory_s_goes_first(entry_of):
+def test_probe_prefers_cluster_address_of_inventory(entry_of):
     hosts = (Host(name="h0", cluster_address="192.168.7.0"), Host(name="h1", cluster_address="dns"))
     entry = msgspec.structs.replace(entry_of(), hosts=hosts)
     found = SSH.probe(entry, on_network())
@@ -867,7 +865,7 @@ def test_an_address_of_the_inventory_s_goes_first(entry_of):
     assert found.interface == ""
 
 
-def test_hosts_that_only_this_machine_can_reach_are_refused(entry_of):
+def test_probe_refuses_loopback_host_in_multi_node_job(entry_of):
     loop = {"reached_at": "127.0.0.1"}
     with pytest.raises(BadInput, match="h1: it was reached at 127") as error:
         SSH.probe(entry_of(), on_network(h1=loop))
@@ -881,7 +879,7 @@ def test_hosts_that_only_this_machine_can_reach_are_refused(entry_of):
 CSV = "".join(f"{n}, GPU-{n}, NVIDIA H100, 81559\n" for n in range(4))
 
 
-def test_devices_and_visible_gpus(entry_of):
+def test_probe_takes_gpus_from_inventory_devices_or_visible_devices(entry_of):
     hosts = (Host(name="h0", devices=(3, 1), slots=2), Host(name="h1"))
     entry = msgspec.structs.replace(entry_of(), hosts=hosts)
     transport = Hosts(h0={"gpus": CSV, "visible": None}, h1={"gpus": CSV, "visible": "2,0"})
@@ -890,16 +888,14 @@ def test_devices_and_visible_gpus(entry_of):
     assert found.hosts[0].slots == 2
 
 
-def test_a_device_that_a_host_does_not_have(entry_of):
+def test_probe_refuses_device_host_does_not_have(entry_of):
     entry = msgspec.structs.replace(entry_of(1), hosts=(Host(name="h0", devices=(0, 7)),))
     with pytest.raises(BadInput, match="host h0: GPU 7 is asked for, it has 4 GPUs"):
         SSH.probe(entry, Hosts(h0={"gpus": CSV, "visible": None}))
     assert SSH.probe(entry, Hosts(h0={"gpus": "No devices were found\n"})).hosts[0].gpus == ()
 
 
-def test_the_project_and_clusterkit_itself_are_looked_at_where_they_are_needed(
-    entry_of, cwd, write_job
-):
+def test_probe_snapshots_project_and_clusterkit_only_when_needed(entry_of, cwd, write_job):
     write_job()
     lacks = Hosts(h1={"versions": {"torch": "2"}})
     mine = job(workdir=str(cwd), nodes=2)
@@ -915,12 +911,12 @@ def test_the_project_and_clusterkit_itself_are_looked_at_where_they_are_needed(
     assert (found.project, found.shipped) == (None, None)
 
 
-def test_an_entry_without_hosts(entry_of):
+def test_probe_refuses_entry_without_hosts(entry_of):
     with pytest.raises(BadInput, match="hosts: the cluster entry names none"):
         SSH.probe(entry_of(0), Hosts())
 
 
-def test_without_paramiko_it_is_said_what_to_install(monkeypatch):
+def test_ssh_backend_without_paramiko_hints_pip_install(monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "paramiko"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "clusterkit.backends.ssh.transport", raising=False)
@@ -951,7 +947,7 @@ def judged(*views, patience=30.0):
     return None if seen is None else [(node.state, node.reason) for node in seen.nodes]
 
 
-def test_a_host_that_is_silent_for_long_is_unknown_and_one_that_is_not_runs():
+def test_status_of_host_silent_beyond_patience_is_unknown():
     (state, reason), other = judged(view(0, silent=31), view(1))
     assert state is State.UNKNOWN
     assert reason == "host h0 does not answer (no answer for 31 s)"
@@ -963,20 +959,20 @@ def test_a_host_that_is_silent_for_long_is_unknown_and_one_that_is_not_runs():
     assert state is State.PENDING
 
 
-def test_when_nobody_answers_nothing_is_known():
+def test_status_is_unknown_when_all_hosts_are_silent():
     assert [state for state, _ in judged(view(0, silent=99), view(1, silent=99))] == [
         State.UNKNOWN,
         State.UNKNOWN,
     ]
 
 
-def test_a_run_on_one_host_that_is_out_of_sight_goes_on():
+def test_status_of_single_silent_host_is_unknown_not_final():
     ((state, reason),) = judged(view(0, silent=999))
     assert state is State.UNKNOWN  # which ends nothing
     assert "no answer for 999 s" in reason
 
 
-def test_a_node_that_has_succeeded_says_nothing_of_the_others():
+def test_succeeded_node_leaves_silent_node_unknown():
     files = {"exit.json": b'{"exit_code": 0, "at": 1.0, "reason": null}'}
     done = view(0, alive=False, ended=True, files=files)
     assert [state for state, _ in judged(done, view(1, silent=99))] == [
@@ -985,7 +981,7 @@ def test_a_node_that_has_succeeded_says_nothing_of_the_others():
     ]
 
 
-def test_the_silence_of_hosts_counts_from_when_this_machine_is_back():
+def test_host_silence_counts_from_submitter_return():
     """The first host answers seconds before the others do."""
     now = [1000.0]
     views = [view(0, silent=0), view(1, silent=0), view(2, silent=0)]
@@ -1009,14 +1005,14 @@ def test_the_silence_of_hosts_counts_from_when_this_machine_is_back():
         mirror.Unreadable("a node's report cannot be read: 'motd'", hint="look at it"),
     ],
 )
-def test_a_host_that_answers_otherwise_is_unknown_for_that_reason(error):
+def test_host_that_sends_no_report_is_unknown_with_cause_and_hint(error):
     _, (state, reason) = judged(view(0), view(1, silent=600, error=error))
     assert state is State.UNKNOWN
     assert reason.startswith(f"{error.message} (it answers, but sends no report for 600 s); ")
     assert reason.endswith(error.hint)
 
 
-def test_a_pause_of_this_process_is_nobody_s_silence():
+def test_pause_of_submitter_does_not_count_as_host_silence():
     """SIGSTOP, a suspended machine: the hosts have spoken, this process has not listened."""
     now = [100.0]
     clock = mirror.PauseAwareClock(lambda: now[0])
@@ -1034,23 +1030,23 @@ def test_a_pause_of_this_process_is_nobody_s_silence():
     assert judged(*views)[0][0] is State.UNKNOWN
 
 
-def test_how_a_node_ended_outranks_its_silence():
+def test_exit_file_of_silent_live_node_counts_as_success():
     files = {"exit.json": b'{"exit_code": 0, "at": 1.0, "reason": null}'}
     half_heard = view(0, alive=True, ended=False, silent=99, files=files)
     assert judged(half_heard, view(1))[0][0] is State.SUCCEEDED
 
 
-def test_a_single_look_does_not_guess():
+def test_status_with_zero_patience_is_unknown_for_silent_host():
     assert judged(view(0, silent=0.1), view(1), patience=0.0)[0][0] is State.UNKNOWN
 
 
-def test_a_node_that_has_ended_stays_so_when_its_host_goes_away():
+def test_ended_node_stays_succeeded_when_host_becomes_silent():
     files = {"exit.json": b'{"exit_code": 0, "at": 1.0, "reason": null}'}
     ended = view(0, alive=False, ended=True, silent=99, files=files)
     assert judged(ended, view(1))[0][0] is State.SUCCEEDED
 
 
-def test_a_node_that_had_begun_is_taken_to_run_until_its_host_has_answered(tmp_path):
+def test_started_node_counts_as_running_until_host_answers(tmp_path):
     """Else whoever attaches would end it, where others succeeded: it may be saving its work."""
     made = plan(facts(), nodes="1:2", launcher="torchrun")
     handle = RunHandle(RunFolder(tmp_path), made)
@@ -1068,7 +1064,7 @@ def test_a_node_that_had_begun_is_taken_to_run_until_its_host_has_answered(tmp_p
     assert [node.state for node in seen.nodes] == [State.SUCCEEDED, State.FAILED]
 
 
-def test_hosts_where_nothing_is_known_of_the_run():
+def test_hosts_without_run_files_yield_no_status_or_unknown():
     assert judged(view(0, known=False), view(1, known=False)) is None
     (state, reason), _ = judged(view(0, known=False), view(1))
     assert state is State.UNKNOWN
@@ -1078,7 +1074,7 @@ def test_hosts_where_nothing_is_known_of_the_run():
 # ---------------------------------------------------------------- for real
 
 
-def test_a_run_on_two_hosts_that_are_this_machine(tmp_path, entry_of, cwd):
+def test_ssh_run_on_two_simulated_hosts_mirrors_logs_and_cleans_up(tmp_path, entry_of, cwd):
     """Project sent, nodes started, files mirrored, leftovers ended, all gone: no sshd needed."""
     program = "import os, sys\nprint('rank', os.environ['RANK'], 'in', os.getcwd())\n"
     (cwd / "train.py").write_text(program + "sys.exit(int(os.environ['RANK']) * 3)\n")
@@ -1123,7 +1119,7 @@ def test_a_run_on_two_hosts_that_are_this_machine(tmp_path, entry_of, cwd):
 # ---------------------------------------------------------------- when hosts are gone
 
 
-def test_all_hosts_of_a_shared_folder_remove_a_run_at_once(tmp_path, monkeypatch):
+def test_remove_remote_files_on_shared_folder_deletes_each_path_once(tmp_path, monkeypatch):
     (tmp_path / "bin").mkdir()
     script = f'#!/bin/sh\necho "$3" >>{tmp_path}/asked\nexec /bin/rm "$@"\n'
     (tmp_path / "bin/rm").write_text(script)
@@ -1159,7 +1155,7 @@ def brought(node, handle, text, exit_json=b'{"exit_code": 0, "at": 1.0, "reason"
         (path / "exit.json").write_bytes(exit_json)
 
 
-def test_a_node_whose_end_is_known_here_is_not_asked_for():
+def test_status_takes_known_node_exit_from_mirror_when_hosts_are_gone():
     handle = RunHandle(RunFolder.create("demo-1"), plan(facts(), nodes=2))
     brought(0, handle, "zero")
     brought(1, handle, "one", exit_json=None)
@@ -1179,7 +1175,7 @@ def test_a_node_whose_end_is_known_here_is_not_asked_for():
     watcher.close()
 
 
-def test_a_finished_run_is_read_without_any_host(monkeypatch):
+def test_finished_run_reads_logs_and_metrics_without_hosts(monkeypatch):
     monkeypatch.setattr(backends, "transport_for", lambda cluster: pytest.fail("asks the hosts"))
     folder = RunFolder.create("demo-1")
     made = plan(facts(), nodes=2)

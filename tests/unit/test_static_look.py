@@ -64,7 +64,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_a_program_that_cannot_influence_it(name, tmp_path):
+def test_static_look_clears_program_harmless_to_torch_import(name, tmp_path):
     assert looked(tmp_path, HARMLESS[name]) == (True, None, None)
 
 
@@ -127,7 +127,7 @@ BEFORE = {
 
 
 @pytest.mark.parametrize("name", BEFORE)
-def test_what_could_influence_it_is_named_with_its_place(name, tmp_path):
+def test_static_look_names_statement_that_could_influence_torch_import(name, tmp_path):
     text = f"import json, os, sys\n{BEFORE[name]}\nimport torch\n"
     found = looked(tmp_path, text, **{"broken.py": "x ="})
     assert found.uses_torch
@@ -137,7 +137,7 @@ def test_what_could_influence_it_is_named_with_its_place(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", sorted(BEFORE.keys() - {"pip", "in a condition", "dotenv"}))
-def test_after_the_import_it_matters_only_to_what_comes_later(name, tmp_path):
+def test_static_look_allows_torch_import_before_influencing_statement(name, tmp_path):
     found = looked(tmp_path, f"import json, os, sys\nimport torch\n{BEFORE[name]}\n",
                    **{"broken.py": "x ="})  # fmt: skip
     assert found.torch is None
@@ -154,29 +154,29 @@ AFTER = {
 
 
 @pytest.mark.parametrize("name", AFTER)
-def test_the_compiler_is_imported_later_and_so_is_influenced_longer(name, tmp_path):
+def test_static_look_names_influence_on_dynamo_after_torch_import(name, tmp_path):
     found = looked(tmp_path, f"import os, torch\n{AFTER[name]}\n")
     assert (found.torch, found.dynamo) == (None, f"train.py:2: {AFTER[name]}")
 
 
-def test_variables_that_only_torch_reads_do_not_matter_to_its_compiler(tmp_path):
+def test_static_look_ignores_torch_only_variables_for_dynamo(tmp_path):
     text = "import os, torch\nos.environ['OMP_NUM_THREADS'] = '3'"
     assert looked(tmp_path, text) == (True, None, None)
 
 
-def test_a_module_is_walked_as_python_runs_it(tmp_path):
+def test_static_look_walks_module_as_python_m_runs_module(tmp_path):
     files = {"mod/__init__.py": "import pack.sets\n", "mod/__main__.py": "import torch\n"}
     assert looked(tmp_path, module="mod", **files).torch.startswith("sets.py:2: os.environ")
     found = looked(tmp_path, module="guarded", **{"guarded.py": OWN["guarded.py"] + "import torch"})
     assert found.torch.startswith("guarded.py:3")
 
 
-def test_a_module_that_is_imported_late_and_early_counts_as_early(tmp_path):
+def test_static_look_counts_module_imported_late_and_early_as_early(tmp_path):
     text = "def late():\n    import torch\n    import pack.sets\nimport pack.sets\nimport torch\n"
     assert looked(tmp_path, text).torch.startswith("sets.py:2: ")
 
 
-def test_a_program_without_torch_does_not_use_it(tmp_path):
+def test_static_look_reports_program_without_torch(tmp_path):
     assert looked(tmp_path, "import json, pack.clean").uses_torch is False
 
 
@@ -249,7 +249,7 @@ def recorded(tmp_path, *names, preloaded=""):
 READ_BY_ALL = re.compile(r"PATH$|HOME$|PWD$|_$|LD_PRELOAD$|LC_|LANG|SHLVL$|bar$")
 
 
-def test_the_tables_hold_what_the_imports_read(tmp_path):
+def test_influence_tables_cover_variables_read_by_torch_imports(tmp_path):
     if shutil.which("gcc"):
         (tmp_path / "shim.c").write_text(SHIM)
         command = ["gcc", "-shared", "-fPIC", "-o", "shim.so", "shim.c", "-ldl"]
@@ -277,7 +277,7 @@ def harmless_packages():
     return sorted(names)
 
 
-def test_harmless_packages_change_nothing_that_torch_reads(tmp_path):
+def test_harmless_packages_set_no_variable_torch_reads(tmp_path):
     found, _ = recorded(tmp_path, *harmless_packages())
     assert {"numpy", "transformers", "accelerate"} <= found.keys()
     for _, _, variables in found.values():
@@ -285,7 +285,7 @@ def test_harmless_packages_change_nothing_that_torch_reads(tmp_path):
         assert set(bad) <= {"TORCHINDUCTOR_CACHE_DIR"}  # set by torch._dynamo itself
 
 
-def test_deepspeed_changes_nothing_that_torch_s_compiler_reads(tmp_path):
+def test_deepspeed_import_sets_no_variable_dynamo_reads(tmp_path):
     """Once torch is imported, its source is not looked at."""
     found, _ = recorded(tmp_path, "torch", "deepspeed")
     if "deepspeed" not in found:
@@ -307,7 +307,9 @@ def test_deepspeed_changes_nothing_that_torch_s_compiler_reads(tmp_path):
         ("import torch, deepspeed\ntorch.nn.Linear.forward = 9", None, "train.py:2: "),
     ],
 )
-def test_deepspeed_is_harmless_once_torch_is_imported(text, torch, dynamo, tmp_path, monkeypatch):
+def test_static_look_skips_deepspeed_source_after_torch_import(
+    text, torch, dynamo, tmp_path, monkeypatch
+):
     for name in ("deepspeed", "speed"):
         package = tmp_path / "site-packages" / name
         package.mkdir(parents=True)

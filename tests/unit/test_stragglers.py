@@ -78,7 +78,7 @@ def steps(*works: float, number: int = 1, count: int = 20) -> list[dict[str, Any
     ]  # fmt: skip
 
 
-def test_a_slow_rank_of_a_real_run_is_named_with_the_third_report() -> None:
+def test_stragglers_name_slow_rank_of_recorded_run_in_third_report() -> None:
     run = Run(1, 2)
     told = [run.report(report) for report in RECORDED["slow-2"]]
     named = "rank 1 is slower than the others, which wait for it at least 34% of the time"
@@ -88,13 +88,13 @@ def test_a_slow_rank_of_a_real_run_is_named_with_the_third_report() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in RECORDED if name != "slow-2"])
-def test_healthy_runs_are_left_alone(name: str) -> None:
+def test_stragglers_report_nothing_for_healthy_recorded_runs(name: str) -> None:
     run = Run(1, len(RECORDED[name][0]))
     assert [run.report(report) for report in RECORDED[name]] == [[]] * 4
     assert run.looked == []
 
 
-def test_what_was_told_is_taken_back_after_two_reports() -> None:
+def test_slow_rank_note_is_withdrawn_after_two_clean_reports() -> None:
     run = Run(2, 1)
     for number in (1, 21):
         assert run.report(steps(0.1, 0.15, number=number)) == []
@@ -120,20 +120,22 @@ def test_what_was_told_is_taken_back_after_two_reports() -> None:
     ],
 )
 @pytest.mark.parametrize("ahead", [0.0, -7200.0])
-def test_who_is_named(works: list[float], named: str | None, ahead: float) -> None:
+def test_stragglers_name_only_clearly_slow_ranks(
+    works: list[float], named: str | None, ahead: float
+) -> None:
     run = Run(2, 2)
     told = [run.report(steps(*works, number=20 * k + 1), ahead) for k in range(3)]
     assert told[:2] == [[], []]
     assert told[2] == [] if named is None else told[2][0].startswith(named)
 
 
-def test_clocks_that_differ_by_who_knows_how_much_accuse_nobody() -> None:
+def test_stragglers_accuse_no_rank_when_clock_error_is_large() -> None:
     run = Run(2, 1)
     for k in range(5):
         assert run.report(steps(0.1, 0.15, number=20 * k + 1), error=0.03) == []
 
 
-def test_what_is_known_of_a_clock_holds_but_for_its_drift() -> None:
+def test_clock_offset_bounds_tighten_drift_and_reset() -> None:
     clock = Clock()
     clock.update(100.0, 103.001, 103.1, 100.2)  # the question came at once
     assert (clock.least, clock.most) == pytest.approx((2.9, 3.001))
@@ -143,7 +145,7 @@ def test_what_is_known_of_a_clock_holds_but_for_its_drift() -> None:
     assert (clock.least, clock.most) == pytest.approx((12.9, 13.0))
 
 
-def test_what_was_judged_or_is_too_little_is_not_judged_again() -> None:
+def test_stragglers_skip_repeated_or_too_few_steps() -> None:
     run = Run(1, 2)
     for _ in range(5):
         assert run.report(steps(0.1, 0.15)) == []  # the same steps
@@ -152,7 +154,7 @@ def test_what_was_judged_or_is_too_little_is_not_judged_again() -> None:
     assert run.looked == [(1,)]
 
 
-def test_a_node_without_an_answer_and_another_round_accuse_nobody() -> None:
+def test_stragglers_accuse_no_rank_after_missing_answer_or_new_round() -> None:
     run = Run(2, 1)
     for k in range(5):
         assert run.report(steps(0.1, 0.15, number=20 * k + 1)[:1]) == []
@@ -163,7 +165,7 @@ def test_a_node_without_an_answer_and_another_round_accuse_nobody() -> None:
         assert run.report(steps(0.1, 0.15, number=20 * k + 1)) == []
 
 
-def test_a_rank_alone_is_asked_nothing() -> None:
+def test_stragglers_query_nothing_for_single_rank() -> None:
     slow = Stragglers(1)
     slow.begin(range(1), 0.0)
     assert slow.tick(1e9) == []
@@ -175,7 +177,7 @@ def entry(number: int, seconds: float, group: str = "default_pg", p2p: bool = Fa
             "time_created_ns": round(seconds * 1e9)}  # fmt: skip
 
 
-def test_all_ranks_tell_of_the_same_collectives() -> None:
+def test_arrival_times_of_all_ranks_cover_same_collectives() -> None:
     until: dict[str, int] = {}
     dump = {"entries": [entry(k, 900 + k) for k in range(1, 101)] + [entry(9, 1000, p2p=True),
             entry(5, 1000, "mesh_tp")]}  # fmt: skip
@@ -193,7 +195,7 @@ def test_all_ranks_tell_of_the_same_collectives() -> None:
     assert (fast["first"], len(fast["steps"])) == (37, 64)
 
 
-def test_a_host_says_what_has_changed() -> None:
+def test_host_describe_names_slowdown_causes_between_samples() -> None:
     before = Sample(10.0, {1: 5.0}, {(7, "cc1plus"): 3.0, (8, "sh"): 9.0}, 1.0, 100, 3)
     assert host.describe(before, Sample(20.0, {1: 5.5}, {(8, "sh"): 9.5}, 1.2, 150, 3)) == ""
     after = Sample(
@@ -211,7 +213,7 @@ def test_a_host_says_what_has_changed() -> None:
     ]
 
 
-def test_what_nvidia_smi_says_of_clocks() -> None:
+def test_gpu_clocks_names_throttled_gpu_and_reasons() -> None:
     table = (
         "0, 1980, 1980, 0x0000000000000000\n1, 345, 1980, 0x0000000000000001\n"
         "2, 705, 1980, 0x0000000000000068\n3, [N/A], [N/A], 0x0000000000000004\n"
@@ -222,7 +224,7 @@ def test_what_nvidia_smi_says_of_clocks() -> None:
 
 
 @pytest.mark.parametrize("driver", ["hot", "hot525"])
-def test_clocks_are_read_from_drivers_before_and_after_the_renaming(driver, tmp_path, monkeypatch):
+def test_host_sample_reads_throttle_reasons_of_old_and_new_drivers(driver, tmp_path, monkeypatch):
     nvidia_smi.put_into(tmp_path, driver)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     said = host.sample({}, str(tmp_path), gpus=True).now
@@ -231,13 +233,13 @@ def test_clocks_are_read_from_drivers_before_and_after_the_renaming(driver, tmp_
     )
 
 
-def test_this_host_can_be_looked_at(tmp_path: Path) -> None:
+def test_host_sample_of_this_machine_lists_other_processes(tmp_path: Path) -> None:
     found = host.sample({0: 1}, str(tmp_path), gpus=False)
     assert found.others
     assert host.describe(found, found) == "; ".join(found.now)
 
 
-def test_status_and_the_log_show_it_until_it_is_taken_back(tmp_path: Path) -> None:
+def test_slow_note_shows_in_status_and_log_until_cleared(tmp_path: Path) -> None:
     files = NodeFiles(tmp_path, 1, echo=False)
     files.set_note("slow", "rank 1 is slower")
     node = judge_running(0, "h", (tmp_path / "started.json").read_bytes())
@@ -302,7 +304,7 @@ def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
     found.close()
 
 
-def test_nodes_answer_node_0_which_reports_slow_ranks(
+def test_node_0_reports_slow_rank_from_answers_of_other_nodes(
     link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "ARRIVALS_SECONDS", 0.1)
@@ -324,7 +326,7 @@ def test_nodes_answer_node_0_which_reports_slow_ranks(
 
 
 @pytest.mark.parametrize("failing", [None, 0, 1])
-def test_nodes_answer_node_0_which_ends_a_hang(
+def test_hang_is_ended_even_after_error_in_watch_thread(
     link: Link, monkeypatch: pytest.MonkeyPatch, failing: int | None
 ) -> None:
     """Also after an error in the thread of one of them, which that node's run shows."""
@@ -353,7 +355,7 @@ def test_nodes_answer_node_0_which_ends_a_hang(
     assert [link.order_of(Note, 0).subject for _ in range(2)] == ["hang", "slow"]
 
 
-def test_a_hang_of_ranks_in_many_places_ends_on_another_node_too(link: Link) -> None:
+def test_overlong_hang_reason_is_shortened_for_other_node(link: Link) -> None:
     link.begin()
     assert [link.order(1) for _ in range(2)] == [Note("hang"), Note("slow")]
     reason = "no progress for 120 s: " + "; rank 7 on node 1 is at père.py:44 in load()" * 1000
@@ -364,7 +366,7 @@ def test_a_hang_of_ranks_in_many_places_ends_on_another_node_too(link: Link) -> 
     assert reason.startswith(end.reason.removesuffix(" ..."))
 
 
-def test_the_longest_records_of_ranks_fit_in_a_line(link: Link) -> None:
+def test_longest_rank_records_fit_in_message_lines(link: Link) -> None:
     """A rank's record with the longest names, of as many groups as there may be."""
     groups = {f"{place:é>40}": 10**7 for place in range(11)}
     waits = [

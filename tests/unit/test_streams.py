@@ -25,7 +25,7 @@ LOCAL = LocalTransport()
 # ---------------------------------------------------------------- streams
 
 
-def test_speaking_with_a_command():
+def test_local_stream_writes_reads_and_returns_exit_code():
     with LOCAL.open("h", ["sh", "-c", 'read a; echo "$A $a"; cat; exit 4'], env={"A": "x y"}) as s:
         s.write(b"first\n")
         assert s.read(60) == b"x y first\n"
@@ -36,7 +36,7 @@ def test_speaking_with_a_command():
         assert s.exit_code(60) == 4
 
 
-def test_a_command_that_says_nothing():
+def test_stream_read_fails_when_command_prints_nothing():
     with (
         LOCAL.open("h0", ["sleep", "60"]) as stream,
         pytest.raises(SubmitFailed, match="host h0 no longer answers"),
@@ -44,7 +44,7 @@ def test_a_command_that_says_nothing():
         stream.read(0.05)
 
 
-def test_a_command_that_does_not_say_how_it_ended():
+def test_stream_exit_code_fails_when_command_does_not_end():
     with (
         LOCAL.open("h0", ["sleep", "60"]) as stream,
         pytest.raises(SubmitFailed, match="h0 did not report how the command ended"),
@@ -52,7 +52,7 @@ def test_a_command_that_does_not_say_how_it_ended():
         stream.exit_code(0.05)
 
 
-def test_what_a_command_complains_of():
+def test_stream_collects_stderr_and_replaces_invalid_bytes():
     with LOCAL.open("h", ["sh", "-c", r"echo one >&2; echo out; printf 't\377wo\n' >&2"]) as stream:
         while stream.read(60):
             pass
@@ -60,13 +60,13 @@ def test_what_a_command_complains_of():
         assert stream.stderr == "one\nt\ufffdwo\n"
 
 
-def test_much_complaint_does_not_stop_a_command():
+def test_stream_large_stderr_does_not_block_command():
     with LOCAL.open("h", ["sh", "-c", "head -c 1000000 /dev/zero >&2; echo done"]) as stream:
         assert stream.read(60) == b"done\n"
         assert len(stream.stderr) == 1_000_000
 
 
-def test_a_command_that_reads_nothing_more():
+def test_stream_write_to_ended_command_is_ignored():
     with LOCAL.open("h", ["true"]) as stream:
         assert stream.exit_code(60) == 0
         stream.write(b"x" * (1 << 20))
@@ -75,18 +75,18 @@ def test_a_command_that_reads_nothing_more():
         assert stream.read(60) == b""
 
 
-def test_a_command_that_is_not_there():
+def test_stream_open_of_missing_command_fails_naming_host():
     with pytest.raises(SubmitFailed, match="cannot start /nope on h0: No such file"):
         LOCAL.open("h0", ["/nope"])
 
 
-def test_closing_ends_the_command_and_leaves_no_zombie():
+def test_stream_close_kills_command_and_leaves_no_zombie():
     with LOCAL.open("h", ["sh", "-c", "trap '' TERM HUP; echo $$; sleep 60 >&2"]) as stream:
         pid = int(stream.read(60))
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_a_command_that_was_killed():
+def test_stream_exit_code_of_killed_command_is_negative_signal():
     with LOCAL.open("h", ["sh", "-c", "echo $$; exec sleep 60"]) as stream:
         os.kill(int(stream.read(60)), signal.SIGKILL)
         assert stream.read(60) == b""
@@ -96,7 +96,7 @@ def test_a_command_that_was_killed():
 # ---------------------------------------------------------------- many hosts
 
 
-def test_what_one_host_raises_is_its_own():
+def test_fan_out_keeps_error_of_one_host_beside_results():
     def work(host):
         if host == "b":
             raise Unavailable("b does not answer")
@@ -108,14 +108,14 @@ def test_what_one_host_raises_is_its_own():
     assert isinstance(found["b"], Unavailable)
 
 
-def test_one_slow_host_does_not_hold_the_others():
+def test_fan_out_works_on_hosts_concurrently():
     begun = threading.Barrier(8, timeout=60)
     assert set(fan_out([f"h{n}" for n in range(8)], lambda host: begun.wait() >= 0).values()) == {
         True
     }
 
 
-def test_no_more_than_the_limit_at_a_time():
+def test_fan_out_respects_concurrency_limit():
     lock, now, most = threading.Lock(), [0], [0]
 
     def work(host):
@@ -130,18 +130,18 @@ def test_no_more_than_the_limit_at_a_time():
     assert most[0] <= 3
 
 
-def test_a_bug_is_no_host_s_error():
+def test_fan_out_raises_programming_error():
     with pytest.raises(ZeroDivisionError):
         fan_out(["a", "b"], lambda host: 1 // 0)
 
 
-def test_no_host_and_one_host():
+def test_fan_out_handles_no_host_and_runs_one_host_inline():
     assert fan_out([], str.upper) == {}
     here = threading.get_ident()
     assert fan_out(["a"], lambda host: threading.get_ident() == here) == {"a": True}
 
 
-def test_all_well_gives_the_results():
+def test_in_order_returns_results_without_errors():
     assert in_order({"a": 1, "b": 2}) == {"a": 1, "b": 2}
     assert in_order({}) == {}
 
@@ -155,7 +155,7 @@ def test_all_well_gives_the_results():
         (["x", "y", "z", "w"], "down (and 4 further hosts: x, y, z, ...)"),
     ],
 )
-def test_the_first_host_s_error_tells_of_the_others(others, said):
+def test_in_order_raises_first_error_and_names_further_hosts(others, said):
     errors = {"first": BadInput("down", hint="up")} | {n: Unavailable(n) for n in others}
     with pytest.raises(BadInput) as error:
         in_order({"well": 1, **errors})
@@ -166,7 +166,7 @@ def test_the_first_host_s_error_tells_of_the_others(others, said):
 # ---------------------------------------------------------------- ports
 
 
-def test_programs_that_seed_alike_do_not_get_the_same_port():
+def test_free_port_differs_despite_equal_random_seed():
     ports = set()
     for _ in range(4):
         random.seed(1)
@@ -207,7 +207,7 @@ def start(host, word="node"):
     return Step(kind="start", host=host, argv=(word,))
 
 
-def test_nodes_on_several_hosts_are_started_at_once_and_on_one_host_in_order():
+def test_run_steps_starts_hosts_concurrently_and_each_host_in_order():
     transport, records = Slow(3), []
     steps = [start(f"h{n}", f"{n}{k}") for k in (0, 1) for n in range(3)]
     execute.run_steps(
@@ -221,7 +221,7 @@ def test_nodes_on_several_hosts_are_started_at_once_and_on_one_host_in_order():
     assert len(records) == len(steps)
 
 
-def test_what_comes_before_and_after_the_starts_stays_there():
+def test_run_steps_keeps_run_steps_before_and_after_starts():
     transport = Slow(2)
     run = Step(kind="run", host="h0", argv=("before",))
     after = Step(kind="run", host="h1", argv=("after",))
@@ -230,7 +230,7 @@ def test_what_comes_before_and_after_the_starts_stays_there():
     assert transport.order[-1] == ("h1", "after")
 
 
-def test_a_host_that_does_not_answer_is_named_and_recorded_and_the_others_are_started():
+def test_run_steps_starts_other_hosts_and_names_unreachable_ones():
     transport, records = Slow(1, away=("h1", "h2")), []
     steps = [start(f"h{n}") for n in range(4)]
     with pytest.raises(Unavailable) as error:

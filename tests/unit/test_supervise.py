@@ -70,11 +70,11 @@ def folder(run):
 # ---------------------------------------------------------------- how a run stands
 
 
-def test_a_run_that_was_submitted_a_moment_ago_is_pending(folder):
+def test_status_of_just_submitted_run_is_pending(folder):
     assert reconcile(folder).state is State.PENDING
 
 
-def test_a_run_whose_submit_was_killed_has_failed(folder, hand):
+def test_status_of_killed_submit_is_failed_with_resubmit_hint(folder, hand):
     hand.unwatched()
     status = reconcile(folder)
     assert status.state is State.FAILED
@@ -83,7 +83,7 @@ def test_a_run_whose_submit_was_killed_has_failed(folder, hand):
     assert status.failure.hint == "submit it again"
 
 
-def test_a_run_whose_submit_was_killed_as_its_start_began_is_not_submitted_again(folder, hand):
+def test_status_of_submit_killed_at_start_hints_attach_not_resubmit(folder, hand):
     """`attach` starts it; who submitted it again would have two of it."""
     hand.unwatched()
     Begun(1, whole=False).record(folder.path)
@@ -93,14 +93,14 @@ def test_a_run_whose_submit_was_killed_as_its_start_began_is_not_submitted_again
     assert control.needs_supervisor(folder)
 
 
-def test_an_attempt_that_a_dead_supervisor_did_not_start_is_not_called_the_run(folder, hand):
+def test_status_names_attempt_dead_supervisor_did_not_start(folder, hand):
     hand.unwatched()
     Begun(2, whole=False).record(folder.path)
     assert reconcile(folder).failure.cause == "clusterkit was killed before attempt 2 started"
 
 
 @pytest.mark.parametrize("written", [[], ["job.json"], ["job.json", "plan.json", "plan.txt"]])
-def test_a_run_whose_submit_was_killed_while_it_recorded_it_has_failed(folder, written):
+def test_status_of_submit_killed_while_recording_becomes_failed(folder, written):
     for path in folder.path.iterdir():
         if path.name not in written:
             path.unlink()
@@ -113,7 +113,7 @@ def test_a_run_whose_submit_was_killed_while_it_recorded_it_has_failed(folder, w
     assert reconcile(folder).state is State.UNKNOWN
 
 
-def test_a_run_that_its_submit_records_meanwhile_has_not_failed(folder, monkeypatch):
+def test_status_of_run_still_being_recorded_is_pending(folder, monkeypatch):
     """Else its end was recorded, and its objects removed, while it started."""
     told, read = [RunFolderError("run.json is missing")], RunFolder.read_json
 
@@ -129,7 +129,7 @@ def test_a_run_that_its_submit_records_meanwhile_has_not_failed(folder, monkeypa
     assert not folder.file("state.json").exists()
 
 
-def test_a_run_that_somebody_attaches_to_meanwhile_has_not_ended(folder, hand, monkeypatch):
+def test_status_stays_pending_when_attach_takes_lock_meanwhile(folder, hand, monkeypatch):
     hand.unwatched()
     hand.node(started=hand.dead(), exit_code=7)
     told = LocalBackend.status
@@ -143,7 +143,7 @@ def test_a_run_that_somebody_attaches_to_meanwhile_has_not_ended(folder, hand, m
 
 
 @pytest.mark.parametrize("hosts", [0, 1])
-def test_a_run_whose_submit_was_killed_while_it_sent_files_has_failed(
+def test_status_of_submit_killed_while_sending_files_is_failed(
     folder, hand, run, monkeypatch, hosts
 ):
     """Some hosts, or all, have nothing of it. Who attaches would start it without its project."""
@@ -157,7 +157,7 @@ def test_a_run_whose_submit_was_killed_while_it_sent_files_has_failed(
     assert not run.attach()
 
 
-def test_while_a_supervisor_lives_its_word_counts(folder, hand):
+def test_status_of_live_supervisor_is_authoritative(folder, hand):
     hand.node(started=hand.alive())
     assert reconcile(folder).state is State.PENDING
     node = NodeStatus(node=0, host="localhost", state=State.RUNNING)
@@ -169,12 +169,12 @@ def test_while_a_supervisor_lives_its_word_counts(folder, hand):
     assert reconcile(folder) == current(folder) == said
 
 
-def test_what_is_on_record_of_a_run_that_nobody_watches_is_not_relied_on(folder, hand):
+def test_current_status_is_none_without_supervisor(folder, hand):
     hand.unwatched()
     assert current(folder) is None
 
 
-def test_a_run_that_lost_its_supervisor_still_runs_and_says_so(folder, hand, run):
+def test_status_without_supervisor_is_running_with_cancel_remark(folder, hand, run):
     hand.unwatched()
     hand.node(started=hand.alive())
     status = reconcile(folder)
@@ -182,14 +182,14 @@ def test_a_run_that_lost_its_supervisor_still_runs_and_says_so(folder, hand, run
     assert f"clusterkit cancel {run.id}" in status.remark
 
 
-def test_a_run_that_lost_its_supervisor_and_ended_well_has_succeeded(folder, hand):
+def test_status_without_supervisor_reports_success_of_ended_run(folder, hand):
     hand.unwatched()
     hand.node(started=hand.dead(), exit_code=0, at=1234.5)
     status = reconcile(folder)
     assert (status.state, status.exit_code, status.finished_at) == (State.SUCCEEDED, 0, 1234.5)
 
 
-def test_a_run_that_lost_its_supervisor_and_failed_tells_why(folder, hand):
+def test_status_without_supervisor_reports_failure_cause(folder, hand):
     hand.unwatched()
     hand.node(started=hand.dead(), exit_code=7, log=TRACEBACK)
     status = reconcile(folder)
@@ -198,7 +198,7 @@ def test_a_run_that_lost_its_supervisor_and_failed_tells_why(folder, hand):
     assert status.failure.rank == 0
 
 
-def test_a_diagnosis_reads_the_ends_of_logs_however_long_they_are(folder, hand, monkeypatch):
+def test_failure_diagnosis_reads_only_ends_of_long_logs(folder, hand, monkeypatch):
     """10 GB were parsed for 14 minutes before a restart."""
     monkeypatch.setattr(outcome, "TAIL_BYTES", 1 << 12)
     monkeypatch.setattr(outcome, "NODE_TAIL_BYTES", 1 << 12)
@@ -216,7 +216,7 @@ def test_a_diagnosis_reads_the_ends_of_logs_however_long_they_are(folder, hand, 
     assert 0 < sum(read) <= 1 << 12
 
 
-def test_a_run_that_lost_its_supervisor_and_was_cancelled_is_cancelled(folder, hand):
+def test_status_without_supervisor_reports_cancelled_run(folder, hand):
     hand.unwatched()
     folder.mark_cancelled()
     hand.node(started=hand.dead(), exit_code=143, reason="stopped on request")
@@ -224,7 +224,7 @@ def test_a_run_that_lost_its_supervisor_and_was_cancelled_is_cancelled(folder, h
     assert (status.state, status.exit_code) == (State.CANCELLED, 130)
 
 
-def test_an_agent_that_was_killed_without_a_word_is_a_failure(folder, hand):
+def test_agent_killed_without_exit_record_counts_as_failed(folder, hand):
     hand.unwatched()
     node = hand.node(started=hand.dead())
     (node / "agent.log").write_text("something\nsh: out of pipes\n")
@@ -233,13 +233,13 @@ def test_an_agent_that_was_killed_without_a_word_is_a_failure(folder, hand):
     assert "ended without reporting an exit code: sh: out of pipes" in status.failure.cause
 
 
-def test_a_node_script_that_has_not_become_an_agent_yet_is_running(folder, hand):
+def test_node_script_before_agent_start_counts_as_running(folder, hand):
     hand.unwatched()
     (hand.node() / "pid").write_text(f"{os.getpid()} {processes.boot_id()}\n")
     assert reconcile(folder).state is State.RUNNING
 
 
-def test_the_final_word_of_the_supervisor_is_final(folder, hand):
+def test_final_status_of_supervisor_is_kept(folder, hand):
     said = RunStatus(
         run=folder.run_id, job="demo", cluster="local", backend="local", state=State.FAILED,
         exit_code=3, failure=Failure(node=0, rank=1, exit_code=3, cause="because"),
@@ -249,7 +249,7 @@ def test_the_final_word_of_the_supervisor_is_final(folder, hand):
     assert reconcile(folder) == said
 
 
-def test_a_run_between_two_attempts_is_restarting(folder, hand):
+def test_status_between_attempts_is_restarting(folder, hand):
     hand.node(started=hand.dead(), exit_code=1)
     said = RunStatus(
         run=folder.run_id, job="demo", cluster="local", backend="local",
@@ -259,7 +259,7 @@ def test_a_run_between_two_attempts_is_restarting(folder, hand):
     assert reconcile(folder).state is State.RESTARTING
 
 
-def test_the_newest_attempt_is_the_one_that_counts(folder, hand):
+def test_status_follows_newest_attempt(folder, hand):
     hand.unwatched()
     hand.node(attempt=1, started=hand.dead(), exit_code=1)
     hand.node(attempt=2, started=hand.dead(), exit_code=0)
@@ -273,7 +273,7 @@ def test_the_newest_attempt_is_the_one_that_counts(folder, hand):
 
 
 @pytest.mark.parametrize(("exit_code", "state"), [(0, State.SUCCEEDED), (7, State.FAILED)])
-def test_records_of_all_nodes_tell_the_end_before_the_platform_does(
+def test_exit_records_of_all_nodes_outrank_queued_platform_status(
     folder, hand, monkeypatch, exit_code, state
 ):
     hand.unwatched()
@@ -285,7 +285,7 @@ def test_records_of_all_nodes_tell_the_end_before_the_platform_does(
     assert "supervisor is gone" not in (status.remark or "")
 
 
-def test_a_node_that_the_platform_will_still_start_is_no_end(unstarted_run, by_hand, monkeypatch):
+def test_node_still_queued_on_platform_keeps_run_running(unstarted_run, by_hand, monkeypatch):
     run = unstarted_run(nodes=2)
     hand, told = by_hand(run), LocalBackend.status
     hand.unwatched()
@@ -301,13 +301,13 @@ def test_a_node_that_the_platform_will_still_start_is_no_end(unstarted_run, by_h
     [{}, {"pid": os.getpid()}, {"pid": os.getpid(), "start_ticks": None}, {"start_ticks": None}],
     ids=lambda started: "+".join(started) or "nothing",
 )
-def test_half_a_record_of_a_process_is_no_sign_of_life(folder, hand, started):
+def test_incomplete_process_identity_does_not_count_as_running(folder, hand, started):
     hand.unwatched()
     hand.node(started=started)
     assert reconcile(folder).state is not State.RUNNING
 
 
-def test_a_process_of_before_the_reboot_is_no_sign_of_life(folder, hand):
+def test_process_identity_from_before_reboot_counts_as_failed(folder, hand):
     hand.unwatched()
     hand.node(started=hand.alive() | {"boot_id": "before"})
     assert reconcile(folder).state is State.FAILED
@@ -386,7 +386,7 @@ def complete(folder, hand, run):
 
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_folder_always_has_a_status(complete, name, damage):
+def test_reconcile_returns_status_for_damaged_run_folder(complete, name, damage):
     spoil(complete.path / name, DAMAGE[damage])
     status = reconcile(complete)
     assert status.run == complete.run_id
@@ -395,14 +395,14 @@ def test_a_damaged_folder_always_has_a_status(complete, name, damage):
 
 @pytest.mark.parametrize("damage", ["missing", "torn", "a list"])
 @pytest.mark.parametrize("name", ["run.json", "plan.json", "cluster.json"])
-def test_what_cannot_be_told_is_unknown_and_names_the_file(complete, name, damage):
+def test_status_with_damaged_record_is_unknown_and_names_file(complete, name, damage):
     spoil(complete.path / name, DAMAGE[damage])
     status = reconcile(complete)
     assert status.state is State.UNKNOWN
     assert name in status.remark
 
 
-def test_a_node_tells_how_its_ranks_ended(complete, hand):
+def test_failure_takes_rank_and_exit_code_from_exit_record(complete, hand):
     launcher = {"pid": 5, "rank": None, "exit_code": 1, "at": 3.0}
     rank = {"pid": None, "rank": 0, "exit_code": 9, "at": 4.0}
     hand.node(exit_code=1, log="", processes=[launcher, rank], oom_kills=1)
@@ -413,14 +413,14 @@ def test_a_node_tells_how_its_ranks_ended(complete, hand):
 @pytest.mark.parametrize(
     "processes", [3, [3], [{}], [{"rank": 0}], [{"rank": 0, "exit_code": 9}], {"rank": 0}]
 )
-def test_a_record_that_makes_no_sense_ends_nothing(complete, hand, processes):
+def test_status_with_malformed_exit_record_is_unknown(complete, hand, processes):
     hand.node(exit_code=1, log="", processes=processes)
     status = reconcile(complete)
     assert (status.state, status.failure) == (State.UNKNOWN, None)
     assert "exit.json is damaged: it cannot be read" in status.remark
 
 
-def test_a_run_without_its_plan_can_still_be_ended(complete):
+def test_cancel_without_plan_terminates_processes_of_run(complete):
     complete.file("plan.json").unlink()
     env = {"CLUSTERKIT_RUN_DIR": str(complete.path)}
     with subprocess.Popen(["sleep", "600"], env=env) as process:
@@ -432,7 +432,7 @@ def test_a_run_without_its_plan_can_still_be_ended(complete):
 # ---------------------------------------------------------------- cancelling by hand-made folders
 
 
-def test_cancelling_a_run_that_has_ended_changes_nothing(folder, hand):
+def test_cancel_of_ended_run_changes_nothing(folder, hand):
     hand.unwatched()
     hand.node(started=hand.dead(), exit_code=0)
     assert cancel(folder).state is State.SUCCEEDED
@@ -454,7 +454,7 @@ class Clock:
         self.waited()
 
 
-def test_a_cancel_of_a_run_that_is_about_to_start_is_on_record(folder, hand, monkeypatch):
+def test_cancel_before_start_is_recorded_and_takes_effect(folder, hand, monkeypatch):
     monkeypatch.setattr(control, "time", Clock())
     assert cancel(folder).state is State.PENDING
     hand.unwatched()
@@ -462,7 +462,7 @@ def test_a_cancel_of_a_run_that_is_about_to_start_is_on_record(folder, hand, mon
     assert cancel(folder).state is State.CANCELLED
 
 
-def test_a_cancel_waits_for_the_word_of_a_supervisor_that_notices_late(folder, monkeypatch):
+def test_cancel_waits_for_final_status_of_slow_supervisor(folder, monkeypatch):
     ended = []
 
     def record():
@@ -579,14 +579,14 @@ class Kept(Scripted, SupportsCleanup):
             raise Unavailable("the engine does not answer")
 
 
-def test_what_an_attempt_leaves_with_a_service_is_removed_after_each(supervise_with):
+def test_backend_cleanup_runs_after_each_attempt(supervise_with):
     job = "launcher: forkserver\nrestarts: 1\n"
     backend, status, _ = supervise_with([observed(BAD), observed(OK)], job, kind=Kept)
     assert backend.cancelled == 2
     assert (status.state, status.remark) == (State.SUCCEEDED, None)
 
 
-def test_what_a_service_did_not_remove_is_told_of_until_it_is(supervise_with, monkeypatch):
+def test_failed_cleanup_is_remarked_until_cleanup_succeeds(supervise_with, monkeypatch):
     monkeypatch.setattr(Kept, "silent", 1)
     _, status, events = supervise_with([observed(OK)], kind=Kept)
     assert [event.text for event in events] == [
@@ -632,7 +632,7 @@ def test_what_a_service_did_not_remove_is_told_of_until_it_is(supervise_with, mo
             [], (State.SUCCEEDED, 0, 3, 2, 2), id="attached while agents restart"),
     ],
 )  # fmt: skip
-def test_which_attempts_are_started_and_how_the_run_ends(
+def test_supervisor_starts_attempts_within_restart_budget(
     supervise_with, restarts, attempts, adopt, started, end
 ):
     job = f"launcher: forkserver\nrestarts: {restarts}\n"
@@ -643,7 +643,7 @@ def test_which_attempts_are_started_and_how_the_run_ends(
     assert status.finished_at is not None
 
 
-def test_a_run_has_ended_when_its_last_node_has(supervise_with):
+def test_run_finished_at_is_end_of_last_node(supervise_with):
     """Its supervisor may have stood still since then."""
     seen = observed(OK, OK)
     nodes = (
@@ -654,7 +654,7 @@ def test_a_run_has_ended_when_its_last_node_has(supervise_with):
     assert (status.state, status.finished_at) == (State.SUCCEEDED, 1000.5)
 
 
-def test_events_name_each_failure_and_the_restarts_that_are_left(supervise_with):
+def test_events_name_each_failure_and_restarts_left(supervise_with):
     attempts = [observed(BAD), observed(BAD), observed(OK)]
     _, _, events = supervise_with(attempts, "launcher: forkserver\nrestarts: 2\n")
     assert events[0].text.startswith("attempt 1 failed: node 0: exit code 1 of the launcher;")
@@ -666,7 +666,7 @@ def test_events_name_each_failure_and_the_restarts_that_are_left(supervise_with)
     assert events == []
 
 
-def test_a_run_that_its_nodes_ended_at_the_time_limit_says_so_and_is_over(supervise_with):
+def test_run_over_time_limit_fails_with_124_and_no_restart(supervise_with):
     late = observed(BAD, code=124, reason=agent.OVER_TIME_LIMIT)
     job = "launcher: forkserver\nrestarts: 3\ntime_limit: 90m\n"
     _, status, _ = supervise_with([went_on(2, BAD), late], job)
@@ -674,7 +674,7 @@ def test_a_run_that_its_nodes_ended_at_the_time_limit_says_so_and_is_over(superv
     assert status.failure.cause == "time_limit of 90m: the run was stopped"
 
 
-def test_a_pause_of_the_supervisor_is_no_node_s_fault(supervise_with, monkeypatch):
+def test_pause_of_supervisor_does_not_fail_pending_node(supervise_with, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(mirror, "awake", mirror.PauseAwareClock(lambda: now[0]))
     status = Scripted.status
@@ -689,7 +689,7 @@ def test_a_pause_of_the_supervisor_is_no_node_s_fault(supervise_with, monkeypatc
     assert ended.state is State.SUCCEEDED
 
 
-def test_a_rank_of_a_node_that_was_stopped_for_another_s_failure_may_have_failed_first():
+def test_rank_exits_include_stopped_node_only_when_rank_failed_first():
     def document(at, code, **more):
         end = {"pid": 1, "rank": 1, "exit_code": code, "at": at}
         return json.dumps({"exit_code": 1, "processes": [end], **more}).encode()
@@ -700,7 +700,7 @@ def test_a_rank_of_a_node_that_was_stopped_for_another_s_failure_may_have_failed
         assert [end.node for end in from_files(stopped, ended).rank_exits] == expected
 
 
-def test_an_attempt_that_the_agents_begin_is_followed_and_not_started(supervise_with):
+def test_supervisor_follows_attempts_begun_by_agents(supervise_with):
     job = "launcher: forkserver\nnodes: 2\nrestarts: 2\n"
     backend, status, events = supervise_with(
         [[observed(UP, UP), went_on(2, BAD, UP, left=1), went_on(2, BAD, OK, left=1)],
@@ -717,7 +717,7 @@ def test_an_attempt_that_the_agents_begin_is_followed_and_not_started(supervise_
     ]
 
 
-def test_supervisor_and_agents_have_the_same_restarts(supervise_with):
+def test_supervisor_and_agents_share_restart_budget(supervise_with):
     job = "launcher: forkserver\nrestarts: 3\n"
     backend, status, _ = supervise_with(
         [observed(BAD), went_on(3, BAD, left=1), observed(BAD), observed(BAD, code=9)], job
@@ -727,7 +727,7 @@ def test_supervisor_and_agents_have_the_same_restarts(supervise_with):
     assert (status.state, status.exit_code, status.restarts_left) == (State.FAILED, 9, 0)
 
 
-def test_a_node_that_did_not_go_on_with_the_others_is_not_waited_for(supervise_with):
+def test_supervisor_does_not_wait_for_node_that_missed_agent_restart(supervise_with):
     job = "launcher: forkserver\nnodes: 2\nrestarts: 1\n"
     backend, status, _ = supervise_with(
         [went_on(2, BAD, BAD, left=0), observed(BAD, State.PENDING)], job
@@ -736,7 +736,7 @@ def test_a_node_that_did_not_go_on_with_the_others_is_not_waited_for(supervise_w
     assert (status.state, status.attempt, status.failure.node) == (State.FAILED, 2, 0)
 
 
-def test_a_cancel_ends_what_the_agents_may_have_begun(supervise_with):
+def test_cancel_ends_attempt_begun_by_agents(supervise_with):
     def cancelled(supervisor):
         saved(State.RUNNING)(supervisor)
         supervisor.folder.file("cancelled").touch()
@@ -748,14 +748,14 @@ def test_a_cancel_ends_what_the_agents_may_have_begun(supervise_with):
     assert status.state is State.CANCELLED
 
 
-def test_a_node_that_fails_takes_the_others_down(supervise_with):
+def test_failed_node_cancels_other_nodes(supervise_with):
     script = [[observed(UP, UP), observed(BAD, UP), observed(BAD, UP), observed(BAD, BAD)]]
     backend, status, _ = supervise_with(script, "launcher: forkserver\nnodes: 2\n")
     assert backend.cancelled >= 1
     assert status.state is State.FAILED
 
 
-def test_an_elastic_run_goes_on_without_the_nodes_it_can_do_without(supervise_with):
+def test_elastic_run_succeeds_without_failed_node(supervise_with):
     script = [[observed(UP, UP), observed(BAD, UP), observed(BAD, UP), observed(BAD, OK)]]
     backend, status, events = supervise_with(script, 'nodes: "1:2"\n')
     assert backend.cancelled == 0
@@ -774,7 +774,7 @@ class Awake:
         return self.now
 
 
-def test_one_launcher_that_succeeds_for_all_nodes_has_left_none_behind(supervise_with):
+def test_single_launcher_success_counts_for_all_nodes(supervise_with):
     def adopt(supervisor):  # as mpirun's plans are
         shape = {"min_nodes": 2, "nodes": 2, "nproc_per_node": 1}
         supervisor.plan = msgspec.structs.replace(supervisor.plan, nodes=1, topology=shape)
@@ -787,7 +787,7 @@ def test_one_launcher_that_succeeds_for_all_nodes_has_left_none_behind(supervise
 @pytest.mark.parametrize(
     "job", ["nodes: 2\nspares: 1\n", "nodes: '1:2'\nspares: 1\non_node_loss: shrink\n"]
 )
-def test_the_others_are_followed_whether_a_spare_came_or_not(supervise_with, monkeypatch, job):
+def test_supervisor_follows_restarted_nodes_with_spare_pending(supervise_with, monkeypatch, job):
     monkeypatch.setattr(mirror, "awake", Awake())
     first = went_on(2, BAD, State.UNKNOWN, State.PENDING, left=0)
     script = [[observed(UP, State.UNKNOWN, State.PENDING), first], observed(OK, OK, State.PENDING)]
@@ -796,7 +796,7 @@ def test_the_others_are_followed_whether_a_spare_came_or_not(supervise_with, mon
     assert (status.state, status.attempt) == (State.SUCCEEDED, 2)
 
 
-def test_a_node_that_the_others_went_on_without_is_not_waited_for(supervise_with):
+def test_shrunk_run_succeeds_without_dropped_node(supervise_with):
     job = "launcher: forkserver\nnodes: '1:2'\non_node_loss: shrink\nrestarts: 1\n"
     first = went_on(2, BAD, State.UNKNOWN, left=0)
     _, status, events = supervise_with([first, observed(OK, State.PENDING)], job)
@@ -804,7 +804,7 @@ def test_a_node_that_the_others_went_on_without_is_not_waited_for(supervise_with
     assert events[-1].text == "1 of 2 elastic nodes failed"
 
 
-def test_a_node_that_the_others_went_on_without_is_started_again(supervise_with, monkeypatch):
+def test_dropped_node_is_started_again_to_rejoin_shrunk_run(supervise_with, monkeypatch):
     job = "launcher: forkserver\nnodes: '1:3'\non_node_loss: shrink\n"
     given = []
 
@@ -826,9 +826,7 @@ def test_a_node_that_the_others_went_on_without_is_started_again(supervise_with,
     assert events[-1].text == "node 1 was started again, to join the others"
 
 
-def test_a_node_whose_start_took_long_is_ended_where_the_run_was_cancelled_meanwhile(
-    supervise_with, monkeypatch
-):
+def test_node_restarted_during_cancel_is_stopped(supervise_with, monkeypatch):
     job = "launcher: forkserver\nnodes: '1:2'\non_node_loss: shrink\n"
     clock, over = Awake(), observed(State.CANCELLED, State.CANCELLED)
 
@@ -853,9 +851,7 @@ def test_a_node_whose_start_took_long_is_ended_where_the_run_was_cancelled_meanw
     assert backend.cancelled >= 1
 
 
-def test_whoever_attaches_does_not_wait_for_a_node_that_was_lost_before(
-    supervise_with, monkeypatch
-):
+def test_adopting_supervisor_does_not_wait_for_node_lost_before(supervise_with, monkeypatch):
     job = "launcher: forkserver\nnodes: '1:2'\non_node_loss: shrink\nrestarts: 1\n"
     monkeypatch.setattr(Scripted, "start_seconds", 0.0)
     script = [observed(BAD, BAD), [observed(UP, State.PENDING)] * 3 + [observed(OK, State.PENDING)]]
@@ -893,7 +889,7 @@ def beside_a_spare(unstarted_run, by_hand, monkeypatch):
     ids=["seeks node 0", "waits for it", "has not come"],
 )
 @pytest.mark.parametrize("job", ["nodes: 2\nspares: 1\n", "nodes: '1:2'\nspares: 1\n"])
-def test_the_nodes_that_have_ranks_decide_how_a_run_ends(
+def test_nodes_with_ranks_decide_run_end_beside_spare(
     beside_a_spare, monkeypatch, code, state, spare, job
 ):
     if "1:2" in job:
@@ -911,9 +907,7 @@ def test_the_nodes_that_have_ranks_decide_how_a_run_ends(
 
 @pytest.mark.parametrize(("code", "state"), [(0, State.SUCCEEDED), (7, State.FAILED)])
 @pytest.mark.parametrize("spare", [{}, None])
-def test_a_spare_changes_nothing_about_the_end_of_a_run_that_nobody_watches(
-    beside_a_spare, code, state, spare
-):
+def test_spare_does_not_change_end_of_unwatched_run(beside_a_spare, code, state, spare):
     run, hand, _ = beside_a_spare(code, spare)
     hand.unwatched()
     assert (run.status().state, run.status().exit_code) == (state, code)
@@ -923,9 +917,7 @@ def test_a_spare_changes_nothing_about_the_end_of_a_run_that_nobody_watches(
 
 
 @pytest.mark.parametrize("attempt", [1, 2])
-def test_a_run_that_went_on_without_a_node_has_succeeded_whether_anybody_watches_or_not(
-    unstarted_run, by_hand, attempt
-):
+def test_unwatched_shrunk_run_counts_as_succeeded(unstarted_run, by_hand, attempt):
     run = unstarted_run("launcher: forkserver\nnodes: '1:2'\non_node_loss: shrink\n")
     hand = by_hand(run)
     hand.node(1, started=hand.dead())
@@ -936,7 +928,7 @@ def test_a_run_that_went_on_without_a_node_has_succeeded_whether_anybody_watches
     assert (run.status().state, run.status().attempt) == (State.SUCCEEDED, attempt)
 
 
-def test_which_nodes_are_started_again_and_when():
+def test_reconciler_restarts_lost_nodes_with_backoff():
     terms = Terms(nodes=3, places=3, least=1, rejoins=True, stop_grace=5.0)
     rejoin = Reconciler(terms, 0)
 
@@ -964,14 +956,14 @@ def test_which_nodes_are_started_again_and_when():
     assert due(absent, 800 * wait, True) == [1]
 
 
-def test_an_elastic_run_with_too_few_nodes_left_ends(supervise_with):
+def test_elastic_run_below_minimum_nodes_fails(supervise_with):
     script = [[observed(BAD, BAD, UP), observed(BAD, BAD, BAD)]]
     backend, status, _ = supervise_with(script, 'nodes: "2:3"\n')
     assert backend.cancelled >= 1
     assert status.state is State.FAILED
 
 
-def test_a_port_that_was_taken_at_start_is_another_attempt_and_costs_no_restart(supervise_with):
+def test_port_taken_at_start_moves_port_without_using_restart(supervise_with):
     taken = observed(BAD, reason="port: PORT (errno: 98 - Address already in use).")
     backend, status, events = supervise_with([taken, observed(OK)])
     assert status.state is State.SUCCEEDED
@@ -981,9 +973,7 @@ def test_a_port_that_was_taken_at_start_is_another_attempt_and_costs_no_restart(
 
 
 @pytest.mark.parametrize("wrong", ["disk", "host"])
-def test_an_attempt_that_could_not_be_planned_is_not_the_last_one_again(
-    supervise_with, monkeypatch, wrong
-):
+def test_failed_replan_does_not_start_same_attempt_twice(supervise_with, monkeypatch, wrong):
     """The error left the old number: attempt 1 was started in its own folder a second time."""
     refused, real, ask = [1], RunFolder.write, LocalTransport.free_port
     taken = observed(BAD, reason="port: PORT (errno: 98 - Address already in use).")
@@ -1012,7 +1002,7 @@ def test_an_attempt_that_could_not_be_planned_is_not_the_last_one_again(
     assert (status.state, status.attempt) == (State.SUCCEEDED, second)
 
 
-def test_an_attempt_on_other_hosts_starts_once_they_are_on_record(unstarted_run, monkeypatch):
+def test_replacement_attempt_starts_only_after_new_plan_is_saved(unstarted_run, monkeypatch):
     """The next supervisor would look for it, and end it, on those of the last plan."""
     full, real, started = [1], RunFolder.write, []
 
@@ -1046,14 +1036,14 @@ def test_an_attempt_on_other_hosts_starts_once_they_are_on_record(unstarted_run,
     assert supervisor.machine.terms.nodes == 1
 
 
-def test_a_port_that_is_always_taken_is_given_up_at_last(supervise_with):
+def test_port_always_taken_fails_after_port_tries(supervise_with):
     taken = observed(BAD, reason="port: PORT (errno: 98 - Address already in use).")
     backend, status, _ = supervise_with([taken] * 9)
     assert status.state is State.FAILED
     assert len(backend.submitted) == 1 + PORT_TRIES
 
 
-def test_a_port_of_the_program_s_own_that_is_taken_is_its_own_failure(supervise_with):
+def test_taken_port_of_program_fails_without_new_attempt(supervise_with):
     taken = observed(BAD, reason="OSError: [Errno 98] Address already in use: 6006")
     backend, status, events = supervise_with([taken] * 9)
     assert status.state is State.FAILED
@@ -1061,7 +1051,7 @@ def test_a_port_of_the_program_s_own_that_is_taken_is_its_own_failure(supervise_
     assert events == []
 
 
-def test_a_run_that_is_cancelled_before_it_is_watched_is_ended(unstarted_run, monkeypatch):
+def test_run_cancelled_before_supervision_ends_without_start(unstarted_run, monkeypatch):
     run = unstarted_run()
     backend = Scripted([])
     monkeypatch.setattr(backends, "backend", lambda name: backend)
@@ -1073,7 +1063,7 @@ def test_a_run_that_is_cancelled_before_it_is_watched_is_ended(unstarted_run, mo
     assert (status.state, status.exit_code) == (State.CANCELLED, 130)
 
 
-def test_a_restart_changes_the_plan_on_record_when_it_changes_the_port(unstarted_run, monkeypatch):
+def test_replan_with_moved_port_updates_saved_plan_and_facts(unstarted_run, monkeypatch):
     run = unstarted_run()
     folder = RunFolder(run.path)
     before = folder.plan()
@@ -1086,7 +1076,7 @@ def test_a_restart_changes_the_plan_on_record_when_it_changes_the_port(unstarted
     assert json.loads(folder.read("facts.json"))["port"] == 30123
 
 
-def test_a_watch_port_that_was_taken_meanwhile_is_replaced(unstarted_run):
+def test_taken_watch_port_is_replaced_and_reported(unstarted_run):
     run = unstarted_run()
     folder = RunFolder(run.path)
     supervisor = Supervisor(folder)
@@ -1119,7 +1109,7 @@ class Busy(LocalTransport):
         ("compose", False, None), ("kubernetes", False, None),
     ],
 )  # fmt: skip
-def test_a_port_is_checked_again_where_other_programs_could_take_it(name, fresh, port, facts):
+def test_before_attempt_moves_taken_port_of_local_and_ssh_clusters(name, fresh, port, facts):
     cluster = CLUSTER_TYPES[name]()
     backend = backends.backend(name)
     found = backend.before_attempt(cluster, facts, Busy(), fresh=fresh)
@@ -1131,12 +1121,12 @@ def test_a_port_is_checked_again_where_other_programs_could_take_it(name, fresh,
             backend.before_attempt(fixed, facts, Busy(), fresh=fresh)
 
 
-def test_the_identity_of_a_process_survives_json(folder):
+def test_process_identity_survives_json_round_trip(folder):
     folder.write_json("supervisor.json", agent.identity(os.getpid()))
     assert msgspec.json.decode(folder.read("supervisor.json")) == agent.identity(os.getpid())
 
 
-def test_a_cancel_that_comes_after_the_end_does_not_rewrite_it(unstarted_run, monkeypatch):
+def test_cancel_after_success_does_not_rewrite_status(unstarted_run, monkeypatch):
     run = unstarted_run()
     folder = RunFolder(run.path)
     supervisor = Supervisor(folder)
@@ -1162,7 +1152,7 @@ def made(run):
     return RunFolder(run.path)
 
 
-def test_a_folder_is_held_by_one(folder, hand):
+def test_supervisor_lock_is_held_by_one_holder(folder, hand):
     assert folder.has_supervisor()
     assert folder.acquire_supervisor_lock() is None
     hand.unwatched()
@@ -1171,7 +1161,7 @@ def test_a_folder_is_held_by_one(folder, hand):
         assert folder.acquire_supervisor_lock() is None
 
 
-def test_a_supervisor_holds_the_folder_until_it_ends(made):
+def test_spawned_supervisor_holds_lock_until_end(made):
     made.mark_cancelled()  # it has something to do, and nothing to start
     with made.acquire_supervisor_lock() as lock:
         supervise.spawn(made, lock)
@@ -1181,7 +1171,7 @@ def test_a_supervisor_holds_the_folder_until_it_ends(made):
     assert made.read("supervisor.log") == b""
 
 
-def test_one_that_cannot_start_says_why(made):
+def test_spawn_fails_naming_damaged_file(made):
     spoil(made.path / "facts.json", b"[]")
     words = r"did not start: run .*: facts.json is damaged"
     with pytest.raises(SubmitFailed, match=words) as error, made.acquire_supervisor_lock() as lock:
@@ -1189,7 +1179,7 @@ def test_one_that_cannot_start_says_why(made):
     assert error.value.hint == f"inspect {made.path} by hand"
 
 
-def test_one_that_breaks_while_it_starts_says_of_what(made, monkeypatch):
+def test_supervisor_main_reports_exception_at_start(made, monkeypatch):
     def breaks(self):
         raise KeyError("lost")
 
@@ -1201,7 +1191,7 @@ def test_one_that_breaks_while_it_starts_says_of_what(made, monkeypatch):
         assert answer.read() == b"KeyError: 'lost'\nsupervisor.log has more"
 
 
-def test_one_that_is_killed_while_it_starts_is_noticed_at_once(made, monkeypatch, tmp_path):
+def test_spawn_notices_supervisor_killed_at_start(made, monkeypatch, tmp_path):
     killed = tmp_path / "python"
     killed.write_text("#!/bin/sh\nkill -9 $$\n")
     killed.chmod(0o755)
@@ -1234,7 +1224,7 @@ def fill(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("start", ["launch", "spawn"])
-def test_a_disk_that_is_nearly_full_refuses_the_start(fill, unstarted_run, make_facts, start):
+def test_nearly_full_disk_refuses_supervisor_start(fill, unstarted_run, make_facts, start):
     facts = make_facts(home=os.environ["CLUSTERKIT_HOME"])
     made = RunFolder(unstarted_run(facts=facts).path)
     HELD.pop(made.path).close()
@@ -1251,7 +1241,7 @@ def test_a_disk_that_is_nearly_full_refuses_the_start(fill, unstarted_run, make_
     )
 
 
-def test_a_run_that_is_watched_over_gets_no_second_supervisor(run, monkeypatch):
+def test_attach_to_supervised_run_starts_no_second_supervisor(run, monkeypatch):
     monkeypatch.setattr(supervise, "spawn", lambda *_, **__: pytest.fail("it was started"))
     RunFolder(run.path).write_json("state.json", said_of(run, State.RUNNING))
     assert run.supervised
@@ -1281,7 +1271,7 @@ def failed_alone(unstarted_run, by_hand, monkeypatch):
     return run, started
 
 
-def test_a_run_that_failed_alone_says_what_attach_would_do(failed_alone):
+def test_status_of_run_failed_unwatched_hints_attach(failed_alone):
     run, _ = failed_alone
     status = run.status()
     assert (status.state, status.exit_code) == (State.FAILED, 7)
@@ -1290,13 +1280,13 @@ def test_a_run_that_failed_alone_says_what_attach_would_do(failed_alone):
     )
 
 
-def test_attach_uses_the_restarts_that_are_left(failed_alone):
+def test_attach_restarts_failed_run_with_restarts_left(failed_alone):
     run, started = failed_alone
     assert run.attach()
     assert started == [{"adopt": True}]
 
 
-def test_attach_does_nothing_for_a_run_that_was_given_up(failed_alone):
+def test_attach_after_cancel_starts_nothing(failed_alone):
     run, started = failed_alone
     status = run.cancel()
     assert (status.state, status.remark) == (State.FAILED, None)
@@ -1305,7 +1295,7 @@ def test_attach_does_nothing_for_a_run_that_was_given_up(failed_alone):
     assert started == []
 
 
-def test_what_is_of_use_only_until_the_end_of_a_run_goes_with_it(failed_alone):
+def test_cancel_of_failed_run_removes_reserve_and_token(failed_alone):
     run, _ = failed_alone
     for name in (".reserve", "token"):
         (run.path / name).write_text("x")
@@ -1313,7 +1303,7 @@ def test_what_is_of_use_only_until_the_end_of_a_run_goes_with_it(failed_alone):
     assert not [path.name for path in run.path.iterdir() if path.name in (".reserve", "token")]
 
 
-def test_the_end_of_a_run_whose_folder_cannot_be_changed_is_told(folder, hand, monkeypatch):
+def test_status_and_cancel_report_end_when_files_cannot_be_deleted(folder, hand, monkeypatch):
     def refuse(path, missing_ok=False):
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -1325,9 +1315,7 @@ def test_the_end_of_a_run_whose_folder_cannot_be_changed_is_told(folder, hand, m
     assert cancel(folder).state is State.SUCCEEDED
 
 
-def test_the_same_of_one_that_is_cancelled_while_nobody_watches(
-    unstarted_run, by_hand, monkeypatch
-):
+def test_cancel_of_unwatched_run_removes_reserve_and_token(unstarted_run, by_hand, monkeypatch):
     run = unstarted_run()
     hand = by_hand(run)
     hand.node(started=hand.alive())
@@ -1343,7 +1331,7 @@ def test_the_same_of_one_that_is_cancelled_while_nobody_watches(
     assert not [path.name for path in run.path.iterdir() if path.name in (".reserve", "token")]
 
 
-def test_a_service_keeps_what_attach_could_still_use(failed_alone, monkeypatch):
+def test_backend_cleanup_of_restartable_run_waits_for_cancel(failed_alone, monkeypatch):
     run, _ = failed_alone
     ended = []
 
@@ -1358,16 +1346,14 @@ def test_a_service_keeps_what_attach_could_still_use(failed_alone, monkeypatch):
     assert ended == [1]
 
 
-def test_a_run_whose_submit_was_killed_is_not_attached_to(run, hand, monkeypatch):
+def test_attach_does_not_start_run_of_killed_submit(run, hand, monkeypatch):
     monkeypatch.setattr(supervise, "spawn", lambda *_, **__: pytest.fail("it was started"))
     hand.unwatched()
     assert not run.attach()
 
 
 @pytest.mark.parametrize("attempt", [1, 2])
-def test_an_attempt_that_was_about_to_start_is_ended_and_followed_by_another(
-    supervise_with, attempt
-):
+def test_adopted_half_started_attempt_is_cancelled_and_followed_by_next(supervise_with, attempt):
     script = [observed(State.PENDING)] * attempt + [observed(OK)]
 
     def killed(supervisor):
@@ -1383,7 +1369,7 @@ def test_an_attempt_that_was_about_to_start_is_ended_and_followed_by_another(
 # ---------------------------------------------------------------- earlier attempts
 
 
-def test_earlier_attempts_are_on_record(supervise_with, by_hand):
+def test_status_records_earlier_attempts(supervise_with, by_hand):
     job = "launcher: forkserver\nrestarts: 2\n"
     _, status, _ = supervise_with([observed(BAD, code=7), observed(BAD, code=9), observed(OK)], job)
     assert [(a.attempt, a.state, a.failure.exit_code) for a in status.attempts] == [
@@ -1395,7 +1381,7 @@ def test_earlier_attempts_are_on_record(supervise_with, by_hand):
     assert status.started_at == first.started_at <= first.finished_at == second.started_at
 
 
-def test_earlier_attempts_are_kept_by_the_next_supervisor(supervise_with):
+def test_adopting_supervisor_keeps_earlier_attempts(supervise_with):
     earlier = AttemptStatus(
         attempt=1, state=State.FAILED, failure=None, started_at=1.0, finished_at=2.0
     )
@@ -1412,7 +1398,7 @@ def test_earlier_attempts_are_kept_by_the_next_supervisor(supervise_with):
 LOSES = "launcher: forkserver\nrestarts: 1\n"
 
 
-def test_a_lost_node_costs_no_restart(supervise_with, monkeypatch):
+def test_lost_node_uses_no_restart(supervise_with, monkeypatch):
     monkeypatch.setattr(machine, "EARLY_SECONDS", 0.0)
     backend, status, events = supervise_with(
         [vanished()] * 3 + [observed(BAD), observed(OK)], LOSES
@@ -1423,7 +1409,7 @@ def test_a_lost_node_costs_no_restart(supervise_with, monkeypatch):
     assert events[0].text.endswith("starting again, which uses no restart")
 
 
-def test_what_an_agent_that_was_killed_left_is_ended_before_anything_else_starts(supervise_with):
+def test_leftovers_of_killed_agent_are_stopped_before_next_attempt(supervise_with):
     """Its rank ignored SIGTERM: two attempts wrote at once."""
     order = []
 
@@ -1441,7 +1427,7 @@ def test_what_an_agent_that_was_killed_left_is_ended_before_anything_else_starts
     assert status.state is State.SUCCEEDED
 
 
-def test_a_node_that_does_not_answer_is_followed_until_it_does(supervise_with):
+def test_unreachable_node_is_followed_until_answer_without_restart(supervise_with):
     """A run that had finished while its submitter was offline ran a second time."""
     away = observed(State.UNKNOWN)
     backend, status, events = supervise_with([[away] * 5 + [observed(OK)]], LOSES)
@@ -1449,19 +1435,19 @@ def test_a_node_that_does_not_answer_is_followed_until_it_does(supervise_with):
     assert (status.state, status.attempt) == (State.SUCCEEDED, 1)
 
 
-def test_a_node_that_is_lost_at_once_again_and_again_is_not_waited_for(supervise_with):
+def test_node_lost_early_repeatedly_fails_run(supervise_with):
     backend, status, _ = supervise_with([vanished()] * 6, LOSES)
     assert len(backend.submitted) == EARLY_LOSSES + 2  # and the restart that there is
     assert status.state is State.FAILED
 
 
 @pytest.mark.parametrize("job", [f"{LOSES}on_node_loss: fail\n", "launcher: forkserver\n"])
-def test_a_job_may_end_with_the_first_node_that_it_loses(supervise_with, job):
+def test_lost_node_fails_run_when_job_allows_no_replacement(supervise_with, job):
     backend, status, _ = supervise_with([vanished()] * 3, job)
     assert (len(backend.submitted), status.state) == (1, State.FAILED)
 
 
-def test_a_host_that_does_not_answer_is_waited_for_and_status_says_so(supervise_with):
+def test_status_shows_wait_for_unreachable_host_of_lost_node(supervise_with):
     said = []
 
     class Silent(Scripted):
@@ -1492,7 +1478,7 @@ class Troubled(Scripted):
         return super().status(handle, transport)
 
 
-def test_an_error_of_the_supervisor_is_tried_again_and_ends_nothing(supervise_with, monkeypatch):
+def test_supervisor_retries_after_errors_without_cancelling_run(supervise_with, monkeypatch):
     """A KeyError, a proxy's HTML or an import of an upgraded package cancelled the run."""
     errors = [KeyError("exit.json"), KeyError("exit.json"), ImportError("no name"), OSError(5, "x")]
     monkeypatch.setattr(Troubled, "errors", errors)
@@ -1506,7 +1492,7 @@ def test_an_error_of_the_supervisor_is_tried_again_and_ends_nothing(supervise_wi
     ]
 
 
-def test_status_shows_what_the_supervisor_cannot_do(supervise_with, monkeypatch):
+def test_status_remark_shows_supervisor_error_while_retrying(supervise_with, monkeypatch):
     shown = []
 
     class Told(Troubled):
@@ -1521,7 +1507,7 @@ def test_status_shows_what_the_supervisor_cannot_do(supervise_with, monkeypatch)
 
 
 @pytest.mark.parametrize("state", [OK, BAD])
-def test_an_end_that_cannot_be_recorded_is_recorded_later(supervise_with, monkeypatch, state):
+def test_run_end_is_recorded_once_disk_has_room(supervise_with, monkeypatch, state):
     """It turned SUCCEEDED into FAILED."""
     full, real = [1, 2, 3], RunFolder.record_end
 
@@ -1539,7 +1525,7 @@ def test_an_end_that_cannot_be_recorded_is_recorded_later(supervise_with, monkey
 
 
 @pytest.mark.parametrize(("half", "started"), [(False, [1, 2]), (True, [1, 2, 3])])
-def test_an_attempt_that_began_on_a_full_disk_is_known_to_the_next_supervisor(
+def test_attempt_begun_on_full_disk_is_known_to_next_supervisor(
     unstarted_run, monkeypatch, half, started
 ):
     """It was started once more beside itself."""
@@ -1590,7 +1576,7 @@ def test_an_attempt_that_began_on_a_full_disk_is_known_to_the_next_supervisor(
     assert (status.state, status.attempt) == (State.SUCCEEDED, started[-1])
 
 
-def test_an_attempt_that_cannot_be_recorded_at_all_does_not_start(supervise_with, monkeypatch):
+def test_attempt_does_not_start_before_begin_is_recorded(supervise_with, monkeypatch):
     """The file system is read-only: only evidence could tell the next supervisor."""
     errors, real, begun = [1, 2, 3], Begun.record, []
 
@@ -1616,7 +1602,7 @@ def test_an_attempt_that_cannot_be_recorded_at_all_does_not_start(supervise_with
     assert events[-1].text == "supervisor error, retrying: RunFolderError: Read-only file system"
 
 
-def test_a_supervisor_in_trouble_ends_when_the_run_s_folder_is_removed(supervise_with, monkeypatch):
+def test_supervisor_ends_when_run_folder_is_removed(supervise_with, monkeypatch):
     def record(self, folder):
         if self.attempt == 2:
             shutil.rmtree(folder)
@@ -1627,9 +1613,7 @@ def test_a_supervisor_in_trouble_ends_when_the_run_s_folder_is_removed(supervise
         supervise_with([observed(BAD), observed(OK)], "launcher: forkserver\nrestarts: 1\n")
 
 
-def test_a_restart_that_was_not_started_wholly_and_has_succeeded_is_not_run_again(
-    supervise_with, monkeypatch
-):
+def test_succeeded_restart_with_failed_start_is_not_rerun(supervise_with, monkeypatch):
     class Refusing(Scripted):
         def submit(self, plan, transport, *, attempt=1, secrets=None, record=None):
             super().submit(plan, transport, attempt=attempt)
@@ -1643,7 +1627,7 @@ def test_a_restart_that_was_not_started_wholly_and_has_succeeded_is_not_run_agai
 
 
 @pytest.mark.parametrize(("late", "state"), [(True, State.SUCCEEDED), (False, State.FAILED)])
-def test_an_attempt_that_was_not_started_wholly_may_have_succeeded(
+def test_partly_started_attempt_succeeds_only_after_probe_window(
     supervise_with, monkeypatch, late, state
 ):
     """An elastic run goes on with the nodes that started, while this process stands still."""
@@ -1659,7 +1643,7 @@ def test_an_attempt_that_was_not_started_wholly_may_have_succeeded(
 
 
 @pytest.mark.parametrize("error", [Unavailable("h: connection refused"), SubmitFailed("h: 127")])
-def test_a_start_that_fails_once_costs_no_restart_but_that_of_the_first_attempt(
+def test_failed_start_of_restart_is_retried_but_first_attempt_fails(
     supervise_with, monkeypatch, error
 ):
     """One refused connection at a restart was FAILED, with restarts left."""
@@ -1688,7 +1672,7 @@ def test_a_start_that_fails_once_costs_no_restart_but_that_of_the_first_attempt(
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_signal_ends_at_most_the_supervisor(made, hand, signum):
+def test_signal_to_supervisor_does_not_cancel_run(made, hand, signum):
     """A shutdown of the submitter's machine cancelled runs on other machines."""
     node = hand.node(started=hand.alive())
     made.write_json("state.json", said_of(api.Run(made), State.RUNNING))
@@ -1717,9 +1701,7 @@ def test_a_signal_ends_at_most_the_supervisor(made, hand, signum):
 # ---------------------------------------------------------------- what a killed agent left
 
 
-def test_a_cancel_ends_what_an_agent_that_was_killed_left_and_says_what_it_could_not(
-    folder, hand, monkeypatch
-):
+def test_cancel_stops_leftovers_and_remarks_unreachable_host(folder, hand, monkeypatch):
     stopped = []
 
     def cancel_nodes(self, handle, transport, reason="cancelled"):
@@ -1739,7 +1721,7 @@ def test_a_cancel_ends_what_an_agent_that_was_killed_left_and_says_what_it_could
     assert not folder.file("leftovers").exists()
 
 
-def test_a_run_is_not_judged_by_another_machine_s_processes(folder, hand, monkeypatch):
+def test_run_of_other_machine_is_not_judged_by_local_processes(folder, hand, monkeypatch):
     """The home is shared (NFS): the run's processes are another machine's."""
     hand.unwatched()
     hand.node(started=hand.dead())

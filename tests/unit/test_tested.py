@@ -21,7 +21,7 @@ from tests import tested
         ("ansible", "tests/live/ssh/test_ansible.py"),
     ],
 )
-def test_a_change_is_seen(
+def test_changed_file_marks_tested_part_as_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, name: str
 ) -> None:
     for place in tested.PARTS[part]:

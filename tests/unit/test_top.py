@@ -53,7 +53,7 @@ def board_of(run):
 
 
 @pytest.mark.parametrize("size", [(80, 24), (300, 80), (120, 30)])
-def test_a_run_is_shown_at_every_size(run, size):
+def test_run_board_shows_run_at_every_terminal_size(run, size):
     text = shown(board_of(run), *size)
     for part in ("demo-1 RUNNING", "4 ranks", "step 30", "loss 0.1", "1,020 tokens/s", "MISSING"):
         assert (part in text) == (part != "MISSING")
@@ -62,11 +62,11 @@ def test_a_run_is_shown_at_every_size(run, size):
 
 
 @pytest.mark.parametrize("size", [(1, 1), (20, 3), (40, 8)])
-def test_the_smallest_terminal_is_no_error(run, size):
+def test_run_board_fits_smallest_terminals(run, size):
     shown(board_of(run), *size)
 
 
-def test_a_hang_says_who_waits_for_whom(run):
+def test_run_board_shows_hang_and_rank_states(run):
     run.state(hang=HANG)
     board = board_of(run)
     text = shown(board)
@@ -76,14 +76,14 @@ def test_a_hang_says_who_waits_for_whom(run):
     assert states == ["WAITS", "WAITS", "WAITS", "MISSING"]
 
 
-def test_what_ended_a_run_is_shown_and_the_rank_that_did(run):
+def test_run_board_shows_rank_that_failed_first_and_cause(run):
     failure = Failure(node=1, rank=2, exit_code=1, cause="ValueError: bad\nmore")
     run.state(State.FAILED, failure=failure, finished_at=100.0)
     text = shown(board_of(run))
     assert "rank 2 on node 1 failed first: ValueError: bad ..." in text
 
 
-def test_words_of_a_program_move_no_cursor(run):
+def test_run_board_strips_control_characters_of_program_output(run):
     run.says(0, "\x1b[2Jgone\x07\ttab", "\u6f22\u5b57" * 200)
     board = board_of(run)
     for line in board.lines(80, 24):
@@ -92,7 +92,7 @@ def test_words_of_a_program_move_no_cursor(run):
 
 
 @pytest.mark.parametrize("no_color", ["", "1"])
-def test_without_colours_the_cursor_is_still_seen(run, monkeypatch, no_color):
+def test_no_color_removes_colors_but_keeps_cursor_visible(run, monkeypatch, no_color):
     monkeypatch.setenv("NO_COLOR", no_color)
     paint.style_of.cache_clear()
     text = paint.ansi(board_of(run).lines(80, 24))
@@ -110,7 +110,7 @@ def test_without_colours_the_cursor_is_still_seen(run, monkeypatch, no_color):
     paint.style_of.cache_clear()
 
 
-def test_a_list_of_runs_has_no_log_to_search_so_a_slash_filters_it(run):
+def test_runs_board_slash_filters_runs(run):
     board = RunsBoard()
     board.poll()
     for key in ("slash", "x", "q", "enter"):
@@ -119,7 +119,7 @@ def test_a_list_of_runs_has_no_log_to_search_so_a_slash_filters_it(run):
     assert "no run matches" in shown(board)
 
 
-def test_a_filter_leaves_the_ranks_that_match(run):
+def test_run_board_filter_keeps_matching_ranks(run):
     board = board_of(run)
     assert board.press("f", "f") is None
     for letter in "three":
@@ -133,7 +133,7 @@ def test_a_filter_leaves_the_ranks_that_match(run):
     assert len(board.rows()) == 4
 
 
-def test_the_log_is_that_of_the_rank_under_the_cursor_or_of_its_node(run):
+def test_run_board_log_follows_selected_rank_or_node(run):
     run.says(2, "two speaks")
     board = board_of(run)
     board.press("end")
@@ -145,7 +145,7 @@ def test_the_log_is_that_of_the_rank_under_the_cursor_or_of_its_node(run):
     assert "two speaks" in shown(board).partition("log of node 1")[2]
 
 
-def test_a_log_can_be_looked_back_at_while_it_grows(run):
+def test_run_board_log_keeps_scroll_position_while_log_grows(run):
     run.says(1, *(f"line {number}" for number in range(100)))
     board = board_of(run)
     board.press("down")
@@ -161,7 +161,7 @@ def test_a_log_can_be_looked_back_at_while_it_grows(run):
     assert "line 100" in shown(board)
 
 
-def test_lines_are_shown_once_though_too_much_came_to_read_all_of_it(run, monkeypatch):
+def test_run_board_shows_lines_once_after_skipped_output(run, monkeypatch):
     run.says(1, "an only line")
     board = board_of(run)
     board.press("down")
@@ -173,7 +173,7 @@ def test_lines_are_shown_once_though_too_much_came_to_read_all_of_it(run, monkey
 
 
 @pytest.mark.parametrize("size", [(40, 24), (80, 24), (100, 40)])
-def test_long_lines_of_a_log_are_wrapped(run, size):
+def test_run_board_wraps_long_log_lines(run, size):
     words = [f"word{number}" for number in range(40)]
     path = "/".join(["folder"] * 30)
     run.says(1, " ".join(words), path, "the last")
@@ -187,7 +187,7 @@ def test_long_lines_of_a_log_are_wrapped(run, size):
     assert "the last" in text
 
 
-def test_of_a_line_longer_than_the_screen_the_beginning_is_shown(run):
+def test_run_board_shows_beginning_of_line_longer_than_screen(run):
     run.says(1, "begin " + "x" * 10_000)
     board = board_of(run)
     board.press("down")
@@ -195,7 +195,7 @@ def test_of_a_line_longer_than_the_screen_the_beginning_is_shown(run):
     assert " begin " in shown(board, 80, 24)
 
 
-def test_wrapped_events_are_read_to_their_end(run):
+def test_run_board_wraps_long_events(run):
     text = " ".join(f"word{number}" for number in range(30))
     run.folder.append("events.jsonl", {"at": 1.0, "attempt": 1, "text": text})
     board = board_of(run)
@@ -205,7 +205,7 @@ def test_wrapped_events_are_read_to_their_end(run):
 
 
 @pytest.mark.parametrize("board", [board_of, lambda run: RunsBoard()], ids=["run", "runs"])
-def test_the_footer_fits_and_a_question_mark_lists_the_keys(run, board):
+def test_footer_fits_width_and_question_mark_lists_keys(run, board):
     board = board(run)
     board.poll()
     keys = board.keys()
@@ -226,14 +226,14 @@ def test_the_footer_fits_and_a_question_mark_lists_the_keys(run, board):
     assert board.press("q", "q") == Action("quit")
 
 
-def test_there_is_one_figure_for_tokens_per_second(run):
+def test_run_board_shows_one_tokens_per_second_figure(run):
     text = shown(board_of(run), 120, 40)
     assert "1,020 tokens/s" in text
     (chart,) = (line for line in text.splitlines() if "─ tokens/s" in line)
     assert chart.partition("─ tokens/s")[2].split()[0].strip("─") == ""
 
 
-def test_of_a_small_terminal_the_ranks_come_first(run):
+def test_small_terminal_shows_ranks_before_charts(run):
     run.state(hang=HANG)
     run.step(1234567, rank=1)
     text = shown(board_of(run), 40, 12)
@@ -247,7 +247,7 @@ def test_of_a_small_terminal_the_ranks_come_first(run):
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
-def test_the_list_breaks_no_id_and_no_number(run, tmp_path, width):
+def test_runs_board_keeps_run_ids_whole_at_any_width(run, tmp_path, width):
     other = Recorded(tmp_path, run="other-1126201731-tv8k")
     other.state(State.FAILED, failure=Failure(cause="boom"), started_at=1.0)
     board = RunsBoard()
@@ -260,7 +260,7 @@ def test_the_list_breaks_no_id_and_no_number(run, tmp_path, width):
     other.close()
 
 
-def test_events_stand_in_place_of_the_log(run):
+def test_run_board_events_replace_log(run):
     run.folder.append("events.jsonl", {"at": 1.0, "attempt": 1, "text": "node 1 is lost"})
     board = board_of(run)
     assert "node 1 is lost" not in shown(board)
@@ -268,7 +268,7 @@ def test_events_stand_in_place_of_the_log(run):
     assert "attempt 1  node 1 is lost" in shown(board)
 
 
-def test_a_cancel_is_asked_about_first(run):
+def test_run_board_cancel_asks_for_confirmation(run):
     board = board_of(run)
     assert board.press("c", "c") is None
     assert " y/n  Cancel demo-1 and end everything it started?" in shown(board)
@@ -278,7 +278,7 @@ def test_a_cancel_is_asked_about_first(run):
     assert board.press("y", "y") == Action("cancel", "demo-1")
 
 
-def test_a_supervisor_is_offered_where_there_is_none(run):
+def test_run_board_offers_attach_only_without_supervisor(run):
     board = board_of(run)
     assert board.press("a", "a") is None
     assert board.question is None
@@ -289,7 +289,7 @@ def test_a_supervisor_is_offered_where_there_is_none(run):
     assert board.press("y", "y") == Action("attach", "demo-1")
 
 
-def test_the_list_shows_all_runs(run, tmp_path):
+def test_runs_board_lists_filters_and_opens_runs(run, tmp_path):
     other = Recorded(tmp_path, run="other-2")
     other.state(State.FAILED, failure=Failure(cause="boom"))
     board = RunsBoard()
@@ -305,7 +305,7 @@ def test_the_list_shows_all_runs(run, tmp_path):
     other.close()
 
 
-def test_without_runs_the_list_says_how_to_begin(tmp_path, monkeypatch):
+def test_runs_board_without_runs_shows_no_runs_yet(tmp_path, monkeypatch):
     monkeypatch.setenv("CLUSTERKIT_HOME", str(tmp_path))
     board = RunsBoard()
     board.poll()
@@ -316,7 +316,7 @@ def test_without_runs_the_list_says_how_to_begin(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- curves
 
 
-def test_a_curve_falls_as_its_numbers_do():
+def test_curve_falls_with_falling_values():
     series = Series()
     for step in range(100):
         series.add(step, 100.0 - step)
@@ -329,7 +329,7 @@ def test_a_curve_falls_as_its_numbers_do():
     assert lines[-1].split()[0] == "1"
 
 
-def test_one_point_and_none_are_curves_too():
+def test_curve_accepts_one_point_or_none():
     series = Series()
     assert "nothing reported" in str(paint.curve("loss", series, 40, 6))
     series.add(1, 2.0)
@@ -340,7 +340,7 @@ def test_one_point_and_none_are_curves_too():
     ("number", "text"),
     [(0, "0"), (2.5, "2.5"), (12345678.0, "12.3M"), (0.00001234, "1.2e-05"), (-1e20, "-1.0e+20")],
 )
-def test_numbers_are_short(number, text):
+def test_short_formats_numbers_compactly(number, text):
     assert paint.short(number) == text
 
 
@@ -363,7 +363,7 @@ def screen(app):
     return "\n".join("".join(text for text, _ in line) for line in lines)
 
 
-def test_the_terminal_shows_what_is_new_and_keys_work(run):
+def test_top_shows_new_steps_and_handles_keys_and_resize(run):
     async def drive(app, pilot):
         assert "step 30" in screen(app)
         strips = [app.surface.render_line(y).text for y in range(24)]
@@ -388,7 +388,7 @@ def test_the_terminal_shows_what_is_new_and_keys_work(run):
     assert app.return_code == 0
 
 
-def test_a_run_that_was_removed_meanwhile_is_said_to_be_unknown(run):
+def test_top_reports_removed_run_as_unknown(run):
     async def drive(app, pilot):
         await pilot.press("escape")
         app.carry_out(Action("open", "gone-1"))
@@ -398,7 +398,7 @@ def test_a_run_that_was_removed_meanwhile_is_said_to_be_unknown(run):
     driven(Top(RunBoard(run.folder)), drive)
 
 
-def test_a_search_finds_old_lines(run):
+def test_top_search_finds_old_log_lines(run):
     run.says(3, *(f"old {number}" for number in range(3000)))
 
     async def drive(app, pilot):
@@ -415,7 +415,7 @@ def test_a_search_finds_old_lines(run):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_cancel_says_what_came_of_it(run, monkeypatch, fails):
+def test_top_cancel_shows_result_or_error(run, monkeypatch, fails):
     def cancel(_):
         if fails:
             raise ClusterkitError("host h1 does not answer")
@@ -434,7 +434,7 @@ def test_a_cancel_says_what_came_of_it(run, monkeypatch, fails):
     driven(Top(RunBoard(run.folder)), drive)
 
 
-def test_what_a_run_without_a_supervisor_does_is_asked(run, monkeypatch):
+def test_top_reconciles_run_without_supervisor(run, monkeypatch):
     run.close()
     ended = RunStatus(run="demo-1", job="demo", cluster="local", backend="local",
                       state=State.FAILED, failure=Failure(cause="lost"))  # fmt: skip
@@ -449,7 +449,7 @@ def test_what_a_run_without_a_supervisor_does_is_asked(run, monkeypatch):
     driven(Top(RunBoard(run.folder)), drive)
 
 
-def test_without_a_terminal_or_textual_there_is_one_clear_error(monkeypatch):
+def test_top_requires_terminal_and_textual(monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO())
     with pytest.raises(BadInput, match="top needs a terminal"):
         following.check_terminal()
@@ -463,7 +463,9 @@ def test_without_a_terminal_or_textual_there_is_one_clear_error(monkeypatch):
     ("options", "said"),
     [(("--top",), "top needs a terminal"), (("--top", "--detach"), "--top follows the run")],
 )
-def test_submit_says_what_is_wrong_first(tmp_path, monkeypatch, capsys, options, said):
+def test_submit_top_is_refused_without_terminal_or_with_detach(
+    tmp_path, monkeypatch, capsys, options, said
+):
     monkeypatch.setenv("CLUSTERKIT_HOME", str(tmp_path))
     monkeypatch.setattr("sys.stdin", io.StringIO())
     with pytest.raises(SystemExit) as ended:

@@ -68,7 +68,7 @@ BANNER = f"{'-' * 74}\n{MPIRUN}\n{'-' * 74}"
 
 @pytest.mark.parametrize("prefix", ["", "[rank0]: "])
 @pytest.mark.parametrize("message", [LOAD_STATE_DICT, PYDANTIC, CUDA])
-def test_a_message_is_kept_to_its_end(message, prefix):
+def test_diagnosis_keeps_multi_line_message_whole(message, prefix):
     found = failure(said(TRACEBACK + message, prefix=prefix))
     assert found.cause == message
     assert found.traceback == TRACEBACK + message
@@ -86,28 +86,28 @@ def test_a_message_is_kept_to_its_end(message, prefix):
         BANNER,
     ],
 )
-def test_what_comes_after_a_message_is_not_part_of_it(after):
+def test_diagnosis_excludes_output_after_message(after):
     found = failure(said(f"{TRACEBACK}{LOAD_STATE_DICT}\n\n{after}"))
     assert found.cause == LOAD_STATE_DICT
     assert found.traceback == TRACEBACK + LOAD_STATE_DICT
 
 
-def test_with_torch_s_prefix_a_message_ends_where_the_prefix_does():
+def test_message_with_torch_rank_prefix_ends_with_prefix():
     lines = said(TRACEBACK + LOAD_STATE_DICT, prefix="[rank0]: ") + said("saving what is left")
     assert failure(lines).cause == LOAD_STATE_DICT
 
 
-def test_what_a_program_prints_after_a_pause_is_not_part_of_a_message():
+def test_message_excludes_output_printed_after_pause():
     lines = said(TRACEBACK + LOAD_STATE_DICT, at=1.0) + said("saving what is left", at=5.0)
     assert failure(lines).cause == LOAD_STATE_DICT
 
 
-def test_a_pause_between_frames_does_not_cut_a_traceback():
+def test_pause_before_message_does_not_cut_traceback():
     lines = said(TRACEBACK, at=1.0) + said(LOAD_STATE_DICT, at=5.0)
     assert failure(lines).cause == LOAD_STATE_DICT
 
 
-def test_an_endless_message_keeps_its_beginning_and_its_end():
+def test_overlong_message_keeps_first_and_last_lines():
     message = "\n".join(["ValueError: many", *(f"detail {n}" for n in range(1000)), "the very end"])
     found = failure(said(TRACEBACK + message))
     lines = found.cause.splitlines()
@@ -116,7 +116,7 @@ def test_an_endless_message_keeps_its_beginning_and_its_end():
     assert any("962 lines left out" in line for line in lines)
 
 
-def test_an_endless_line_is_cut_in_its_middle():
+def test_overlong_line_is_cut_in_middle():
     found = failure(said(f"{TRACEBACK}ValueError: {'x' * 100_000} the end"))
     assert found.cause.startswith("ValueError: xx")
     assert found.cause.endswith("xx the end")
@@ -124,7 +124,7 @@ def test_an_endless_line_is_cut_in_its_middle():
     assert len(found.cause) < tracebacks.MESSAGE_CHARACTERS + 100
 
 
-def test_an_exception_group_is_named_with_its_members(tmp_path):
+def test_exception_group_cause_names_members(tmp_path):
     found, printed = of_program(
         "def one():\n    raise ValueError('a\\nb')\n"
         "errors = [KeyError('never raised')]\n"
@@ -139,7 +139,7 @@ def test_an_exception_group_is_named_with_its_members(tmp_path):
     assert found.traceback == printed.rstrip()
 
 
-def test_an_exception_that_follows_from_a_group_is_the_cause(tmp_path):
+def test_exception_raised_from_group_is_cause(tmp_path):
     found, printed = of_program(
         "try:\n    raise ExceptionGroup('several', [KeyError('k')])\n"
         "except ExceptionGroup as group:\n    raise OSError('no more') from group\n",
@@ -149,14 +149,14 @@ def test_an_exception_that_follows_from_a_group_is_the_cause(tmp_path):
     assert found.traceback == printed.rstrip()
 
 
-def test_a_syntax_error_of_the_program_has_its_place(tmp_path):
+def test_syntax_error_keeps_file_and_line(tmp_path):
     found, printed = of_program("import sys\ndef f(:\n    pass\n", tmp_path)
     assert found.cause == "SyntaxError: invalid syntax"
     assert found.traceback == printed.rstrip()
     assert 'train.py", line 2' in found.traceback
 
 
-def test_what_a_finalizer_raises_at_the_end_is_not_the_cause(tmp_path):
+def test_exception_in_del_of_program_is_not_cause(tmp_path):
     found, printed = of_program(
         "class Engine:\n    def __del__(self):\n        raise RuntimeError('in __del__')\n"
         "engine = Engine()\nraise ValueError('the real one')\n",
@@ -167,7 +167,7 @@ def test_what_a_finalizer_raises_at_the_end_is_not_the_cause(tmp_path):
     assert "__del__" not in (found.traceback or "")
 
 
-def test_what_a_pool_s_worker_raised_is_told_with_both_tracebacks(tmp_path):
+def test_process_pool_exception_keeps_both_tracebacks(tmp_path):
     found, printed = of_program(
         "from concurrent.futures import ProcessPoolExecutor\n"
         "def work():\n    raise ValueError('in the pool\\nsecond line')\n"
@@ -179,7 +179,7 @@ def test_what_a_pool_s_worker_raised_is_told_with_both_tracebacks(tmp_path):
     assert (found.traceback or "").count("Traceback") == printed.count("\nTraceback")
 
 
-def test_a_crash_that_faulthandler_saw_has_its_place(tmp_path):
+def test_faulthandler_crash_names_signal_and_line(tmp_path):
     found, printed = of_program(
         "import ctypes, faulthandler\nfaulthandler.enable()\nctypes.string_at(0)\n", tmp_path
     )
@@ -210,7 +210,7 @@ def test_a_crash_that_faulthandler_saw_has_its_place(tmp_path):
          "exit code 1; last output: no data: /data is empty\n  mount it first"),
     ],
 )  # fmt: skip
-def test_without_a_traceback_the_line_that_says_why_is_the_cause(text, arguments, cause, tmp_path):
+def test_cause_without_traceback_is_line_that_explains_exit(text, arguments, cause, tmp_path):
     found, _ = of_program(text, tmp_path, *arguments)
     assert found.cause == cause
     assert found.traceback is None
@@ -275,12 +275,12 @@ while attempting to start process rank 0."""
         ("----\n\n====", 3, "exit code 3"),
     ],
 )  # fmt: skip
-def test_rulers_and_advice_are_no_cause(text, code, cause):
+def test_cause_excludes_rulers_banners_and_advice(text, code, cause):
     found = failure(said(text), code)
     assert found.cause == cause
 
 
-def test_an_error_that_was_printed_long_before_the_end_is_not_the_cause():
+def test_error_printed_long_before_exit_is_not_cause():
     lines = said("OSError: trying once more", at=1.0) + said("no data", at=60.0)
     assert failure(lines, 3).cause == "exit code 3; last output: no data"
 
@@ -303,13 +303,13 @@ def handled(code, *, asked=False):
         (-15, True, "KeyError: 'survived'"),  # it hung there, and was ended
     ],
 )
-def test_a_traceback_that_a_rank_printed_itself_is_no_cause_but_told(code, asked, cause):
+def test_earlier_traceback_is_cause_only_when_exit_code_fits(code, asked, cause):
     found = handled(code, asked=asked)
     assert found.cause == cause
     assert found.traceback == f"{TRACEBACK}KeyError: 'survived'"
 
 
-def test_a_program_that_prints_a_traceback_and_goes_on(tmp_path):
+def test_printed_traceback_of_running_program_follows_exit_code_in_cause(tmp_path):
     found, _ = of_program(
         "import os, traceback\ntry:\n    {}['x']\nexcept KeyError:\n    traceback.print_exc()\n"
         "os._exit(5)\n",
@@ -318,7 +318,7 @@ def test_a_program_that_prints_a_traceback_and_goes_on(tmp_path):
     assert found.cause == "exit code 5; last traceback printed: KeyError: 'x'"
 
 
-def test_of_a_rank_that_handled_an_exception_long_ago_the_end_counts():
+def test_rank_that_failed_first_outranks_rank_with_handled_exception():
     lines = said(f"{TRACEBACK}KeyError: 'survived'")
     lines += said(f"{TRACEBACK}ValueError: bad", at=50.0, rank=1)
     nodes = [NodeStatus(node=0, host="h", state=State.FAILED, exit_code=1, ended_at=61.0)]
@@ -356,7 +356,7 @@ TAKEN = (
         (f"{'-' * 74}\n{NO_SLOTS}\n{'-' * 74}", 1, NO_SLOTS),
     ],
 )  # fmt: skip
-def test_the_error_of_a_launcher_that_started_no_rank_is_shown(text, code, error):
+def test_launcher_error_without_ranks_is_cause(text, code, error):
     nodes = [NodeStatus(node=0, host="h", state=State.FAILED, exit_code=code, ended_at=10.0)]
     found = diagnose(nodes, said(text, rank=None))
     assert (found.rank, found.cause) == (None, f"exit code {code} of the launcher: {error}")
@@ -364,7 +364,7 @@ def test_the_error_of_a_launcher_that_started_no_rank_is_shown(text, code, error
 
 
 @pytest.mark.parametrize("other", ["REPORT", "ASKED"])
-def test_what_a_launcher_reports_of_its_ranks_is_not_its_error(other):
+def test_launcher_report_of_ranks_is_not_launcher_error(other):
     nodes = [NodeStatus(node=0, host="h", state=State.FAILED, exit_code=1, ended_at=10.0)]
     lines = said(f"this node waits\n{globals()[other]}\nbye", rank=None)
     found = diagnose(nodes, lines)
@@ -409,7 +409,7 @@ def folded(lines: list[LogLine]) -> list[LogLine]:
     [(REPORT, "(ChildFailedError): 11 lines"),
      (ASKED, "(SignalException: Process 7 got signal: 15): 4 lines")],
 )  # fmt: skip
-def test_torchrun_s_report_is_one_line_and_says_where_it_stands(report, words):
+def test_torchrun_report_collapses_to_one_line_with_hint(report, words):
     before, after = said("E1122 failed", rank=None), said("bye", rank=None)
     lines = [*before, *said(report, rank=None), *after]
     shown = folded(lines)
@@ -419,19 +419,19 @@ def test_torchrun_s_report_is_one_line_and_says_where_it_stands(report, words):
     assert (shown[1].rank, shown[1].time) == (None, lines[1].time)
 
 
-def test_reports_of_two_nodes_that_mix_are_folded_each():
+def test_interleaved_torchrun_reports_collapse_per_node():
     one, two = ([LogLine(1.0, node, None, text) for text in REPORT.splitlines()] for node in (0, 1))
     mixed = list(itertools.chain(*zip(one, two, strict=True)))
     assert [line.node for line in folded(mixed)] == [0, 1]
 
 
-def test_a_rank_s_traceback_and_another_of_the_launcher_s_stay():
+def test_rank_traceback_and_other_launcher_error_do_not_collapse():
     own = said(REPORT, rank=3)
     other = said(f"{TRACEBACK}torch.distributed.DistNetworkError: port 29500 is taken", rank=None)
     assert folded([*own, *other]) == [*own, *other]
 
 
-def test_a_report_that_breaks_off_is_shown_as_far_as_it_came():
+def test_truncated_torchrun_report_does_not_collapse():
     lines = said(REPORT, rank=None)[:5]
     assert folded(lines) == lines
 
@@ -445,6 +445,6 @@ def test_a_report_that_breaks_off_is_shown_as_far_as_it_came():
         "while finalizing generator <generator object f at 0x7f>:",
     ],
 )
-def test_what_a_finalizer_raises_is_never_the_cause(words):
+def test_exception_ignored_by_interpreter_is_not_cause(words):
     ignored = f"Exception ignored {words}\n{TRACEBACK}AttributeError: no attribute 'close'"
     assert failure(said(f"{TRACEBACK}ValueError: bad\n{ignored}")).cause == "ValueError: bad"

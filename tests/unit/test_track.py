@@ -74,7 +74,7 @@ def scalars(folder):
     return found
 
 
-def test_tensorboard_reads_what_rank_0_reports_and_the_later_values_of_a_step(folder):
+def test_tensorboard_gets_rank_0_metrics_and_latest_value_of_step(folder):
     report(folder, 1, *({"step": step, "loss": step / 2, "note": "x"} for step in range(1, 6)))
     report(folder, 1, {"step": 4, "eval_loss": 9.0}, second=5)  # of a step that is past
     report(folder, 1, {"step": 1, "loss": 77.0}, rank=1)
@@ -90,7 +90,7 @@ def test_tensorboard_reads_what_rank_0_reports_and_the_later_values_of_a_step(fo
     }  # fmt: skip
 
 
-def test_a_supervisor_that_takes_over_writes_the_file_anew_and_leaves_others(folder):
+def test_next_supervisor_rewrites_own_event_file_and_keeps_others(folder):
     report(folder, 1, {"step": 1, "loss": 1.0})
     tracked(folder)
     other = folder.path / "tensorboard" / "events.out.tfevents.1.program"
@@ -102,7 +102,7 @@ def test_a_supervisor_that_takes_over_writes_the_file_anew_and_leaves_others(fol
     assert scalars(folder) == {"loss": [(1, 1.0), (2, 2.0)]}
 
 
-def test_any_program_may_report_anything(folder):
+def test_tensorboard_skips_malformed_metrics(folder):
     report(
         folder, 1,
         {"loss": 1.0}, {"step": True, "loss": 1.0}, {"step": math.nan}, {"step": 1 << 70},
@@ -117,7 +117,7 @@ def test_any_program_may_report_anything(folder):
     assert not {"big", "flag", "text", "list"} & found.keys()
 
 
-def test_lines_come_once_when_they_are_whole_and_by_their_times(folder):
+def test_rank_0_reader_returns_whole_lines_once_in_time_order(folder):
     def steps(newest=1):
         return [line.event["step"] for line in lines.read(newest)]
 
@@ -135,7 +135,7 @@ def test_lines_come_once_when_they_are_whole_and_by_their_times(folder):
     assert steps(newest=3) == [5, 6]
 
 
-def test_what_cannot_be_written_is_one_event_and_the_run_goes_on(folder, monkeypatch):
+def test_tracker_write_error_is_noted_once_and_ends_tracking(folder, monkeypatch):
     notes: list[str] = []
     (folder.path / "tensorboard").write_text("")
     tracked(folder, notes=notes.append)
@@ -152,7 +152,7 @@ def test_what_cannot_be_written_is_one_event_and_the_run_goes_on(folder, monkeyp
     ]
 
 
-def test_an_end_is_not_waited_for_without_limit(folder, monkeypatch):
+def test_slow_tracker_does_not_block_run_end(folder, monkeypatch):
     go_on = threading.Event()
 
     class Slow(track.TensorBoard):
@@ -170,7 +170,7 @@ def test_an_end_is_not_waited_for_without_limit(folder, monkeypatch):
         thread.join()
 
 
-def test_a_supervisor_writes_it_to_the_end(cwd, unstarted_run, monkeypatch):
+def test_supervisor_tracks_metrics_until_run_end(cwd, unstarted_run, monkeypatch):
     run = unstarted_run("track: [tensorboard]\n")
     supervisor = Supervisor(RunFolder(run.path))
     monkeypatch.setattr("clusterkit.lifecycle.supervisor.signal.signal", lambda *_: None)
@@ -185,7 +185,7 @@ def test_a_supervisor_writes_it_to_the_end(cwd, unstarted_run, monkeypatch):
     assert supervisor.folder.records("events.jsonl", Event) == []
 
 
-def test_a_job_is_refused_where_the_library_is_missing(cwd, refused, write_job, monkeypatch):
+def test_submit_refuses_tracker_whose_library_is_missing(cwd, refused, write_job, monkeypatch):
     (cwd / "tensorboard").mkdir()  # event files of other programs
     namespace = importlib.util.spec_from_loader("tensorboard", None)
     for found in (None, namespace):
@@ -196,7 +196,7 @@ def test_a_job_is_refused_where_the_library_is_missing(cwd, refused, write_job, 
     assert not list(Path(cwd).rglob("state.json"))
 
 
-def test_a_tracker_that_is_not_known_is_refused_with_the_choices(refused, write_job):
+def test_plan_refuses_unknown_tracker_and_names_choices(refused, write_job):
     error = refused("plan", write_job("track: [wandbb]\n"))
     assert "track[0]: 'wandbb'" in error
     assert "wandb" in error
@@ -240,7 +240,7 @@ def library(monkeypatch, tmp_path):
     return make
 
 
-def test_wandb_is_given_every_value_at_its_step_and_time(folder, library, monkeypatch):
+def test_wandb_gets_every_value_with_step_and_timestamp(folder, library, monkeypatch):
     wandb = library("wandb")
     report(folder, 1, {"step": 7, "loss": 0.5, "note": "x"}, {"step": 8, "loss": 0.25})
     tracked(folder, by="wandb")
@@ -261,7 +261,7 @@ def test_wandb_is_given_every_value_at_its_step_and_time(folder, library, monkey
     assert not any(b"hunter2" in path.read_bytes() for path in folder.path.glob("*.*"))
 
 
-def test_a_login_of_wandb_is_one(monkeypatch, tmp_path):
+def test_wandb_login_in_netrc_counts_as_key(monkeypatch, tmp_path):
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -273,7 +273,7 @@ def test_a_login_of_wandb_is_one(monkeypatch, tmp_path):
     assert track._has_key()
 
 
-def test_mlflow_s_run_is_found_again_and_gets_names_that_it_takes(folder, monkeypatch):
+def test_mlflow_reuses_run_and_sanitizes_metric_names(folder, monkeypatch):
     runs: list[SimpleNamespace] = []
     sent: list[list[tuple[object, ...]]] = []
     uris = set()
@@ -325,7 +325,7 @@ def test_mlflow_s_run_is_found_again_and_gets_names_that_it_takes(folder, monkey
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_supervisor_that_takes_over_goes_on_where_the_one_before_stopped(folder, library, name):
+def test_next_supervisor_continues_tracking_where_previous_stopped(folder, library, name):
     told = library(name)
     report(folder, 1, {"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0})
     tracked(folder, by=name)

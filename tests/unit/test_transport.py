@@ -43,18 +43,18 @@ def no_space(*_, **__):
 # ---------------------------------------------------------------- run and start
 
 
-def test_a_command_runs_to_its_end_and_tells_all_it_said():
+def test_local_run_returns_exit_code_stdout_and_stderr():
     done = LOCAL.run(HOST, ["sh", "-c", "echo out; echo err >&2; exit 3"])
     assert (done.exit_code, done.stdout, done.stderr) == (3, "out\n", "err\n")
     assert done.argv == ("sh", "-c", "echo out; echo err >&2; exit 3")
 
 
-def test_environment_is_added_to_ours(monkeypatch):
+def test_local_run_adds_environment_to_own_environment(monkeypatch):
     monkeypatch.setenv("OURS", "1")
     assert LOCAL.run(HOST, ["printenv", "OURS", "A"], env={"A": "x y"}).stdout == "1\nx y\n"
 
 
-def test_environment_values_reach_a_command_unchanged(ugly_values):
+def test_local_run_passes_environment_values_unchanged(ugly_values):
     code = "import os; print(ascii({k: v for k, v in os.environ.items() if k in %r}))"
     done = LOCAL.run(
         HOST, [sys.executable, "-S", "-c", code % sorted(ugly_values)], env=ugly_values
@@ -62,21 +62,21 @@ def test_environment_values_reach_a_command_unchanged(ugly_values):
     assert ast.literal_eval(done.stdout) == ugly_values
 
 
-def test_bytes_that_are_no_text_do_not_hurt():
+def test_local_run_replaces_invalid_utf8_in_output():
     assert LOCAL.run(HOST, ["printf", r"a\377b"]).stdout == "a\ufffdb"
 
 
-def test_a_command_that_is_not_there_cannot_be_started():
+def test_local_run_of_missing_command_fails_naming_path():
     with pytest.raises(SubmitFailed, match="cannot start /nope on localhost: No such file"):
         LOCAL.run(HOST, ["/nope"])
 
 
-def test_a_command_that_does_not_end_in_time_is_ended():
+def test_local_run_fails_when_command_exceeds_timeout():
     with pytest.raises(SubmitFailed, match=r"sleep on localhost did not end within 0\.05 s"):
         LOCAL.run(HOST, ["sleep", "60"], timeout=0.05)
 
 
-def test_a_started_command_lives_in_a_session_of_its_own_and_is_nobody_s_child(tmp_path):
+def test_local_start_detaches_command_into_own_session(tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     script = 'cut -d" " -f4,6 /proc/$$/stat >"$0.new"; echo "$A" >>"$0.new"; cat "$0.new" >"$0"'
@@ -91,7 +91,7 @@ def test_a_started_command_lives_in_a_session_of_its_own_and_is_nobody_s_child(t
 # ---------------------------------------------------------------- files
 
 
-def test_a_file_is_written_with_its_folders_its_mode_and_nothing_beside_it(weird_tmp_path):
+def test_local_put_creates_folders_and_sets_mode(weird_tmp_path):
     path = weird_tmp_path / "a" / "b c" / "f'g"
     LOCAL.put(HOST, str(path), b"\0data", 0o755)
     assert path.read_bytes() == b"\0data"
@@ -99,7 +99,7 @@ def test_a_file_is_written_with_its_folders_its_mode_and_nothing_beside_it(weird
     assert os.listdir(path.parent) == ["f'g"]
 
 
-def test_the_mode_does_not_depend_on_the_umask(tmp_path):
+def test_local_put_mode_ignores_umask(tmp_path):
     before = os.umask(0o077)
     try:
         LOCAL.put(HOST, str(tmp_path / "f"), b"", 0o644)
@@ -108,7 +108,7 @@ def test_the_mode_does_not_depend_on_the_umask(tmp_path):
     assert stat.S_IMODE((tmp_path / "f").stat().st_mode) == 0o644
 
 
-def test_a_file_is_replaced_whole(tmp_path):
+def test_local_put_replaces_file_atomically(tmp_path):
     (tmp_path / "f").write_bytes(b"old and long")
     with (tmp_path / "f").open("rb") as reader:
         LOCAL.put(HOST, str(tmp_path / "f"), b"new")
@@ -116,7 +116,7 @@ def test_a_file_is_replaced_whole(tmp_path):
     assert (tmp_path / "f").read_bytes() == b"new"
 
 
-def test_a_full_disk_leaves_the_old_file_and_no_half_of_the_new_one(tmp_path, monkeypatch):
+def test_write_atomic_without_space_keeps_old_file(tmp_path, monkeypatch):
     path = tmp_path / "f"
     path.write_bytes(b"old")
     real = os.fdopen
@@ -141,7 +141,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_half_of_the_new_one(tmp_path, mo
     assert os.listdir(tmp_path) == ["f"]
 
 
-def test_a_really_full_disk_leaves_nothing_behind(tiny_disk):
+def test_local_put_on_full_disk_leaves_no_partial_file(tiny_disk):
     LOCAL.put(HOST, str(tiny_disk / "small"), b"fits")
     with pytest.raises(RunFolderError, match="No space left on device"):
         LOCAL.put(HOST, str(tiny_disk / "small"), b"x" * (128 << 10))
@@ -151,7 +151,7 @@ def test_a_really_full_disk_leaves_nothing_behind(tiny_disk):
     assert (tiny_disk / "small").read_bytes() == b"fits"
 
 
-def test_a_folder_that_is_a_file_cannot_be_written_into(tmp_path):
+def test_local_put_below_regular_file_fails(tmp_path):
     (tmp_path / "f").write_text("")
     with pytest.raises(RunFolderError, match="cannot write"):
         LOCAL.put(HOST, str(tmp_path / "f" / "g"), b"")
@@ -176,7 +176,7 @@ def listener():
     server.close()
 
 
-def test_a_free_port_is_below_the_ports_of_outgoing_connections():
+def test_free_port_is_below_ephemeral_port_range():
     with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         first = int(file.read().split()[0])
     port = LOCAL.free_port(HOST)
@@ -184,19 +184,19 @@ def test_a_free_port_is_below_the_ports_of_outgoing_connections():
     assert PORTS.stop <= first or first < 32768
 
 
-def test_a_wanted_port_is_kept_while_it_is_free(listener):
+def test_free_port_keeps_wanted_port_when_free(listener):
     free = LOCAL.free_port(HOST)
     assert LOCAL.free_port(HOST, free) == free
 
 
-def test_a_wanted_port_that_is_taken_gives_another(listener):
+def test_free_port_replaces_wanted_port_when_taken(listener):
     taken = listener.getsockname()[1]
     other = LOCAL.free_port(HOST, taken)
     assert other != taken
     assert other in PORTS
 
 
-def test_the_port_after_a_chosen_one_is_free_as_well(monkeypatch):
+def test_free_port_requires_next_port_to_be_free(monkeypatch):
     monkeypatch.setattr(host_probe, "PORTS", range(30000, 30200))
     monkeypatch.setattr(
         host_probe, "bind_error", lambda port: None if port % 7 in (3, 5, 6) else OSError()
@@ -205,7 +205,7 @@ def test_the_port_after_a_chosen_one_is_free_as_well(monkeypatch):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
-def test_a_port_is_taken_whatever_address_somebody_listens_on(address):
+def test_free_port_sees_listener_on_loopback_or_wildcard_address(address):
     with socket.socket() as server:
         server.bind((address, 0))
         server.listen()
@@ -213,7 +213,7 @@ def test_a_port_is_taken_whatever_address_somebody_listens_on(address):
         assert LOCAL.free_port(HOST, port) != port
 
 
-def test_a_port_whose_connections_have_just_ended_is_free():
+def test_free_port_accepts_port_in_time_wait():
     with socket.create_server(("127.0.0.1", 0)) as store:  # as torch's: with SO_REUSEADDR
         port = store.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)) as client:
@@ -223,7 +223,7 @@ def test_a_port_whose_connections_have_just_ended_is_free():
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
-def test_a_port_is_taken_by_a_listener_on_ipv6_alone():
+def test_free_port_sees_ipv6_only_listener():
     with socket.socket(socket.AF_INET6) as server:
         server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         try:
@@ -235,13 +235,13 @@ def test_a_port_is_taken_by_a_listener_on_ipv6_alone():
         assert LOCAL.free_port(HOST, port) != port
 
 
-def test_without_any_free_port_it_says_so(monkeypatch):
+def test_free_port_fails_when_no_port_is_free(monkeypatch):
     monkeypatch.setattr(host_probe, "bind_error", lambda port: OSError())
     with pytest.raises(SubmitFailed, match="no free TCP port between 20000 and 32000"):
         LOCAL.free_port(HOST, 20000)
 
 
-def test_output_is_read_where_more_than_1024_files_are_open():
+def test_stream_reads_output_with_more_than_1024_open_files():
     with contextlib.ExitStack() as stack:
         files.allow_open_files(2000)
         for _ in range(1100):
@@ -254,7 +254,7 @@ def test_output_is_read_where_more_than_1024_files_are_open():
 # ---------------------------------------------------------------- the protocol
 
 
-def test_the_local_transport_has_exactly_the_methods_of_the_protocol():
+def test_local_transport_matches_protocol_method_signatures():
     wanted = {name for name in vars(Transport) if not name.startswith("_")}
     assert wanted == {"run", "open", "start", "put", "put_all", "free_port", "close"}
     for name in wanted:
@@ -262,7 +262,7 @@ def test_the_local_transport_has_exactly_the_methods_of_the_protocol():
         assert ours == inspect.signature(getattr(Transport, name)), name
 
 
-def test_a_file_follows_the_umask_unless_its_mode_is_given(tmp_path):
+def test_write_atomic_follows_umask_unless_mode_is_given(tmp_path):
     before = os.umask(0o077)
     try:
         write_atomic(tmp_path / "report", b"")

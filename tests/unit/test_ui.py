@@ -48,16 +48,16 @@ def status(state=State.SUCCEEDED, **fields):
         (100 * 3600, "100 h 00 min"),
     ],
 )
-def test_a_duration_reads_as_people_say_it(seconds, text):
+def test_duration_formats_seconds_minutes_and_hours(seconds, text):
     assert formatting.duration(seconds) == text
 
 
-def test_a_source_is_a_node_and_a_rank():
+def test_source_names_node_and_rank():
     assert formatting.source(LogLine(0, 1, 3, "")) == "n1 r3"
     assert formatting.source(LogLine(0, 1, None, "")) == "n1 -"
 
 
-def test_a_log_line_shows_time_source_and_text(monkeypatch):
+def test_log_text_shows_time_source_and_text(monkeypatch):
     monkeypatch.setenv("TZ", "UTC")
     import time
 
@@ -79,11 +79,11 @@ def test_a_log_line_shows_time_source_and_text(monkeypatch):
         ("", [""]),
     ],
 )
-def test_text_is_folded_at_spaces(text, lines):
+def test_fold_breaks_text_at_spaces(text, lines):
     assert formatting.fold(text, 9) == lines
 
 
-def test_a_failure_names_who_why_and_the_remedy():
+def test_failure_text_names_rank_cause_and_hint():
     failure = Failure(
         node=1, rank=3, exit_code=7, cause="ValueError: bad", hint="mend it", traceback="T\n  F"
     )
@@ -102,14 +102,14 @@ def test_a_failure_names_who_why_and_the_remedy():
         (None, ["E: first (exit code 7)", "  \tsecond"]),
     ],
 )
-def test_all_lines_of_a_cause_are_shown_once(traceback, shown):
+def test_failure_text_shows_all_cause_lines_once(traceback, shown):
     failure = Failure(node=0, rank=0, exit_code=7, cause="E: first\n\tsecond", traceback=traceback)
     text = formatting.failure_text(status(State.FAILED, failure=failure))
     assert text.removeprefix("rank 0 on node 0 failed first: ").split("\n") == shown
     assert failure.summary == "E: first ..."
 
 
-def test_a_failure_of_nobody_in_particular():
+def test_failure_text_without_rank_names_run():
     failure = Failure(node=None, rank=None, exit_code=None, cause="no room")
     assert formatting.failure_text(status(State.FAILED, failure=failure)) == (
         "the run failed: no room"
@@ -138,7 +138,7 @@ def test_a_failure_of_nobody_in_particular():
         ),
     ],
 )
-def test_a_terminal_is_shown_text_and_colours_and_told_to_do_nothing(monkeypatch, text, shown):
+def test_printable_keeps_only_text_and_colors(monkeypatch, text, shown):
     assert formatting.printable(text) == shown
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b" not in formatting.printable(text)
@@ -149,14 +149,14 @@ def test_a_terminal_is_shown_text_and_colours_and_told_to_do_nothing(monkeypatch
 # ---------------------------------------------------------------- the view
 
 
-def test_the_view_shows_what_rank_0_prints_and_keeps_the_others_to_the_log():
+def test_view_shows_output_of_rank_0_only():
     view = View()
     assert view.feed(line("hello")) == [line("hello")]
     assert view.feed(line("hello", rank=1)) == []
     assert view.feed(line("launcher talk", rank=None)) == []
 
 
-def test_marked_lines_are_taken_in_and_not_shown():
+def test_view_consumes_marked_lines():
     view = View()
     assert view.feed(mark(event="start", steps=10, first_step=4)) == []
     assert (view.steps, view.step, view.first_step) == (10, 4, 4)
@@ -167,7 +167,7 @@ def test_marked_lines_are_taken_in_and_not_shown():
     assert view.describe() == "loss 2.2500  2,000 tokens/s"
 
 
-def test_tracebacks_are_held_back():
+def test_view_holds_back_tracebacks():
     view = View()
     first = line("[rank0]: Traceback (most recent call last):")
     assert view.feed(first) == []
@@ -175,7 +175,7 @@ def test_tracebacks_are_held_back():
     assert [held.text for held in view.held] == [first.text, "  File x"]
 
 
-def test_a_new_attempt_begins_anew():
+def test_view_drops_held_lines_at_new_attempt():
     view = View()
     view.feed(line("Traceback (most recent call last):"))
     assert view.feed(line("hello", attempt=2)) == [line("hello", attempt=2)]
@@ -201,7 +201,7 @@ def test_a_new_attempt_begins_anew():
     ],
     ids=lambda event: str(event)[:60],
 )
-def test_marks_of_another_shape_that_a_program_prints_do_no_harm(event):
+def test_view_survives_malformed_marks(event):
     console, _ = recording_console()
     view = View()
     marked = mark(**event)
@@ -209,7 +209,7 @@ def test_marks_of_another_shape_that_a_program_prints_do_no_harm(event):
     assert view.summary(status())[0] == "r1 SUCCEEDED in 1 min 00 s"
 
 
-def test_the_summary_tells_result_loss_speed_time_and_how_to_look_again():
+def test_summary_shows_result_loss_speed_times_and_next_commands():
     view = View()
     for event in (
         {"event": "start", "steps": 2},
@@ -233,7 +233,7 @@ def test_the_summary_tells_result_loss_speed_time_and_how_to_look_again():
     ]
 
 
-def test_the_summary_tells_what_nodes_remark():
+def test_summary_shows_node_remarks():
     nodes = (
         NodeStatus(node=0, host="h0", state=State.SUCCEEDED),
         NodeStatus(node=1, host="h1", state=State.SUCCEEDED, remarks=("93 lines lost", "late")),
@@ -244,12 +244,12 @@ def test_the_summary_tells_what_nodes_remark():
     assert "  note      nodes 1, 2: late" in summary
 
 
-def test_the_summary_tells_who_ended_a_run_that_nobody_cancelled_here():
+def test_summary_shows_remark_of_run_cancelled_elsewhere():
     removed = "NotFound: PyTorchJob r1 was deleted by a user"
     assert f"  note      {removed}" in View().summary(status(State.CANCELLED, remark=removed))
 
 
-def test_a_program_that_reports_nothing_has_a_short_summary():
+def test_summary_without_metrics_is_short():
     assert View().summary(status(State.FAILED)) == [
         "r1 FAILED in 1 min 00 s",
         "  next      clusterkit status r1; clusterkit logs r1",
@@ -261,7 +261,7 @@ def recording_console(terminal=False):
     return Console(file=out, force_terminal=terminal, width=100, highlight=False), out
 
 
-def test_without_a_terminal_progress_is_some_twenty_lines():
+def test_plain_progress_of_200_steps_prints_about_20_lines():
     console, out = recording_console()
     lines = [mark(event="start", steps=200)]
     lines += [mark(event="metrics", step=n, loss=1.0 / n) for n in range(1, 201)]
@@ -272,7 +272,7 @@ def test_without_a_terminal_progress_is_some_twenty_lines():
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_what_a_lost_node_cost_is_no_part_of_the_time_left(terminal, monkeypatch):
+def test_time_left_excludes_time_lost_to_restart(terminal, monkeypatch):
     now = 100.0
     monkeypatch.setattr(follow.time, "monotonic", lambda: now)
     console, out = recording_console(terminal)
@@ -292,7 +292,7 @@ def test_what_a_lost_node_cost_is_no_part_of_the_time_left(terminal, monkeypatch
     assert "min" not in " ".join(left)
 
 
-def test_a_program_that_does_not_say_how_long_a_step_takes_has_the_time_since_the_first(
+def test_time_left_without_step_seconds_uses_time_since_first_step(
     monkeypatch,
 ):
     now = 100.0
@@ -310,7 +310,7 @@ def test_a_program_that_does_not_say_how_long_a_step_takes_has_the_time_since_th
     assert out.getvalue().splitlines()[-1] == "step 5/20  loss 1.0000  30 s left"
 
 
-def test_a_program_s_brackets_are_not_taken_for_markup():
+def test_follow_prints_brackets_of_program_literally():
     console, out = recording_console()
     follow._plain(View(), [line("[bold]tensor[0] [/red]")], console)
     assert out.getvalue() == "n0 r0 [bold]tensor[0] [/red]\n"
@@ -336,7 +336,7 @@ def shows(stderr, words):
         time.sleep(0.01)
 
 
-def test_what_is_waited_for_is_shown_with_the_time_that_it_has_taken(monkeypatch):
+def test_spinner_shows_text_and_elapsed_time(monkeypatch):
     stderr = terminal(monkeypatch)
     monkeypatch.setattr(spinner, "DELAY_SECONDS", 0.0)
     with spinner.spinner("looking at cluster [lab]") as told:
@@ -347,7 +347,7 @@ def test_what_is_waited_for_is_shown_with_the_time_that_it_has_taken(monkeypatch
         shows(stderr, "0 bytes of 2.0 MB")
 
 
-def test_what_is_waited_for_fits_a_line_with_its_time_and_does_nothing_else(monkeypatch):
+def test_spinner_fits_one_line_and_strips_escape_sequences(monkeypatch):
     stderr = terminal(monkeypatch)
     monkeypatch.setattr(spinner, "DELAY_SECONDS", 0.0)
     monkeypatch.setenv("COLUMNS", "60")
@@ -358,7 +358,7 @@ def test_what_is_waited_for_fits_a_line_with_its_time_and_does_nothing_else(monk
 
 
 @pytest.mark.parametrize("closed", [False, True])
-def test_without_a_terminal_a_wait_draws_nothing(closed, monkeypatch, capsys):
+def test_spinner_without_terminal_draws_no_animation(closed, monkeypatch, capsys):
     stderr = None if closed else io.StringIO()
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(spinner, "DELAY_SECONDS", 0.0)
@@ -372,7 +372,7 @@ def test_without_a_terminal_a_wait_draws_nothing(closed, monkeypatch, capsys):
     assert stderr is None or stderr.getvalue() == "looking\n"
 
 
-def test_what_takes_no_second_is_not_told_of(monkeypatch):
+def test_spinner_stays_silent_for_short_wait(monkeypatch):
     stderr = terminal(monkeypatch)
     monkeypatch.setattr(spinner, "DELAY_SECONDS", 60.0)
     with spinner.spinner("looking"):
@@ -380,7 +380,7 @@ def test_what_takes_no_second_is_not_told_of(monkeypatch):
     assert stderr.getvalue() == ""
 
 
-def test_of_bytes_the_rate_and_the_time_left_are_told_once_they_are_known(monkeypatch):
+def test_spinner_progress_shows_rate_and_time_left_once_known(monkeypatch):
     now = 100.0
     monkeypatch.setattr(spinner.time, "monotonic", lambda: now)
     told = spinner.Spinner("copying the project")
@@ -397,7 +397,7 @@ def test_of_bytes_the_rate_and_the_time_left_are_told_once_they_are_known(monkey
     assert told.progress() == "10.0 MB sent  1 min 02 s"
 
 
-def test_a_terminal_gets_a_progress_bar():
+def test_follow_on_terminal_shows_progress_bar():
     console, out = recording_console(terminal=True)
     lines = [
         mark(event="start", steps=4),
@@ -410,7 +410,7 @@ def test_a_terminal_gets_a_progress_bar():
     assert "4/4" in out.getvalue()
 
 
-def test_a_program_that_reports_no_steps_shows_its_last_line_and_the_time():
+def test_follow_without_steps_shows_last_line_and_elapsed_time():
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=60, highlight=False, color_system=None)
     noisy = "\x1b[2J\x1b]0;title\x07[/red] epoch 3 of a program that knows nothing of us"
@@ -422,7 +422,7 @@ def test_a_program_that_reports_no_steps_shows_its_last_line_and_the_time():
     assert "\x1b[2J" not in shown
 
 
-def test_what_rank_0_prints_reaches_a_terminal_without_what_would_change_it():
+def test_follow_strips_terminal_control_sequences_of_rank_0():
     console, out = recording_console(terminal=True)
     follow._live(View(), [line("\x1b]0;title\x07\x1b[31mred\x1b[0m\x1b[5Atext")], console)
     assert "title" not in out.getvalue()
@@ -450,7 +450,7 @@ class Ended:
         return self._state
 
 
-def test_a_restart_is_told_when_it_happens():
+def test_follow_notes_failed_attempt_between_log_lines():
     failed = Event(at=1.0, attempt=1, text="attempt 1 failed: rank 1 on node 0: because")
     console, out = recording_console()
     follow.follow(Ended([line("one"), failed, line("two")], status()), console)
@@ -458,7 +458,7 @@ def test_a_restart_is_told_when_it_happens():
     assert told == ["n0 r0 one", f"note: {failed.text}", "n0 r0 two"]
 
 
-def test_why_nodes_wait_is_told_once():
+def test_follow_prints_each_wait_reason_once():
     class Waiting(Ended):
         def wait(self, until):
             for reason in (None, "other jobs go first", "other jobs go first", "nodes are in use"):
@@ -473,7 +473,7 @@ def test_why_nodes_wait_is_told_once():
 
 
 @pytest.mark.parametrize("detach", [False, True])
-def test_why_nodes_wait_is_shown_as_long_as_they_do(detach, monkeypatch):
+def test_follow_spinner_shows_wait_reason_while_nodes_wait(detach, monkeypatch):
     stderr = terminal(monkeypatch)
     monkeypatch.setattr(spinner, "DELAY_SECONDS", 0.0)
 
@@ -491,7 +491,7 @@ def test_why_nodes_wait_is_shown_as_long_as_they_do(detach, monkeypatch):
     following.follow(Waiting([], status()), as_json=False, detach=detach)
 
 
-def test_a_traceback_is_shown_once_and_from_the_failure():
+def test_follow_shows_traceback_of_failure_once():
     block = ["Traceback (most recent call last):", "  File x", "ValueError: bad"]
     failure = Failure(
         node=0, rank=0, exit_code=1, cause="ValueError: bad", traceback="\n".join(block)
@@ -503,7 +503,7 @@ def test_a_traceback_is_shown_once_and_from_the_failure():
     assert "rank 0 on node 0 failed first: ValueError: bad" in out.getvalue()
 
 
-def test_a_run_that_succeeded_shows_the_tracebacks_that_it_survived():
+def test_follow_shows_held_tracebacks_of_succeeded_run():
     console, out = recording_console()
     follow.follow(Ended([line("Traceback (most recent call last):")], status()), console)
     assert out.getvalue().count("Traceback") == 1
@@ -520,21 +520,21 @@ METRICS = [
 @pytest.mark.parametrize(
     ("suffix", "begins"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")]
 )
-def test_a_picture_is_drawn_in_the_format_its_name_says(tmp_path, suffix, begins):
+def test_draw_writes_format_of_file_suffix(tmp_path, suffix, begins):
     pytest.importorskip("matplotlib")
     path = plots.draw({"a": METRICS, "b": METRICS[:2]}, tmp_path / f"loss{suffix}")
     assert path.read_bytes().startswith(begins)
     assert [entry.name for entry in tmp_path.glob("*loss*")] == [f"loss{suffix}"]
 
 
-def test_every_run_is_named_in_the_picture(tmp_path):
+def test_draw_names_every_run_in_picture(tmp_path):
     pytest.importorskip("matplotlib")
     path = plots.draw({"first-run": METRICS, "second-run": METRICS}, tmp_path / "l.svg")
     assert path.read_text().count("<!-- first-run -->") == 1
     assert path.read_text().count("<!-- second-run -->") == 1
 
 
-def test_held_out_losses_that_agree_show_all(tmp_path, monkeypatch):
+def test_draw_gives_equal_eval_losses_distinct_markers(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     drawn = []
     monkeypatch.setattr(plots, "_save", lambda picture, output: drawn.append(picture) or output)
@@ -547,32 +547,32 @@ def test_held_out_losses_that_agree_show_all(tmp_path, monkeypatch):
     assert sizes == sorted(set(sizes))
 
 
-def test_a_suffix_that_is_no_picture_s_is_refused(tmp_path):
+def test_draw_refuses_unknown_file_suffix(tmp_path):
     with pytest.raises(BadInput, match=r"loss\.txt: not the name of a picture") as error:
         plots.draw({"a": METRICS}, tmp_path / "loss.txt")
     assert error.value.hint == "one of .png, .svg, .pdf"
 
 
-def test_a_run_without_losses_is_named(tmp_path):
+def test_draw_refuses_run_without_losses(tmp_path):
     with pytest.raises(BadInput, match="run b reported no losses"):
         plots.draw({"a": METRICS, "b": []}, tmp_path / "loss.png")
 
 
-def test_without_matplotlib_the_remedy_is_named(tmp_path, monkeypatch):
+def test_draw_without_matplotlib_hints_pip_install(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(Unavailable, match="needs matplotlib") as error:
         plots.draw({"a": METRICS}, tmp_path / "loss.png")
     assert error.value.hint == "pip install 'clusterkit[plot]'"
 
 
-def test_a_picture_that_cannot_be_written_leaves_nothing(tmp_path):
+def test_draw_refuses_output_below_regular_file(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "file").touch()
     with pytest.raises(BadInput, match="there is no folder"):
         plots.draw({"a": METRICS}, tmp_path / "file" / "loss.png")
 
 
-def test_steps_told_twice_count_as_told_last():
+def test_plot_series_keeps_last_value_of_repeated_step():
     repeated = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 1, "loss": 1.0}]
     assert plots._series(repeated, "loss") == ([1, 2], [1.0, 2.0])
 
@@ -580,5 +580,5 @@ def test_steps_told_twice_count_as_told_last():
 @pytest.mark.parametrize(
     "row", [{"step": "one", "loss": 1.0}, {"loss": 1.0}, {"step": 2, "loss": "low"}, {"step": None}]
 )
-def test_rows_of_another_shape_are_left_out(row):
+def test_plot_series_skips_malformed_rows(row):
     assert plots._series([{"step": 1, "loss": 3.0}, row], "loss") == ([1], [3.0])

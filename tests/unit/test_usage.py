@@ -18,7 +18,7 @@ TABLE = """\
 """
 
 
-def test_ranks_that_run_are_looked_at(tmp_path, monkeypatch):
+def test_usage_measures_cpu_memory_and_gpu_of_live_ranks(tmp_path, monkeypatch):
     mine = identity(os.getpid())
     ranks = [{**mine, "rank": 3}, {**mine, "rank": 2}, {**mine, "rank": 4, "start_ticks": 1}]
     monkeypatch.setattr(usage, "nvidia_smi", lambda columns, seconds: TABLE)
@@ -34,11 +34,11 @@ def test_ranks_that_run_are_looked_at(tmp_path, monkeypatch):
     json.dumps(found)
 
 
-def test_large_runs_tell_more_rarely():
+def test_usage_reports_less_often_for_large_runs():
     assert [Usage(None, list, nodes, print)._pause for nodes in (1, 250, 1000)] == [5.0, 5.0, 20.0]
 
 
-def test_gpus_of_a_node_are_in_the_order_of_its_ranks(monkeypatch):
+def test_own_gpus_lists_gpus_in_rank_order(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert own_gpus(TABLE) == [(93, 61234 << 20), (0, 4 << 20), (), (100, 81000 << 20)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-dd,1")
@@ -54,7 +54,7 @@ def test_gpus_of_a_node_are_in_the_order_of_its_ranks(monkeypatch):
      ("GPU-d", [100]), ("GPU-", []), ("GPU-aa,GPU-aa", []), ("GPU-bb, 0", [0, 93]),
      ("MIG-1,MIG-2", [None, None])],
 )  # fmt: skip
-def test_the_gpus_of_ranks_are_those_that_cuda_sees(visible, used, monkeypatch):
+def test_own_gpus_reads_visible_devices_as_cuda_does(visible, used, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert [one[0] if one else None for one in own_gpus(TABLE)] == used
     listed = "".join(
@@ -63,7 +63,7 @@ def test_the_gpus_of_ranks_are_those_that_cuda_sees(visible, used, monkeypatch):
     assert len(read_gpus(listed, "", visible).gpus) == len(used)
 
 
-def test_gpus_are_looked_at_under_wsl_too(monkeypatch):
+def test_has_gpus_detects_nvidia_and_wsl_devices(monkeypatch):
     for path, said in (("/dev/nvidiactl", True), ("/dev/dxg", True), ("/dev/kfd", False)):
         monkeypatch.setattr(os.path, "exists", lambda asked, path=path: asked == path)
         assert host.has_gpus() is said

@@ -45,7 +45,7 @@ def ended(unstarted_run, by_hand):
 # ---------------------------------------------------------------- help and names
 
 
-def test_help_shows_the_groups_in_their_order(cli):
+def test_help_shows_groups_in_order(cli):
     said = cli("--help").out
     places = [said.index(f"\n{group}:\n") for group in ("Start", "Runs", "Cluster", "Other")]
     assert places == sorted(places)
@@ -61,25 +61,25 @@ def test_help_shows_the_groups_in_their_order(cli):
         ("plot", "clusterkit metrics RUN... --plot FILE.png"),
     ],
 )
-def test_an_old_verb_answers_with_its_new_name(refused, old, new):
+def test_old_verb_is_refused_with_new_name(refused, old, new):
     assert old not in VERBS
     assert refused(old, "x") == f"error: {old} has a new name\n hint: {new}\n"
 
 
-def test_an_old_option_works_and_names_the_new_one(cli, cwd):
+def test_old_option_works_and_names_new_option(cli, cwd):
     (cwd / "c.yaml").write_text("lab: {backend: local}\n")
     done = cli("clusters", "--clusters", "c.yaml", "--json")
     assert [each["name"] for each in done.json] == ["lab", "local"]
     assert "note: --clusters has a new name: --cluster-file\n" in done.err
 
 
-def test_ranks_per_node_is_what_gpus_is(cli, write_job):
+def test_ranks_per_node_option_is_alias_of_gpus(cli, write_job):
     first = cli("plan", write_job("launcher: forkserver\n"), "--ranks-per-node", "2", "--json")
     assert first.json["world_size"] == 2
     assert cli("plan", "job.yaml", "--gpus", "2", "--json").json["world_size"] == 2
 
 
-def test_debug_is_heard_after_the_verb(cli):
+def test_debug_flag_works_after_verb(cli):
     with pytest.raises(LookupError):
         cli("status", "nope", "--debug")
 
@@ -87,7 +87,7 @@ def test_debug_is_heard_after_the_verb(cli):
 # ---------------------------------------------------------------- errors
 
 
-def test_an_error_is_one_json_object_with_json(cli):
+def test_error_with_json_flag_is_one_json_object(cli):
     done = cli("status", "nope", "--json")
     assert done.code == 125
     assert done.json["error"]["message"].startswith("run 'nope' is unknown under ")
@@ -99,14 +99,14 @@ def test_an_error_is_one_json_object_with_json(cli):
     [("status",), ("status", "--nope", "last"), ("submit", "no.yaml"), ("nonsense",),
      ("logs", "last", "--since", "soon"), ("logs", "last", "--grep", "(")],
 )  # fmt: skip
-def test_what_is_refused_ends_with_125(cli, words):
+def test_refused_input_exits_with_125(cli, words):
     assert cli(*words).code == 125
 
 
 # ---------------------------------------------------------------- wait
 
 
-def test_wait_exits_with_the_code_of_the_first_that_failed(cli, ended):
+def test_wait_exits_with_code_of_first_failed_run(cli, ended):
     failure = Failure(node=0, rank=1, exit_code=7, cause="ValueError: bad")
     ended("good"), ended("bad", State.FAILED, 7, failure=failure), ended("worse", State.FAILED, 9)
     assert cli("wait", "good").code == 0
@@ -118,7 +118,7 @@ def test_wait_exits_with_the_code_of_the_first_that_failed(cli, ended):
     assert cli("wait", "good", "--json").json["state"] == "SUCCEEDED"
 
 
-def test_wait_gives_up_after_its_timeout_and_the_run_goes_on(cli, unstarted_run):
+def test_wait_timeout_exits_with_124_and_run_goes_on(cli, unstarted_run):
     run = unstarted_run()
     done = cli("wait", run.id, "--timeout", "0.1s")
     assert (done.code, done.out) == (124, f"{run.id} PENDING\n")
@@ -129,7 +129,7 @@ def test_wait_gives_up_after_its_timeout_and_the_run_goes_on(cli, unstarted_run)
 # ---------------------------------------------------------------- rerun
 
 
-def test_rerun_prepares_the_recorded_job_on_the_recorded_cluster(ended, facts, monkeypatch, cwd):
+def test_rerun_prepares_recorded_job_on_recorded_cluster(ended, facts, monkeypatch, cwd):
     run = ended("first")
     (cwd / "job.yaml").unlink()  # the record is enough
     entry = json.loads((run.path / "cluster.json").read_bytes())
@@ -151,7 +151,7 @@ def test_rerun_prepares_the_recorded_job_on_the_recorded_cluster(ended, facts, m
     assert probed[0].env == {"FROM": "record"}
 
 
-def test_rerun_starts_a_new_run(cli, ended, monkeypatch):
+def test_rerun_starts_new_run_with_more_args(cli, ended, monkeypatch):
     run = ended("first")
     seen = []
 
@@ -165,14 +165,14 @@ def test_rerun_starts_a_new_run(cli, ended, monkeypatch):
     assert seen == [(("--lr", "1", "--epochs", "-3"), True)]
 
 
-def test_rerun_of_nothing_is_refused(refused):
+def test_rerun_refuses_unknown_run(refused):
     assert "run 'nope' is unknown" in refused("rerun", "nope")
 
 
 # ---------------------------------------------------------------- clusters
 
 
-def test_clusters_says_which_can_be_reached(cli, cwd, monkeypatch):
+def test_clusters_reports_which_clusters_are_reachable(cli, cwd, monkeypatch):
     (cwd / "clusters.yaml").write_text(
         "lab: {backend: ssh, hosts: [{name: h1}]}\nhere: {backend: local}\nbad: {backend: nope}\n"
     )
@@ -204,7 +204,7 @@ def test_status_and_cancel_take_several_runs(cli, ended):
     assert cli("cancel", "a", "b").out == "a SUCCEEDED\nb FAILED\n"
 
 
-def test_ls_shows_the_newest_in_a_state(cli, ended):
+def test_ls_limits_to_newest_runs_and_filters_by_state(cli, ended):
     for name in ("a", "b", "c"):
         ended(name, State.FAILED if name == "b" else State.SUCCEEDED)
     assert [run["run"] for run in cli("ls", "--limit", "2", "--json").json] == ["c", "b"]
@@ -212,7 +212,7 @@ def test_ls_shows_the_newest_in_a_state(cli, ended):
     assert cli("ls", "--state", "RUNNING").err == "no run is in that state\n"
 
 
-def test_rm_by_age_and_state_removes_what_matches_alone(cli, ended, unstarted_run, monkeypatch):
+def test_rm_by_age_and_state_removes_only_matching_runs(cli, ended, unstarted_run, monkeypatch):
     day = 86400.0
     old, failed = ended("old", ago=40 * day), ended("bad", State.FAILED, 1, ago=31 * day)
     new, pending = ended("new"), unstarted_run(run_id="pending")
@@ -230,7 +230,7 @@ def test_rm_by_age_and_state_removes_what_matches_alone(cli, ended, unstarted_ru
     assert new.path.exists()
 
 
-def test_rm_of_one_run_twice_removes_it_once(cli, ended):
+def test_rm_of_repeated_run_id_removes_run_once(cli, ended):
     ended("a")
     done = cli("rm", "a", "a")
     assert (done.code, done.out) == (0, "a\n")
@@ -245,7 +245,7 @@ def stamped(ago, text):
     return f"{whole}.000000Z 0 {text}\n"
 
 
-def test_logs_are_chosen_by_time_pattern_and_attempt(cli, ended):
+def test_logs_filters_by_time_pattern_and_attempt(cli, ended):
     log = stamped(7200, "old Error one") + stamped(60, "new line") + stamped(30, "new Error two")
     run = ended("a", log=log)
 
@@ -260,7 +260,7 @@ def test_logs_are_chosen_by_time_pattern_and_attempt(cli, ended):
     assert (done.code, done.err) == (125, "error: --attempt: a has 1 attempt\n")
 
 
-def test_metrics_draws_several_runs_and_lists_one(cli, ended, monkeypatch):
+def test_metrics_plots_several_runs_and_requires_plot_option(cli, ended, monkeypatch):
     ended("a"), ended("b")
     seen = []
     monkeypatch.setattr(api, "plot", lambda runs, path: seen.append((runs, path)) or path)
@@ -272,7 +272,7 @@ def test_metrics_draws_several_runs_and_lists_one(cli, ended, monkeypatch):
 # ---------------------------------------------------------------- plan
 
 
-def test_plan_names_its_files_and_shows_them_when_asked(cli, write_job):
+def test_plan_lists_files_and_shows_contents_with_files_flag(cli, write_job):
     short = cli("plan", write_job("launcher: forkserver\n")).out
     whole = cli("plan", "job.yaml", "--files").out
     assert "\nfiles\n" in short
@@ -296,7 +296,7 @@ def run_with(output, *words, **streams):
 
 
 @pytest.mark.parametrize("words", [("ls", "--json"), ("jobs",)])
-def test_full_standard_output_is_one_error(words):
+def test_full_standard_output_is_reported_as_one_error(words):
     with open("/dev/full", "w") as full:
         code, lines = run_with(full, *words)
     assert (code, lines) == (125, ["error: No space left on device: standard output"])
@@ -315,7 +315,7 @@ def test_closed_pipe_ends_with_141(ended):
     assert code in (0, 141)  # by whether it wrote before the reader ended
 
 
-def test_files_0_to_2_that_are_closed_are_opened_before_any_other(ended):
+def test_status_works_with_closed_standard_streams(ended):
     ended("a")
     for closing in (">&-", ">&- 2>&- <&-"):
         words = f'"$@" {closing}'
@@ -334,7 +334,7 @@ def test_files_0_to_2_that_are_closed_are_opened_before_any_other(ended):
         assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_cancel_of_another_user_s_run_is_refused(unstarted_run, monkeypatch):
+def test_cancel_refuses_run_of_other_user(unstarted_run, monkeypatch):
     def touch(path, mode=0o666):
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -344,7 +344,7 @@ def test_cancel_of_another_user_s_run_is_refused(unstarted_run, monkeypatch):
         run.cancel()
 
 
-def test_ls_shows_runs_whose_folders_cannot_be_read(cli, ended, unstarted_run, monkeypatch):
+def test_ls_shows_unreadable_run_folder_as_unknown(cli, ended, unstarted_run, monkeypatch):
     """Path.exists raises there, where os.path.exists does not."""
     ended("a")
     other = RunFolder(unstarted_run(run_id="b").path)

@@ -191,7 +191,7 @@ NODES = [
 
 
 @pytest.mark.parametrize("kind", [Watched, Rejoining])
-def test_whoever_is_no_node_is_turned_away_and_changes_nothing(port, kind):
+def test_watch_port_rejects_strangers_and_still_hears_nodes(port, kind):
     there = kind(port)
     for lines in STRANGERS:
         with connect(port) as stranger:
@@ -219,7 +219,7 @@ def test_whoever_is_no_node_is_turned_away_and_changes_nothing(port, kind):
     there.end()
 
 
-def test_a_line_counts_once_in_its_place_and_its_direction(port):
+def test_watch_port_rejects_replayed_reordered_or_altered_lines(port):
     """What somebody between two nodes may do: repeat, swap, change, take from another one."""
     there = Watched(port)
     spied = []
@@ -257,7 +257,7 @@ STOP = {"action": "stop", "coordinator": "c", "sequence": 1, "text": "an attacke
         lambda nonce: (b"0" * 32, b"0" * 64 + b" " + json.dumps(STOP).encode()),
     ],
 )
-def test_who_has_the_port_first_learns_no_token_and_is_not_obeyed(port, attack, monkeypatch):
+def test_impostor_on_node_0_port_gets_no_token_and_is_ignored(port, attack, monkeypatch):
     monkeypatch.setattr(limits, "PEER_MEET_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", port)) as server:
         there = Watched(port, node=1)
@@ -273,7 +273,7 @@ def test_who_has_the_port_first_learns_no_token_and_is_not_obeyed(port, attack, 
     assert order.text.startswith("the other nodes are not watched: node 0 cannot be reached")
 
 
-def test_runs_of_this_machine_alone_listen_at_its_loopback_address(port):
+def test_listener_of_single_machine_run_binds_loopback_only(port):
     def listens(address, at):
         with contextlib.closing(Listener((address, 0), RUN, TOKEN, 2)) as listener:
             try:
@@ -290,7 +290,7 @@ def test_runs_of_this_machine_alone_listen_at_its_loopback_address(port):
         assert listens("::1", "::1")
 
 
-def test_connections_that_say_nothing_are_closed(monkeypatch):
+def test_listener_closes_silent_connections(monkeypatch):
     monkeypatch.setattr(limits, "HELLO_SECONDS", 0.0)
     with contextlib.closing(Listener(("", 0), RUN, TOKEN, 2)) as listener:
         silent = connect(listener._server.getsockname()[1])
@@ -303,7 +303,7 @@ def test_connections_that_say_nothing_are_closed(monkeypatch):
                         break
 
 
-def test_no_more_than_so_many_unidentified_are_kept_and_a_node_still_comes_in(monkeypatch):
+def test_listener_limits_unidentified_connections_and_still_admits_node(monkeypatch):
     monkeypatch.setattr(limits, "UNIDENTIFIED", 3)
     heard = []
     with (
@@ -320,7 +320,7 @@ def test_no_more_than_so_many_unidentified_are_kept_and_a_node_still_comes_in(mo
         assert len(listener.selector.get_map()) <= 1 + 3 + 1
 
 
-def test_what_a_full_buffer_does_not_take_is_sent_later():
+def test_line_sends_buffered_messages_later_and_closes_when_overfull():
     here, there = socket.socketpair()
     with here, there, selectors.DefaultSelector() as selector:
         here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -347,7 +347,7 @@ def test_what_a_full_buffer_does_not_take_is_sent_later():
         line.write(sent[0])
 
 
-def test_what_was_said_last_is_sent_before_the_connection_ends(monkeypatch):
+def test_listener_close_sends_last_message_first(monkeypatch):
     monkeypatch.setattr(limits, "PEER_SECONDS", float(WAIT))
     listener = Listener(("", 0), RUN, TOKEN, 2)
     heard = []
@@ -369,7 +369,7 @@ def test_what_was_said_last_is_sent_before_the_connection_ends(monkeypatch):
     assert json.loads(received[-1].partition(b" ")[2]) == {"stop": "why"}
 
 
-def test_what_was_said_before_the_other_end_answered_is_sent_as_well():
+def test_line_flush_sends_message_written_before_handshake():
     here, there = socket.socketpair()
     with here, there, selectors.DefaultSelector() as selector:
         line = Line(here, selector, TOKEN, accepted=False)
@@ -378,7 +378,7 @@ def test_what_was_said_before_the_other_end_answered_is_sent_as_well():
         assert Wire(there, accepted=1).hear() == {"failed": 1}
 
 
-def test_a_program_that_holds_node_0_s_port_is_nobody_s_failure(port, monkeypatch):
+def test_other_program_on_node_0_port_yields_only_warning(port, monkeypatch):
     monkeypatch.setattr(limits, "PEER_MEET_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", port)) as other:
         there = Watched(port, node=1, lost_after=0.2)
@@ -390,7 +390,7 @@ def test_a_program_that_holds_node_0_s_port_is_nobody_s_failure(port, monkeypatc
     )
 
 
-def test_one_that_answers_in_another_language_does_not_keep_a_node_from_starting(port):
+def test_foreign_protocol_on_node_0_port_does_not_block_node_start(port):
     with socket.create_server(("127.0.0.1", port)) as other:
         threading.Thread(target=_answer, args=(other,), daemon=True).start()
         there = Rejoining(port, node=1)
@@ -406,7 +406,7 @@ def _answer(server):
 
 
 @pytest.mark.parametrize("wait", [0.0, 60.0])
-def test_a_port_that_is_taken_is_told(port, wait, monkeypatch):
+def test_taken_watch_port_of_node_0_yields_warning(port, wait, monkeypatch):
     monkeypatch.setattr(Watched, "wait", wait)
     with socket.create_server(("", port)):
         there = Watched(port)
@@ -415,7 +415,7 @@ def test_a_port_that_is_taken_is_told(port, wait, monkeypatch):
         assert [there.hears() for _ in range(2 if wait else 1)][-1] == Finish(stop=False)
 
 
-def test_node_0_and_another_meet(port):
+def test_node_0_learns_failure_of_other_node(port):
     first, second = Watched(port), Watched(port, node=1)
     deadline = time.monotonic() + WAIT
     while not second.thread.peer.state.coordinator:
@@ -427,7 +427,7 @@ def test_node_0_and_another_meet(port):
 
 
 @pytest.mark.parametrize("kind", [Watched, Rejoining])
-def test_a_pause_of_node_0_is_nobody_s_silence(port, kind, monkeypatch):
+def test_pause_of_node_0_does_not_count_as_silence(port, kind, monkeypatch):
     """As when all machines of a host are suspended: nobody has spoken, and nobody could hear."""
     pause = [0.0]
     paused = clock.PauseAwareClock(lambda: time.monotonic() + pause[0])

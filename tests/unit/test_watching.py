@@ -42,14 +42,14 @@ def met(nodes, node):
         time.sleep(0.01)
 
 
-def test_a_node_starts_although_nobody_is_node_0_yet(nodes):
+def test_node_starts_before_node_0_exists(nodes):
     nodes.start(1, wait=0, run=PATIENT)
     nodes.running(1)
     nodes.end(1, 0)
     assert nodes.agents[1].wait(60) == 0
 
 
-def test_a_node_starts_although_node_0_does_not_answer(nodes):
+def test_node_starts_when_node_0_does_not_answer(nodes):
     with socket.create_server(("127.0.0.1", nodes.port)):
         nodes.start(1, wait=0, run=PATIENT)
         nodes.running(1)
@@ -57,7 +57,7 @@ def test_a_node_starts_although_node_0_does_not_answer(nodes):
         assert nodes.agents[1].wait(60) == 0
 
 
-def test_a_failure_before_node_0_could_be_reached_is_told_to_it(nodes):
+def test_failure_before_node_0_start_is_reported_to_node_0(nodes):
     # Node 0 has as long as it takes to come up.
     run = RUN.replace("PEER_GONE_SECONDS = 0.3", "PEER_GONE_SECONDS = limits.PEER_SECONDS = 60")
     nodes.start(1, wait=0, run=run.replace("PEER_SECONDS = 0.2", "PEER_AGAIN_SECONDS = 0.05"))
@@ -71,7 +71,7 @@ def test_a_failure_before_node_0_could_be_reached_is_told_to_it(nodes):
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_failure_is_told_to_the_others_at_once(nodes, failing):
+def test_failed_node_stops_other_nodes_at_once(nodes, failing):
     begin(nodes, 3, run=PATIENT)
     began = time.monotonic()
     nodes.end(failing, 7)
@@ -85,7 +85,7 @@ def test_a_failure_is_told_to_the_others_at_once(nodes, failing):
     assert time.monotonic() - began < 50  # nor for a pause of 100 s; alone it takes 0.1 s
 
 
-def test_a_node_that_ended_well_leaves_the_others_alone(nodes):
+def test_succeeded_node_does_not_stop_other_nodes(nodes):
     begin(nodes, 3)
     nodes.end(1, 0)
     assert nodes.agents[1].wait(60) == 0
@@ -100,7 +100,7 @@ def test_a_node_that_ended_well_leaves_the_others_alone(nodes):
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_node_whose_agent_is_gone_ends_the_others(nodes, lost):
+def test_killed_agent_stops_other_nodes(nodes, lost):
     begin(nodes, 3)
     nodes.agents[lost].kill()
     for other in {0, 1, 2} - {lost}:
@@ -111,7 +111,7 @@ def test_a_node_whose_agent_is_gone_ends_the_others(nodes, lost):
 
 
 @pytest.mark.parametrize("silent", [0, 1])
-def test_a_node_that_falls_silent_ends_the_others(nodes, silent):
+def test_silent_node_stops_other_node_after_lost_after(nodes, silent):
     begin(nodes, lost_after=2)
     nodes.agents[silent].send_signal(signal.SIGSTOP)
     other = nodes.agents[1 - silent]
@@ -121,7 +121,7 @@ def test_a_node_that_falls_silent_ends_the_others(nodes, silent):
     nodes.agents[silent].kill()
 
 
-def test_a_node_that_is_asked_to_end_ends_the_others(nodes):
+def test_terminated_agent_stops_other_node(nodes):
     begin(nodes)
     nodes.agents[1].terminate()
     assert [nodes.agents[node].wait(60) for node in (1, 0)] == [143, 143]
@@ -129,7 +129,7 @@ def test_a_node_that_is_asked_to_end_ends_the_others(nodes):
     assert nodes.exit_of(0)["reason"] == "stopped: node 1 failed"
 
 
-def test_a_rank_that_ends_well_when_its_node_is_stopped_has_done_so(nodes):
+def test_rank_that_exits_0_when_stopped_counts_as_success(nodes):
     ready = 'trap \'exit 0\' TERM; echo "$NODE_RANK $$" >"$DIR/up"; while :; do sleep 0.1; done'
     nodes.start(0, wait=0)
     nodes.running(0)
@@ -142,7 +142,7 @@ def test_a_rank_that_ends_well_when_its_node_is_stopped_has_done_so(nodes):
     assert nodes.exit_of(1)["reason"] == "stopped: node 0 failed"
 
 
-def test_a_node_0_that_never_comes_is_remarked_and_the_node_goes_on(nodes):
+def test_missing_node_0_is_remarked_and_node_goes_on(nodes):
     soon = RUN.replace("sys.exit", "limits.PEER_MEET_SECONDS = 0.5; sys.exit")
     nodes.start(1, wait=0, run=soon)
     nodes.running(1)
@@ -160,13 +160,13 @@ def test_a_node_0_that_never_comes_is_remarked_and_the_node_goes_on(nodes):
     assert nodes.log_of(1) == [words]
 
 
-def test_a_launcher_that_cannot_start_is_the_node_s_end(nodes):
+def test_launcher_that_cannot_start_ends_node_with_127(nodes):
     nodes.start(1, wait=0, argv=["/nope"])
     assert nodes.agents[1].wait(60) == 127
     assert nodes.exit_of(1)["reason"] == "No such file or directory: /nope"
 
 
-def test_a_port_that_is_taken_keeps_nobody_from_running(nodes):
+def test_taken_watch_port_is_remarked_and_node_runs(nodes):
     with contextlib.closing(socket.create_server(("", nodes.port))):
         nodes.start(0, wait=0)
         nodes.running(0)
@@ -177,7 +177,7 @@ def test_a_port_that_is_taken_keeps_nobody_from_running(nodes):
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_ranks_that_end_while_their_agent_is_stopped_have_ended_by_themselves(nodes, stopped):
+def test_ranks_that_succeed_while_agent_is_stopped_count_as_success(nodes, stopped):
     """Although the other node has taken that one for lost by then: the work is done."""
     ranks = begin(nodes, lost_after=2, restarts=1)
     nodes.agents[stopped].send_signal(signal.SIGSTOP)

@@ -78,7 +78,7 @@ def our_classes() -> frozenset[type]:
     )
 
 
-def test_no_class_is_a_thread() -> None:
+def test_no_class_derives_from_thread() -> None:
     """Thread's private names differ from Python to Python."""
     assert Worker in our_classes()
     assert [each for each in our_classes() if issubclass(each, threading.Thread)] == []
@@ -88,12 +88,12 @@ def test_no_class_is_a_thread() -> None:
             assert not {"Thread", "threading.Thread"} & set(bases), name
 
 
-def test_no_class_hides_a_name_of_a_class_that_is_not_ours() -> None:
+def test_no_class_hides_name_of_foreign_base_class() -> None:
     found = {each.__name__: hidden_names(each) for each in our_classes()}
     assert {name: hidden for name, hidden in found.items() if hidden} == {}
 
 
-def test_hidden_names_are_found() -> None:
+def test_hidden_names_finds_private_and_method_conflicts() -> None:
     class Watch(threading.Thread):
         def __init__(self) -> None:
             super().__init__()
@@ -113,7 +113,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "WORKER_PAUSE", 0.0)
 
 
-def test_a_thread_that_fails_starts_again_and_its_failures_are_reported_once(
+def test_failed_worker_restarts_and_reports_each_error_once(
     quick: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     errors: list[Exception] = [TypeError("one"), TypeError("one"), KeyError(2), OSError(3)]
@@ -139,7 +139,7 @@ def test_a_thread_that_fails_starts_again_and_its_failures_are_reported_once(
     assert "too many" not in err
 
 
-def test_a_thread_starts_once() -> None:
+def test_worker_starts_only_once() -> None:
     calls: queue.SimpleQueue[int] = queue.SimpleQueue()
     worker = Worker(lambda: calls.put(1), "it", print)
     for _ in range(2):
@@ -170,7 +170,7 @@ limits.WORKER_PAUSE = 0.0
         ("coordinator", "Server", "_decide", "the coordination of all nodes"),
     ],
 )
-def test_a_run_goes_on_and_shows_that_a_thread_of_its_agent_failed(
+def test_run_survives_failed_agent_thread_and_remarks_on_error(
     tmp_path: Path, module: str, owner: str, name: str, what: str
 ) -> None:
     agents = Nodes(tmp_path)

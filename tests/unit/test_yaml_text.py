@@ -28,36 +28,36 @@ DOCUMENTS = st.dictionaries(KEYS, VALUES, min_size=1, max_size=4)
 
 
 @given(DOCUMENTS)
-def test_what_is_written_is_read_back(document):
+def test_yaml_documents_survive_round_trip(document):
     assert list(yaml.safe_load_all(documents([document, {"a": 1}]))) == [document, {"a": 1}]
 
 
 @pytest.mark.parametrize("value", UGLY.values())
-def test_any_text_arrives(value):
+def test_yaml_keeps_any_text_value(value):
     document = {"list": [value], "map": {"key": value}, "deep": [{"a": value, "b": 1}]}
     assert yaml.safe_load(documents([document])) == document
 
 
-def test_the_head_stands_above_the_first_document_as_a_comment():
+def test_yaml_head_is_comment_above_first_document():
     assert documents([{"a": 1}], "head\n\nmore") == "# head\n#\n# more\na: 1\n"
 
 
 @pytest.mark.parametrize("text", ["1e3", "0o17", "1", "on", "y", "~", "", "1:30", "<<", "=", ".5"])
-def test_a_string_that_some_reader_takes_for_something_else_is_quoted(text):
+def test_yaml_quotes_strings_other_readers_misread(text):
     # PyYAML reads YAML 1.1, compose and Kubernetes read 1.2 and some of 1.1.
     assert documents([{"key": text}]) == f'key: "{text}"\n'
 
 
-def test_text_of_several_lines_is_written_as_such():
+def test_yaml_writes_multi_line_text_as_block():
     assert documents([{"script": "one\n  two\n"}]) == "script: |\n  one\n    two\n"
 
 
-def test_a_short_list_stands_in_one_line_and_a_long_one_does_not():
+def test_yaml_writes_short_list_inline_and_long_list_as_block():
     assert documents([{"verbs": ["get", "list"], "empty": []}]) == "verbs: [get, list]\nempty: []\n"
     assert documents([{"args": ["a" * 50, "b" * 50]}]).count("\n  - ") == 2
 
 
-def test_what_is_shared_is_written_once():
+def test_yaml_writes_shared_part_once():
     shared = Shared("common", {"k": None, "m": 1.5})
     text = documents([{"x-common": shared, "a": merged(shared, {"m": 2}), "b": merged(shared, {})}])
     assert text == (

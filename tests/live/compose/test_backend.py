@@ -142,7 +142,7 @@ def node(run: api.Run, number: int) -> str:
 
 
 @pytest.mark.parametrize("code", ["mounted", "baked"])
-def test_a_job_file_runs_in_two_containers(
+def test_compose_runs_job_file_in_two_containers_as_planned(
     code: str, image: str, engine: Any, tmp_path: Path, clusterkit: list[str]
 ) -> None:
     """All of it on the command line; the printed plan is what is carried out."""
@@ -175,7 +175,7 @@ def test_a_job_file_runs_in_two_containers(
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "forkserver"])
-def test_every_rank_of_every_launcher_sees_the_contract(launcher: str, start: Start) -> None:
+def test_every_launcher_gives_ranks_environment_and_workdir(launcher: str, start: Start) -> None:
     code = (
         "import json, os\n"
         f"names = {CONTRACT!r}\n"
@@ -201,14 +201,14 @@ def test_every_rank_of_every_launcher_sees_the_contract(launcher: str, start: St
         assert env == wanted
 
 
-def test_an_elastic_job_and_one_with_a_name_resolve_each_other(start: Start) -> None:
+def test_elastic_torchrun_uses_both_containers(start: Start) -> None:
     run = start(program("environment.py", launcher="torchrun"), nodes="1:2")
     assert ended(run).state is State.SUCCEEDED
     envs = [json.loads(line.text)["env"] for line in run.logs() if line.text.startswith("{")]
     assert {env["WORLD_SIZE"] for env in envs} == {"2"}
 
 
-def test_two_submits_at_once_do_not_meet(start: Start) -> None:
+def test_concurrent_submits_both_succeed(start: Start) -> None:
     with ThreadPoolExecutor(2) as pool:
         runs = list(pool.map(lambda _: start(words("print('done')")), range(2)))
     for run in runs:
@@ -216,7 +216,9 @@ def test_two_submits_at_once_do_not_meet(start: Start) -> None:
         assert [line.text for line in run.logs()] == ["done", "done"]
 
 
-def test_places_with_weird_names_work(start: Start, weird_tmp_path: Path, monkeypatch: Any) -> None:
+def test_odd_names_of_home_workdir_and_volume_folders_work(
+    start: Start, weird_tmp_path: Path, monkeypatch: Any
+) -> None:
     home, data = weird_tmp_path / "home: a=b,c", weird_tmp_path / "data"
     data.mkdir()
     (data / "file").write_text("seen")
@@ -229,7 +231,7 @@ def test_places_with_weird_names_work(start: Start, weird_tmp_path: Path, monkey
     assert [line.text for line in run.logs()] == [f"seen /run/clusterkit/home {weird_tmp_path}"] * 2
 
 
-def test_the_project_cannot_be_changed_and_files_are_the_submitter_s(start: Start) -> None:
+def test_project_is_read_only_and_run_files_belong_to_submitter(start: Start) -> None:
     code = (
         "import os, pathlib\n"
         "try: pathlib.Path('written').write_text('x')\n"
@@ -243,7 +245,7 @@ def test_the_project_cannot_be_changed_and_files_are_the_submitter_s(start: Star
     assert (run.path / "mine").stat().st_uid == os.getuid()
 
 
-def test_someone_who_is_not_root_can_do_all_of_it(
+def test_submit_by_non_root_user_runs_containers_as_that_user(
     image: str, tmp_path: Path, clusterkit: list[str], engine: Any
 ) -> None:
     """As another user, whom the image does not know; in the group that may use the socket."""
@@ -293,7 +295,7 @@ def test_someone_who_is_not_root_can_do_all_of_it(
 # ---------------------------------------------------------------- secrets
 
 
-def test_a_secret_arrives_to_the_letter_and_stands_nowhere(
+def test_secret_reaches_ranks_but_no_command_line_or_file(
     start: Start, engine: Any, monkeypatch: pytest.MonkeyPatch, ugly_values: dict[str, str]
 ) -> None:
     token = "hunter2-Zq81-" + "|".join(ugly_values.values())
@@ -346,7 +348,7 @@ def after(run: api.Run, engine: Any, *command: str, within: float = CRASH_SECOND
     return status
 
 
-def test_a_killed_container_is_named(start: Start, engine: Any) -> None:
+def test_status_names_node_of_killed_container(start: Start, engine: Any) -> None:
     run = start(words(WAIT))
     failure = after(run, engine, "kill", node(run, 1)).failure
     assert failure is not None
@@ -355,7 +357,7 @@ def test_a_killed_container_is_named(start: Start, engine: Any) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_paused_container_is_named(start: Start, engine: Any, victim: int) -> None:
+def test_status_names_node_of_paused_container(start: Start, engine: Any, victim: int) -> None:
     run = start(words(WAIT), lost_after=PATIENCE)
     failure = after(run, engine, "pause", node(run, victim), within=SILENT_SECONDS).failure
     assert failure is not None
@@ -363,7 +365,7 @@ def test_a_paused_container_is_named(start: Start, engine: Any, victim: int) -> 
     assert "paused" in failure.cause
 
 
-def test_a_container_that_is_cut_off_is_named(start: Start, engine: Any) -> None:
+def test_status_names_node_disconnected_from_network(start: Start, engine: Any) -> None:
     run = start(words(WAIT), lost_after=PATIENCE)
     ready(run)
     network = f"clusterkit-{run.id}_default"
@@ -374,7 +376,7 @@ def test_a_container_that_is_cut_off_is_named(start: Start, engine: Any) -> None
     assert "cut off from the run's network" in failure.cause
 
 
-def test_a_container_that_is_stopped_or_removed_is_named(start: Start, engine: Any) -> None:
+def test_status_names_node_of_stopped_or_removed_container(start: Start, engine: Any) -> None:
     for command, words_of_it in ((("stop",), "stopped"), (("rm", "--force"), "removed")):
         run = start(words(WAIT))
         failure = after(run, engine, *command, node(run, 1)).failure
@@ -383,7 +385,7 @@ def test_a_container_that_is_stopped_or_removed_is_named(start: Start, engine: A
         assert words_of_it in failure.cause
 
 
-def test_a_killed_rank_takes_the_run_down(start: Start, engine: Any) -> None:
+def test_killed_rank_fails_run_and_status_names_rank(start: Start, engine: Any) -> None:
     run = start(words(WAIT))
     ready(run)
     path = run.path / "attempts/1/node-1/ranks.jsonl"
@@ -395,7 +397,7 @@ def test_a_killed_rank_takes_the_run_down(start: Start, engine: Any) -> None:
     assert "SIGKILL" in failure.cause
 
 
-def test_a_node_over_its_memory_limit_is_named(start: Start, engine: Any) -> None:
+def test_status_names_rank_and_node_over_memory_limit(start: Start, engine: Any) -> None:
     code = (
         "import os, signal\n"
         "held = []\n"
@@ -412,7 +414,7 @@ def test_a_node_over_its_memory_limit_is_named(start: Start, engine: Any) -> Non
     assert left_over(engine) == []
 
 
-def test_a_container_that_is_killed_while_it_starts(start: Start, engine: Any) -> None:
+def test_status_names_node_of_container_killed_during_start(start: Start, engine: Any) -> None:
     """Before its node has said a word."""
     hit: list[str] = []
     command = [
@@ -447,7 +449,7 @@ def test_a_container_that_is_killed_while_it_starts(start: Start, engine: Any) -
     assert left_over(engine) == []
 
 
-def test_a_command_that_is_not_there_and_an_image_that_cannot_start(start: Start) -> None:
+def test_missing_job_command_fails_run_with_exit_code_127(start: Start) -> None:
     run = start(JobSpec(name="none", command=("./nothing",), launcher="forkserver"), nodes=1)
     status = ended(run)
     assert status.state is State.FAILED
@@ -458,7 +460,7 @@ def test_a_command_that_is_not_there_and_an_image_that_cannot_start(start: Start
 # ---------------------------------------------------------------- restarts, watching, cancelling
 
 
-def test_a_restart_goes_on_from_the_last_checkpoint(start: Start, engine: Any) -> None:
+def test_restart_after_container_kill_resumes_from_checkpoint(start: Start, engine: Any) -> None:
     spec = loader.load_job("jobs/ddp.yaml")
     spec = msgspec.structs.replace(
         spec,
@@ -487,7 +489,7 @@ def test_a_restart_goes_on_from_the_last_checkpoint(start: Start, engine: Any) -
     assert left_over(engine) == []
 
 
-def test_failed_ranks_start_again_in_the_same_containers(start: Start, engine: Any) -> None:
+def test_restart_after_rank_failure_reuses_containers(start: Start, engine: Any) -> None:
     code = (
         "import os, sys; print('ready', flush=True); "
         "sys.exit(7 * (os.environ['CLUSTERKIT_ATTEMPT'] + os.environ['RANK'] == '11'))"
@@ -504,7 +506,7 @@ def test_failed_ranks_start_again_in_the_same_containers(start: Start, engine: A
 
 
 @pytest.mark.thorough
-def test_the_other_container_goes_on_alone(start: Start, engine: Any) -> None:
+def test_shrink_continues_on_remaining_container(start: Start, engine: Any) -> None:
     code = (
         "import os, time; world = os.environ['WORLD_SIZE']; print('ready', world, flush=True); "
         "time.sleep(600 if world == '2' else 0)"
@@ -520,7 +522,7 @@ def test_the_other_container_goes_on_alone(start: Start, engine: Any) -> None:
 
 
 @pytest.mark.thorough
-def test_a_container_that_was_lost_is_started_again_and_joins(start: Start, engine: Any) -> None:
+def test_elastic_run_restarts_lost_container_and_rejoins_it(start: Start, engine: Any) -> None:
     code = (
         "import os, time; world = os.environ['WORLD_SIZE']; print('ready', world, flush=True); "
         "begun = os.environ['CLUSTERKIT_NODE_DIR'] + '/begun'; "
@@ -541,7 +543,7 @@ def test_a_container_that_was_lost_is_started_again_and_joins(start: Start, engi
     assert left_over(engine) == []
 
 
-def test_cancel_ends_everything_and_may_be_repeated(start: Start, engine: Any) -> None:
+def test_cancel_removes_containers_and_network_and_is_repeatable(start: Start, engine: Any) -> None:
     run = start(words(WAIT))
     ready(run)
     assert len(left_over(engine)) == 3
@@ -552,7 +554,7 @@ def test_cancel_ends_everything_and_may_be_repeated(start: Start, engine: Any) -
     assert {line.text for line in run.logs()} == {"ready"}
 
 
-def test_a_killed_supervisor_leaves_a_run_that_tells_the_truth(start: Start, engine: Any) -> None:
+def test_run_of_killed_supervisor_can_be_attached_and_cancelled(start: Start, engine: Any) -> None:
     run = start(words(WAIT))
     ready(run)
     supervisors.kill(run)
@@ -568,7 +570,7 @@ def test_a_killed_supervisor_leaves_a_run_that_tells_the_truth(start: Start, eng
     assert left_over(engine) == []
 
 
-def test_a_run_that_ends_unwatched_is_cleared_by_whoever_looks(
+def test_wait_cleans_up_run_that_ended_without_supervisor(
     start: Start, engine: Any, module_home: Path
 ) -> None:
     go = module_home / "go"
@@ -586,7 +588,7 @@ def test_a_run_that_ends_unwatched_is_cleared_by_whoever_looks(
     assert run.status() == status
 
 
-def test_a_run_whose_plan_is_damaged_can_be_cancelled(start: Start, engine: Any) -> None:
+def test_cancel_with_damaged_plan_file_removes_containers(start: Start, engine: Any) -> None:
     run = start(words(WAIT))
     ready(run)
     supervisors.kill(run)
@@ -614,7 +616,7 @@ def test_a_run_whose_plan_is_damaged_can_be_cancelled(start: Start, engine: Any)
     ],
     ids=lambda value: re.sub(r"\W+", "-", str(value))[:40],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(
+def test_submit_refuses_unusable_entry_or_engine_with_hint(
     entry: dict[str, Any], environment: dict[str, str], said: str,
     image: str, tmp_path: Path, module_home: Path,
 ) -> None:  # fmt: skip
@@ -643,19 +645,21 @@ def refused(
     assert not list(home.glob("runs/*"))
 
 
-def test_a_subnet_that_is_taken_is_refused(engine: Any, image: str, tmp_path: Path) -> None:
+def test_submit_refuses_subnet_in_use(engine: Any, image: str, tmp_path: Path) -> None:
     shape = "{{range .IPAM.Config}}{{.Subnet}}{{end}}"
     taken = engine.run("network", "inspect", "bridge", "--format", shape).stdout.strip()
     refused(tmp_path, {"image": image, "subnet": taken}, {}, "is taken: docker's network bridge")
 
 
-def test_a_client_without_compose_is_refused(image: str, tmp_path: Path) -> None:
+def test_submit_refuses_docker_client_without_compose_plugin(image: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     environment = {"DOCKER_CONFIG": str(tmp_path / "empty"), "HOME": str(tmp_path)}
     refused(tmp_path, {"image": image}, environment, "docker has no compose plugin")
 
 
-def test_someone_who_may_not_use_the_engine_is_told_so(image: str, tmp_path: Path) -> None:
+def test_submit_refuses_user_without_permission_for_docker_engine(
+    image: str, tmp_path: Path
+) -> None:
     if os.getuid() != 0:
         pytest.skip("only root can become somebody else")
     nobody = ("setpriv", "--reuid=4242", "--regid=4242", "--clear-groups")
@@ -666,7 +670,7 @@ def test_someone_who_may_not_use_the_engine_is_told_so(image: str, tmp_path: Pat
     refused(tmp_path, {"image": image}, {}, "you may not use the docker engine", nobody)
 
 
-def test_a_limit_that_the_engine_may_not_set_is_refused(
+def test_submit_refuses_ulimit_that_engine_may_not_set(
     engine: Any, image: str, tmp_path: Path
 ) -> None:
     probe = ["run", "--rm", "--network", "none", "--ulimit", "memlock=-1", "--entrypoint", "true"]

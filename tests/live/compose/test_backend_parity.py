@@ -36,7 +36,7 @@ def expected(home: Path) -> list[float]:
 @pytest.mark.parametrize(
     "job", [*(pytest.param(job, marks=pytest.mark.thorough) for job in JOBS[:-1]), JOBS[-1]]
 )
-def test_two_containers(
+def test_two_containers_match_losses_of_single_rank(
     job: str, expected: list[float], home: Path, engine: Any, image: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip

@@ -55,7 +55,9 @@ def losses(text: str) -> list[float]:
     return [mark["loss"] for mark in found if mark and mark["event"] == "metrics"]
 
 
-def test_two_nodes_compute_the_losses_of_one_rank(compose: Callable[..., str]) -> None:
+def test_docker_compose_up_of_two_nodes_matches_losses_of_single_rank(
+    compose: Callable[..., str],
+) -> None:
     program = f"{PROGRAM} --checkpoint-dir /checkpoints --checkpoint-every 5"
     compose("up", "--detach", CLUSTERKIT_PROGRAM=program)
     compose("wait", "node0", "node1", CLUSTERKIT_PROGRAM=program)
@@ -78,7 +80,7 @@ def test_two_nodes_compute_the_losses_of_one_rank(compose: Callable[..., str]) -
     assert f"step-{STEPS:08d}" in kept.split()
 
 
-def test_a_node_that_fails_ends_the_other_and_gives_its_exit_code(
+def test_docker_compose_up_stops_and_returns_exit_code_when_nodes_fail(
     compose: Callable[..., str],
 ) -> None:
     """What docs/containers.md tells a person to type."""
@@ -100,7 +102,7 @@ def test_every_compose_file_is_valid(engine: Engine, files: tuple[Path, ...]) ->
     found.run("compose", *words, "config", "--quiet")
 
 
-def test_gpus_are_divided_between_the_nodes(engine: Engine) -> None:
+def test_gpu_compose_file_divides_gpus_between_nodes(engine: Engine) -> None:
     words = ("-f", str(FILE), "-f", str(GPU), "config", "--format", "json")
     text = engine.out("compose", *words)
     services = json.loads(text)["services"]

@@ -36,7 +36,7 @@ def script(name: str, *words: str, **environment: str) -> subprocess.CompletedPr
 @pytest.mark.parametrize(
     "options", [["--quick"], pytest.param([], marks=pytest.mark.thorough)], ids=["quick", "all"]
 )
-def test_the_images_own_checks_pass_as_its_user_and_as_a_stranger(
+def test_image_checks_pass_as_image_user_and_as_unknown_uid(
     engine: Engine, image: str, options: list[str]
 ) -> None:
     done = script("check.py", *options, image, **engine.env)
@@ -48,7 +48,7 @@ def test_the_images_own_checks_pass_as_its_user_and_as_a_stranger(
     assert "uid 4242, clusterkit, /home/clusterkit" in done.stdout
 
 
-def test_labels_user_and_entry_point(engine: Engine, image: str) -> None:
+def test_image_has_labels_user_entrypoint_and_healthcheck(engine: Engine, image: str) -> None:
     config = json.loads(engine.out("image", "inspect", "--format", "{{json .Config}}", image))
     label = {key.rpartition(".")[2]: value for key, value in config["Labels"].items()}
     assert label["title"] == "clusterkit"
@@ -69,7 +69,7 @@ def test_labels_user_and_entry_point(engine: Engine, image: str) -> None:
         ]),
     ],
 )  # fmt: skip
-def test_a_change_builds_the_last_layers_and_installs_nothing(
+def test_image_rebuild_after_source_change_builds_only_last_layers(
     engine: Engine, base: str, image: str, tmp_path: Path, edited: str, layers: list[str]
 ) -> None:
     checkout = tmp_path / "checkout"
@@ -108,7 +108,7 @@ def test_a_change_builds_the_last_layers_and_installs_nothing(
         engine.run("image", "rm", "--force", tag)
 
 
-def test_health_is_that_of_the_command(engine: Engine, image: str) -> None:
+def test_health_check_fails_when_container_command_is_stopped(engine: Engine, image: str) -> None:
     name = engine.out("run", "--detach", image, "python", "-c", WAITS)
     try:
         assert engine.run("exec", name, "clusterkit-health").returncode == 0
@@ -121,7 +121,7 @@ def test_health_is_that_of_the_command(engine: Engine, image: str) -> None:
         engine.run("rm", "--force", name)
 
 
-def test_an_sshd_is_well_when_it_greets(engine: Engine, image: str) -> None:
+def test_health_check_of_sshd_passes_once_port_listens(engine: Engine, image: str) -> None:
     name = engine.out("run", "--detach", "-e", "CLUSTERKIT_SSH_PORT=2345", image, "clusterkit-sshd")
     try:
         listening = "for n in $(seq 200); do clusterkit-health && exit; sleep 0.05; done; exit 1"
@@ -131,7 +131,7 @@ def test_an_sshd_is_well_when_it_greets(engine: Engine, image: str) -> None:
         engine.run("rm", "--force", name)
 
 
-def test_only_keys_that_root_put_there_let_a_plain_user_in(
+def test_sshd_accepts_mounted_keys_for_non_root_user(
     engine: Engine, image: str, tmp_path: Path
 ) -> None:
     """The keys lie where Kubernetes mounts them, root's and with other modes than sshd likes."""
@@ -152,7 +152,7 @@ def test_only_keys_that_root_put_there_let_a_plain_user_in(
         engine.run("rm", "--force", name)
 
 
-def test_a_stop_reaches_the_command(engine: Engine, image: str) -> None:
+def test_docker_stop_sends_sigterm_to_container_command(engine: Engine, image: str) -> None:
     name = engine.out("run", "--detach", image, "python", "-c", WAITS)
     try:
         engine.run("stop", "--time", "30", name)
@@ -162,7 +162,7 @@ def test_a_stop_reaches_the_command(engine: Engine, image: str) -> None:
         engine.run("rm", "--force", name)
 
 
-def test_a_new_volume_can_be_written_by_anyone(engine: Engine, image: str) -> None:
+def test_new_checkpoints_volume_is_writable_by_any_user(engine: Engine, image: str) -> None:
     volume = engine.out("volume", "create")
     mount = f"{volume}:/checkpoints"
     try:
@@ -187,7 +187,7 @@ def test_a_new_volume_can_be_written_by_anyone(engine: Engine, image: str) -> No
     ],
     ids=["no engine", "no client", "no base image"],
 )
-def test_what_is_missing_is_said_with_its_remedy(
+def test_build_script_names_missing_docker_or_base_image_with_hint(
     engine: Engine, words: tuple[str, ...], environment: dict[str, str], message: str, hint: str
 ) -> None:
     done = script("build.py", *words, **{**engine.env, **environment})
@@ -200,7 +200,7 @@ def test_what_is_missing_is_said_with_its_remedy(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
-def test_no_permission_on_the_socket_is_told_from_no_engine(engine: Engine) -> None:
+def test_engine_check_reports_missing_permission_for_docker_socket(engine: Engine) -> None:
     words = ["setpriv", "--reuid", "4242", "--regid", "4242", "--clear-groups"]
     python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
     first = "from __future__ import annotations\n"

@@ -61,7 +61,7 @@ def clusters(lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("clusters")
-def test_the_doctor_finds_the_hosts_fit(clusterkit: list[str]) -> None:
+def test_doctor_passes_on_container_lab(clusterkit: list[str]) -> None:
     words = [*clusterkit, "doctor", "--cluster", "lab", "--json"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -71,7 +71,7 @@ def test_the_doctor_finds_the_hosts_fit(clusterkit: list[str]) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("clusters")
-def test_two_hosts_compute_the_losses_of_one_rank_here() -> None:
+def test_two_lab_hosts_match_losses_of_single_rank() -> None:
     text = ("--data", "README.md")  # the default is Python's own source, another version's there
     expected = parity.measure(Case("ddp", 1, 1, text), steps=STEPS).losses
     found = parity.measure(Case("ddp", 2, 1, text), steps=STEPS, cluster="lab")
@@ -81,7 +81,7 @@ def test_two_hosts_compute_the_losses_of_one_rank_here() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("clusters")
-def test_mpirun_reaches_the_hosts_by_their_names() -> None:
+def test_mpirun_job_succeeds_on_lab_hosts() -> None:
     """The image's own ssh client is used there: nobody has to know its port or keys."""
     job = loader.load_job("jobs/ddp.yaml")
     run = api.submit(
@@ -94,7 +94,7 @@ def test_mpirun_reaches_the_hosts_by_their_names() -> None:
         run.cancel()
 
 
-def test_ansible_reaches_them(lab: Path) -> None:
+def test_ansible_reaches_lab_hosts(lab: Path) -> None:
     ansible = Path(sys.executable).with_name("ansible")
     words = [str(ansible), "nodes", "-i", str(lab), "-m", "ansible.builtin.setup"]
     more = ["-a", "gather_subset=!all,!min,user_dir"]

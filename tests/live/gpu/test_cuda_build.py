@@ -57,7 +57,7 @@ def environment() -> None:
 
 
 @pytest.mark.parametrize(("job", "tolerance"), [("ddp", 0.0), ("zero3", 1e-6)])
-def test_losses_are_those_of_the_build_for_cpus(job: str, tolerance: float) -> None:
+def test_cuda_build_on_cpu_matches_losses_of_cpu_build(job: str, tolerance: float) -> None:
     """To the bit; what DeepSpeed sums up in another order differs in the last digits."""
     case = parity.Case(job, 1, 2)
     usual, cuda = (
@@ -108,7 +108,7 @@ def on_emulated_host(tmp_path: Path) -> Any:
     ],
     ids=["cpu", "gpus", "deepspeed"],
 )  # fmt: skip
-def test_ranks_start_as_fast_on_a_host_with_gpus(
+def test_fork_server_preloads_torch_without_initializing_cuda(
     on_emulated_host: Any, job: list[str], ahead: str
 ) -> None:
     """What is imported ahead brings no thread and no handle of a GPU, and never calls cuInit."""

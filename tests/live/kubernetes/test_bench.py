@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.live, pytest.mark.thorough, pytest.mark.timeout(600)]
 @pytest.mark.parametrize(
     "words", [["--collectives", "all_reduce,broadcast"], ["--pairwise"]], ids=["all", "pairs"]
 )
-def test_every_node_of_the_cluster_takes_part(words, kube: Kube, tmp_path: Path):
+def test_bench_measures_between_all_cluster_nodes_by_default(words, kube: Kube, tmp_path: Path):
     kube.entry()
     done = subprocess.run(
         [sys.executable, "-m", "clusterkit", "bench", "--cluster", "k8s", "--cluster-file",

@@ -44,7 +44,9 @@ spec:
 {TEMPLATE}"""
 
 
-def test_a_pytorchjob(kube: Kube, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_converted_pytorchjob_runs_like_manifest(
+    kube: Kube, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     # By hand, and with no regard to what "restricted" asks of a pod.
     kube.kubectl("label", "--overwrite", "namespace", kube.namespace,

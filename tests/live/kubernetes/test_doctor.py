@@ -75,7 +75,7 @@ def well(kube: Kube) -> None:
         *(pytest.param(each, marks=pytest.mark.thorough) for each in ("trainjob", "job")),
     ],
 )
-def test_all_is_well(flavor, examine, well, kube):
+def test_doctor_passes_on_healthy_cluster_and_leaves_no_objects(flavor, examine, well, kube):
     job = JobSpec(
         name="live", command=("true",), nodes=2,
         launcher="mpirun" if flavor == "mpijob" else "torchrun",
@@ -93,7 +93,7 @@ def test_all_is_well(flavor, examine, well, kube):
     assert kube.there() == before
 
 
-def test_the_command(kube, well, monkeypatch):
+def test_doctor_command_reports_healthy_cluster_and_missing_namespace(kube, well, monkeypatch):
     kube.entry()
     monkeypatch.setenv("CLUSTERKIT_CLUSTERS", str(kube.file))
     argv = [sys.executable, "-m", "clusterkit", "doctor", "jobs/zero3.yaml", "-n", "2", "-c", "k8s"]
@@ -111,7 +111,7 @@ def test_the_command(kube, well, monkeypatch):
     assert failed[0]["remedy"].endswith("create namespace nowhere-at-all")
 
 
-def test_no_server_and_no_kubeconfig(kube, tmp_path):
+def test_doctor_reports_unreachable_api_server(kube, tmp_path):
     config = yaml.safe_load(KUBECONFIG.read_text())
     config["clusters"][0]["cluster"]["server"] = "https://127.0.0.1:1"
     dead = tmp_path / "dead.conf"
@@ -146,7 +146,7 @@ def somebody(kube: Kube, tmp_path: Path) -> Iterator[Callable[..., Path]]:
     return make
 
 
-def test_somebody_without_rights(kube, somebody, examine):
+def test_doctor_lists_permissions_that_service_account_lacks(kube, somebody, examine):
     report = examine(kubeconfig=str(somebody()))
     told = at(report, "rights")
     assert told.level == "fail"
@@ -158,7 +158,7 @@ def test_somebody_without_rights(kube, somebody, examine):
     assert at(report, "nodes").cause.startswith("unknown: no permission to list")
 
 
-def test_the_role_of_a_submitter_has_every_right(kube, somebody, examine):
+def test_doctor_accepts_permissions_of_submitter_role(kube, somebody, examine):
     report = examine(kubeconfig=str(somebody(ROOT / "k8s" / "rbac.yaml")))
     assert report.ok, report.table()
     assert at(report, "rights").level == "ok"
@@ -168,7 +168,7 @@ def test_the_role_of_a_submitter_has_every_right(kube, somebody, examine):
 # ---------------------------------------------------------------- kinds, operators
 
 
-def test_a_kind_that_the_cluster_does_not_serve(kube, examine, well):
+def test_doctor_reports_job_kind_that_cluster_does_not_serve(kube, examine, well):
     job = JobSpec(name="live", command=("true",), nodes=2, launcher="mpirun")
 
     def serve(there: bool) -> Finding:
@@ -198,7 +198,7 @@ def test_a_kind_that_the_cluster_does_not_serve(kube, examine, well):
 # ---------------------------------------------------------------- the namespace
 
 
-def test_a_submit_says_what_a_quota_and_a_limit_range_refuse(kube, submit, examine, tmp_path):
+def test_submit_reports_refusal_by_limit_range_and_quota(kube, submit, examine, tmp_path):
     limit_range = {
         "apiVersion": "v1", "kind": "LimitRange", "metadata": {"name": "small"},
         "spec": {"limits": [{"type": "Container", "max": {"cpu": "1"}}]},
@@ -222,7 +222,7 @@ def test_a_submit_says_what_a_quota_and_a_limit_range_refuse(kube, submit, exami
     kube.kubectl("delete", "quota", "cores")
 
 
-def test_pod_security(kube, examine):
+def test_doctor_reports_patch_that_violates_pod_security(kube, examine):
     patch = {"hostNetwork": True}
     told = at(examine(patch=patch, only="admission"), "admission")
     assert told.level == "fail"
@@ -235,7 +235,7 @@ def test_pod_security(kube, examine):
     )
 
 
-def test_what_admission_says(examine):
+def test_doctor_reports_priority_that_admission_refuses(examine):
     told = at(examine(priority_class="highest", only="admission"), "admission")
     assert told.level == "fail"
     assert "no PriorityClass with name highest was found" in told.cause
@@ -245,7 +245,7 @@ def test_what_admission_says(examine):
     assert "the integer value of priority (5) must not be provided in pod spec" in told.cause
 
 
-def test_a_secret_of_the_registry(kube, examine):
+def test_doctor_reports_missing_image_pull_secret(kube, examine):
     told = at(examine(image_pull_secrets=["regcred"], only="pull-secrets"), "pull-secrets")
     assert told.cause == f"namespace {kube.namespace} has no secret regcred"
     kube.kubectl(
@@ -258,7 +258,7 @@ def test_a_secret_of_the_registry(kube, examine):
     kube.kubectl("delete", "secret", "regcred")
 
 
-def test_volumes(kube, examine, tmp_path):
+def test_doctor_reports_missing_and_unusable_volume_claims(kube, examine, tmp_path):
     volumes = [{"claim": "data", "path": "/data"}]
     told = at(examine(volumes=volumes, only="volumes"), "volumes")
     assert told.cause == f"namespace {kube.namespace} has no volume claim data"
@@ -305,7 +305,7 @@ def test_volumes(kube, examine, tmp_path):
 # ---------------------------------------------------------------- nodes, GPUs, image
 
 
-def test_gpus_that_are_not_there_and_some_in_name_only(kube, examine):
+def test_doctor_reports_missing_and_too_few_gpus_per_node(kube, examine):
     job = JobSpec(
         name="live",
         command=("true",),
@@ -334,7 +334,7 @@ def test_gpus_that_are_not_there_and_some_in_name_only(kube, examine):
             "capacity", "allocatable")}]), check=False)  # fmt: skip
 
 
-def test_a_node_that_is_cordoned(kube, examine):
+def test_doctor_reports_cordoned_node(kube, examine):
     last = kube.nodes()[-1]
     kube.kubectl("cordon", last)
     try:

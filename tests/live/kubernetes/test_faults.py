@@ -49,7 +49,9 @@ def operator(kube):
 
 
 @pytest.mark.parametrize(("fault", "remedy"), [("crash", "restore"), ("cut", "join")])
-def test_a_node_that_is_gone_is_named_and_its_pods_are_removed(fault, remedy, submit, begun, kube):
+def test_status_names_lost_cluster_node_and_its_pods_are_removed(
+    fault, remedy, submit, begun, kube
+):
     cluster("status")  # it is ours
     # Two of these do not fit on one node.
     run = begun(submit(FOREVER, on={"lost_after": 5.0, "cpus": 1.1}))
@@ -67,9 +69,7 @@ def test_a_node_that_is_gone_is_named_and_its_pods_are_removed(fault, remedy, su
 # ---------------------------------------------------------------- operators
 
 
-def test_a_run_goes_on_without_its_operator_and_ends_with_the_next_one(
-    submit, begun, kube, operator
-):
+def test_run_survives_loss_of_its_operator_and_succeeds(submit, begun, kube, operator):
     run = begun(submit('echo here; while [ ! -e "$HOME/go" ]; do sleep 0.2; done'))
     operator("pytorchjob", 0)
     assert run.status().state is State.RUNNING
@@ -78,7 +78,7 @@ def test_a_run_goes_on_without_its_operator_and_ends_with_the_next_one(
     assert run.wait(60).state is State.SUCCEEDED
 
 
-def test_a_submit_while_the_operator_s_pod_is_made_anew(submit, kube):
+def test_submit_succeeds_while_operator_pod_is_replaced(submit, kube):
     namespace, name = OPERATORS["pytorchjob"]
     kube.kubectl("-n", namespace, "delete", "pods", "--all", "--wait=false")
     try:
@@ -88,7 +88,7 @@ def test_a_submit_while_the_operator_s_pod_is_made_anew(submit, kube):
 
 
 @pytest.mark.parametrize("flavor", ["mpijob", "pytorchjob"])
-def test_an_operator_that_is_absent_is_said_within_15_seconds(flavor, submit, operator):
+def test_status_names_absent_operator_within_15_seconds(flavor, submit, operator):
     operator(flavor, 0)
     launcher = "mpirun" if flavor == "mpijob" else "forkserver"
     run = submit(FOREVER, launcher=launcher, on={"flavor": flavor})
@@ -113,7 +113,7 @@ def test_an_operator_that_is_absent_is_said_within_15_seconds(flavor, submit, op
 # ---------------------------------------------------------------- pods that are taken away
 
 
-def test_a_pod_that_is_preempted_says_by_whom(submit, begun, kube):
+def test_status_names_pod_that_preempted_run(submit, begun, kube):
     priority = f"urgent-{kube.namespace}"
     kube.kubectl("create", "priorityclass", priority, "--value=1000")
     try:
@@ -144,7 +144,7 @@ def test_a_pod_that_is_preempted_says_by_whom(submit, begun, kube):
         kube.kubectl("delete", "priorityclass", priority)
 
 
-def test_a_pod_whose_probe_fails_says_which(submit):
+def test_status_names_liveness_probe_that_failed(submit):
     probe = {"exec": {"command": ["cat", "/tmp/alive"]}, "periodSeconds": 1, "failureThreshold": 1}
     patch = {"containers": [{"name": "pytorch", "livenessProbe": probe}]}
     failure = failed(submit("touch /tmp/alive; sleep 5; rm /tmp/alive; exec sleep 3600",
@@ -154,14 +154,14 @@ def test_a_pod_whose_probe_fails_says_which(submit):
     )
 
 
-def test_a_pod_that_writes_too_much_is_evicted_and_says_so(submit):
+def test_status_names_eviction_over_ephemeral_storage_limit(submit):
     script = "[ $RANK = 1 ] && head -c 60M /dev/zero >/tmp/big; exec sleep 3600"
     failure = failed(submit(script, on={"resources": {"ephemeral-storage": "20Mi"}}))
     assert failure.node == 1
     assert re.match(r"Evicted.*ephemeral local storage.*20Mi", failure.cause), failure
 
 
-def test_a_namespace_that_is_deleted_under_the_run(submit, begun, kube):
+def test_deleted_namespace_ends_run_as_cancelled(submit, begun, kube):
     other = f"{kube.namespace}-gone"
     kube.kubectl("create", "namespace", other)
     run = begun(submit(FOREVER, on={"namespace": other}))
@@ -174,7 +174,7 @@ def test_a_namespace_that_is_deleted_under_the_run(submit, begun, kube):
 # ---------------------------------------------------------------- what a run waits for
 
 
-def test_a_claim_that_no_volume_fits_is_said(submit, kube):
+def test_status_of_pending_run_names_unbound_volume_claim(submit, kube):
     claim = {
         "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "huge"},
         "spec": {
@@ -195,7 +195,7 @@ def test_a_claim_that_no_volume_fits_is_said(submit, kube):
     kube.kubectl("delete", "pvc", "huge")
 
 
-def test_an_mpijob_says_what_its_workers_wait_for(submit):
+def test_status_of_pending_mpijob_names_insufficient_cpu(submit):
     run = submit(FOREVER, launcher="mpirun", on={"cpus": 64})
     status = run.wait(30, until=lambda s: "Insufficient cpu" in str(s.nodes))
     assert status.state is State.PENDING
@@ -205,7 +205,7 @@ def test_an_mpijob_says_what_its_workers_wait_for(submit):
 # ---------------------------------------------------------------- credentials, the API server
 
 
-def test_a_token_that_expires_while_a_run_goes_on(submit, begun, kube, tmp_path):
+def test_run_with_rejected_token_ends_and_keeps_logs_after_new_login(submit, begun, kube, tmp_path):
     kube.kubectl("apply", "-f", str(ROOT / "k8s" / "rbac.yaml"))
     mine = tmp_path / "mine"
 
@@ -246,7 +246,7 @@ def mine_says(kube, file):
     return kube.kubectl("--kubeconfig", str(file), "get", "pods", check=False)
 
 
-def test_a_submit_while_the_api_server_is_away_for_20_seconds(kube):
+def test_submit_waits_for_api_server_that_is_down_for_20_seconds(kube):
     job = JobSpec(name="live", command=("sh", "-c", "echo here"), nodes=2, launcher="forkserver")
     # A kind of job that no operator keeps: those take a minute to come back by themselves.
     ready = api.prepare(job, **kube.entry(flavor="job"))
@@ -271,7 +271,7 @@ def test_a_submit_while_the_api_server_is_away_for_20_seconds(kube):
 # ---------------------------------------------------------------- submits and cancels
 
 
-def test_two_submits_at_once_do_not_meet(kube):
+def test_concurrent_submits_do_not_interfere(kube):
     entry = kube.entry()
     runs: list[api.Run] = []
 
@@ -291,13 +291,13 @@ def test_two_submits_at_once_do_not_meet(kube):
         assert {line.text for line in run.logs() if line.rank is not None} == {run.id}
 
 
-def test_a_cancel_right_after_the_submit(submit, kube):
+def test_cancel_right_after_submit_removes_all_objects(submit, kube):
     run = submit(FOREVER)
     assert run.cancel().state is State.CANCELLED
     assert kube.there() == set()
 
 
-def test_a_cancel_while_it_ends_and_one_after_the_end(submit, begun, kube):
+def test_cancel_during_cancel_or_after_success_keeps_final_state(submit, begun, kube):
     slow = 'trap "echo asked; sleep 1; exit 0" TERM; echo here; while :; do sleep 0.2; done'
     run = begun(submit(slow))
     first = threading.Thread(target=run.cancel)
@@ -317,7 +317,7 @@ def test_a_cancel_while_it_ends_and_one_after_the_end(submit, begun, kube):
 # ---------------------------------------------------------------- names, bad input
 
 
-def test_a_name_that_kubernetes_does_not_take(submit):
+def test_job_name_invalid_in_kubernetes_is_replaced_with_note(submit):
     name = "9_Lives.Of-A-Cat-" + "x" * 60
     run = submit("echo here", name=name)
     assert run.wait(120).state is State.SUCCEEDED, run.status()
@@ -341,7 +341,7 @@ def test_a_name_that_kubernetes_does_not_take(submit):
     ],
     ids=["elastic", "one-path", "memory", "resource", "unknown", "type", "deep"],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_before_anything_starts(
+def test_submit_refuses_invalid_cluster_entry_before_run_is_created(
     on, fields, error, words, submit, own_home
 ):
     with pytest.raises(error, match=words):
@@ -353,7 +353,9 @@ def test_what_cannot_be_is_refused_before_anything_starts(
 
 
 @pytest.mark.parametrize("flavor", ["pytorchjob", "mpijob", "trainjob", "job"])
-def test_no_token_and_no_secret_lies_open_in_a_pod(flavor, submit, begun, kube, monkeypatch):
+def test_pods_hold_no_api_token_show_no_secret_and_run_unprivileged(
+    flavor, submit, begun, kube, monkeypatch
+):
     monkeypatch.setenv("API_TOKEN", "hunter2-Zq81")
     launcher = "mpirun" if flavor == "mpijob" else "forkserver"
     script = '[ "${#API_TOKEN}" = 12 ] && echo here; exec sleep 3600'

@@ -53,7 +53,7 @@ def seen(run):
         pytest.param("mpijob", "deepspeed", marks=pytest.mark.thorough),
     ],
 )  # fmt: skip
-def test_every_rank_sees_the_whole_contract_on_every_kind_of_job(flavor, launcher, submit):
+def test_every_kind_of_job_gives_ranks_all_environment_variables(flavor, launcher, submit):
     run = submit(
         DUMP, on={"flavor": flavor}, launcher=launcher, gpus_per_node=2,
         env={**UGLY, "EXPANDED": "$(HOME) $$(HOME) $$"},
@@ -76,7 +76,7 @@ def test_every_rank_sees_the_whole_contract_on_every_kind_of_job(flavor, launche
     assert len({env["HOST"] for env in ranks.values()}) == 2
 
 
-def test_a_secret_is_in_a_secret_and_nowhere_else(submit, begun, kube, monkeypatch):
+def test_secret_value_is_in_kubernetes_secret_only(submit, begun, kube, monkeypatch):
     monkeypatch.setenv("API_TOKEN", "hunter2-Zq81")
     run = begun(submit('echo "$API_TOKEN" | rev; exec sleep 3600', secrets=("API_TOKEN",)))
     assert {line.text for line in run.logs() if line.rank is not None} == {"18qZ-2retnuh"}
@@ -123,7 +123,7 @@ def losses(run):
         pytest.param("pytorchjob", "zero1", "torchrun", marks=pytest.mark.thorough),
     ],
 )  # fmt: skip
-def test_the_losses_are_those_of_this_machine(flavor, name, launcher, kube, reference):
+def test_losses_in_cluster_match_local_run(flavor, name, launcher, kube, reference):
     run = api.submit(
         ROOT / "jobs" / f"{name}.yaml", nodes=2, gpus=2, more_args=STEPS,
         settings=(f"launcher={launcher}",),
@@ -137,7 +137,7 @@ def test_the_losses_are_those_of_this_machine(flavor, name, launcher, kube, refe
     assert losses(run) == pytest.approx(reference, abs=2e-6)
 
 
-def test_mpirun_starts_a_program_that_only_the_copied_project_has(kube, tmp_path, monkeypatch):
+def test_mpirun_runs_program_of_copied_project(kube, tmp_path, monkeypatch):
     project = tmp_path / "project"
     project.mkdir()
     (project / "main.py").write_text("import os; print('rank', os.environ['RANK'])\n")
@@ -155,7 +155,7 @@ def test_mpirun_starts_a_program_that_only_the_copied_project_has(kube, tmp_path
 # ---------------------------------------------------------------- by hand
 
 
-def test_the_readme_s_three_commands(kube, tmp_path):
+def test_readme_kubectl_commands_train_to_end(kube, tmp_path):
     folder = tmp_path / "k8s"
     shutil.copytree(ROOT / "k8s", folder)
     manifest = folder / "pytorchjob.yaml"
@@ -189,20 +189,20 @@ def failed(run, seconds=120):
         pytest.param("mpijob", "deepspeed", marks=pytest.mark.thorough),
     ],
 )
-def test_a_rank_that_fails_ends_the_run_with_its_exit_code(flavor, launcher, submit):
+def test_failed_rank_ends_run_with_its_exit_code(flavor, launcher, submit):
     script = "[ $RANK = 1 ] && exit 7; exec sleep 3600"
     failure = failed(submit(script, on={"flavor": flavor}, launcher=launcher))
     assert (failure.node, failure.rank, failure.exit_code) == (1, 1, 7)
 
 
-def test_a_cancel_ends_what_deepspeed_has_started_by_way_of_mpirun(submit, begun, kube):
+def test_cancel_of_deepspeed_mpijob_removes_all_objects(submit, begun, kube):
     run = begun(submit(FOREVER, on={"flavor": "mpijob"}, launcher="deepspeed"))
     assert run.cancel().state is State.CANCELLED
     assert kube.there() == set()
 
 
 @pytest.mark.thorough  # test_restarts.py kills one twice
-def test_a_rank_that_is_killed(submit, begun, kube):
+def test_status_names_killed_rank_and_signal(submit, begun, kube):
     run = begun(submit(FOREVER))
     script = (
         "import os, pathlib\n"
@@ -215,7 +215,7 @@ def test_a_rank_that_is_killed(submit, begun, kube):
     assert "SIGKILL" in failure.cause
 
 
-def test_a_pod_that_is_deleted_is_named(submit, begun, kube):
+def test_status_names_node_of_deleted_pod(submit, begun, kube):
     run = begun(submit(FOREVER))
     kube.kubectl("delete", "pod", f"{run.id}-worker-1", "--wait=false")
     failure = failed(run)
@@ -224,7 +224,7 @@ def test_a_pod_that_is_deleted_is_named(submit, begun, kube):
     )  # fmt: skip
 
 
-def test_a_node_that_is_drained_is_told_from_a_deleted_pod(submit, begun, kube):
+def test_status_distinguishes_drained_node_from_deleted_pod(submit, begun, kube):
     run = begun(submit(FOREVER))
     node = run.status().nodes[0].host
     try:
@@ -237,7 +237,7 @@ def test_a_node_that_is_drained_is_told_from_a_deleted_pod(submit, begun, kube):
         kube.kubectl("uncordon", node)
 
 
-def test_memory_beyond_the_limit_is_named_with_the_limit(submit):
+def test_status_names_node_over_memory_limit(submit):
     run = submit(
         "[ $RANK = 1 ] && exec python3 -c 'x = [bytearray(10**7) for _ in range(10**4)]'; "
         "exec sleep 3600",
@@ -257,7 +257,7 @@ def test_memory_beyond_the_limit_is_named_with_the_limit(submit):
     ],
     ids=["too-large", "no-volume", "no-image"],
 )
-def test_what_pods_wait_for_is_said_and_a_cancel_ends_it(on, words, submit):
+def test_status_says_why_pods_are_pending_and_cancel_ends_run(on, words, submit):
     run = submit(FOREVER, on=on)
     status = run.wait(
         60, until=lambda s: all(n.reason and re.search(words, n.reason) for n in s.nodes or [None])
@@ -271,7 +271,7 @@ def test_what_pods_wait_for_is_said_and_a_cancel_ends_it(on, words, submit):
     "flavor",
     ["mpijob", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("pytorchjob", "job"))],
 )
-def test_an_image_that_cannot_be_had_stays_the_cause_when_its_pods_are_removed(flavor, submit):
+def test_status_names_image_that_cannot_be_pulled_as_failure_cause(flavor, submit):
     on = {"image": "nowhere.example/no:1", "image_pull_policy": "Never", "flavor": flavor}
     launcher = "mpirun" if flavor == "mpijob" else "forkserver"
     found = failed(submit(FOREVER, on=on, launcher=launcher))
@@ -279,7 +279,7 @@ def test_an_image_that_cannot_be_had_stays_the_cause_when_its_pods_are_removed(f
 
 
 @pytest.mark.parametrize(("flavor", "pods"), [("pytorchjob", 0), ("job", 1)])
-def test_a_quota_is_named_while_a_pod_does_not_come(flavor, pods, submit, kube):
+def test_status_of_pending_pod_names_quota(flavor, pods, submit, kube):
     kube.kubectl("create", "quota", "none", f"--hard=pods={pods}")
     run = submit(FOREVER, on={"flavor": flavor}, doctor=False)  # which refuses the first
     status = run.wait(60, until=lambda s: any("quota" in (n.reason or "") for n in s.nodes))
@@ -288,7 +288,7 @@ def test_a_quota_is_named_while_a_pod_does_not_come(flavor, pods, submit, kube):
     kube.kubectl("delete", "quota", "none")
 
 
-def test_the_api_server_may_be_away_and_no_line_is_lost(submit, begun, kube):
+def test_run_survives_api_server_outage_without_losing_log_lines(submit, begun, kube):
     run = begun(submit("for i in $(seq 30); do echo tick $i; sleep 1; done"))
     cluster("api", "down")
     try:
@@ -302,7 +302,7 @@ def test_the_api_server_may_be_away_and_no_line_is_lost(submit, begun, kube):
         assert ticks == [f"tick {i}" for i in range(1, 31)]
 
 
-def test_a_run_whose_supervisor_was_killed_goes_on_and_is_taken_over(submit, begun):
+def test_run_survives_killed_supervisor_and_can_be_attached(submit, begun):
     run = begun(submit(FOREVER))
     supervisors.kill(run)
     status = run.wait(20, until=lambda s: bool(s.remark))
@@ -312,7 +312,7 @@ def test_a_run_whose_supervisor_was_killed_goes_on_and_is_taken_over(submit, beg
     assert run.cancel().state is State.CANCELLED
 
 
-def test_a_cancel_ends_everything_and_may_be_repeated(submit, begun, kube):
+def test_cancel_removes_all_objects_and_is_repeatable(submit, begun, kube):
     run = begun(submit(FOREVER))
     assert kube.there()
     for _ in range(2):
@@ -320,7 +320,7 @@ def test_a_cancel_ends_everything_and_may_be_repeated(submit, begun, kube):
     assert kube.there() == set()
 
 
-def test_with_the_job_goes_all_that_was_made_for_it(submit, begun, kube):
+def test_deleted_pytorchjob_ends_run_as_cancelled(submit, begun, kube):
     run = begun(submit(FOREVER))
     kube.kubectl("delete", "pytorchjob", run.id)
     status = run.wait(120)
@@ -340,7 +340,7 @@ def test_with_the_job_goes_all_that_was_made_for_it(submit, begun, kube):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_what_cannot_be_is_refused_before_anything_starts(on, error, words, submit, own_home):
+def test_submit_refuses_unknown_namespace_context_or_kubeconfig(on, error, words, submit, own_home):
     with pytest.raises(error, match=words):
         submit(FOREVER, on=on)
     assert not list(own_home.glob("runs/*"))
@@ -367,7 +367,7 @@ def kubeconfig(file, *, server=None, user=None):
     ],
     ids=["away", "expired", "nobody", "broken"],
 )
-def test_a_kubeconfig_that_does_not_lead_anywhere(changes, error, words, submit, tmp_path):
+def test_submit_refuses_kubeconfig_without_usable_access(changes, error, words, submit, tmp_path):
     file = tmp_path / "kubeconfig"
     if changes is None:
         file.write_text("{broken: [")
@@ -377,7 +377,7 @@ def test_a_kubeconfig_that_does_not_lead_anywhere(changes, error, words, submit,
         submit(FOREVER, on={"kubeconfig": str(file)})
 
 
-def test_the_role_is_enough_and_no_more(submit, begun, kube, tmp_path):
+def test_rbac_role_allows_submit_and_cancel_but_no_more(submit, begun, kube, tmp_path):
     kube.kubectl("apply", "-f", str(ROOT / "k8s" / "rbac.yaml"))
     kube.kubectl("create", "serviceaccount", "me")
     kube.kubectl(
@@ -396,7 +396,7 @@ def test_the_role_is_enough_and_no_more(submit, begun, kube, tmp_path):
         assert kube.kubectl(*kubectl, *words, check=False).strip().startswith("no")
 
 
-def test_the_command_line_follows_a_run_to_its_end(kube, own_home):
+def test_submit_command_follows_run_and_returns_its_exit_code(kube, own_home):
     kube.entry()
     done = subprocess.run(
         [sys.executable, "-m", "clusterkit", "submit", "--cluster", "k8s", "--cluster-file",
@@ -432,7 +432,7 @@ def sidecar(name, script, **more):
         pytest.param("jobset", "forkserver", marks=pytest.mark.thorough),
     ],
 )  # fmt: skip
-def test_sidecars_neither_end_a_run_nor_keep_it(flavor, launcher, submit, kube):
+def test_sidecars_neither_end_run_nor_keep_run_alive(flavor, launcher, submit, kube):
     """Statuses are sorted by name, so that of ``a-done`` comes before the node's own."""
     # A worker of an MPIJob counts as ready only while all of its containers run.
     done = "exit 0" if launcher != "mpirun" else "exec sleep 3600"

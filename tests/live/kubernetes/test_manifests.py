@@ -49,7 +49,7 @@ def dry_run(kube: Kube, text: str, file: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", BY_HAND, ids=lambda path: path.stem)
-def test_the_api_server_takes_every_manifest_by_hand(path, kube, tmp_path):
+def test_api_server_accepts_every_handwritten_manifest(path, kube, tmp_path):
     text = path.read_text()
     if path.stem == "trainjob":
         return trainjob_with_its_runtime(path, kube)
@@ -73,7 +73,7 @@ def trainjob_with_its_runtime(path, kube):
         kube.kubectl("delete", "-f", runtime)
 
 
-def test_the_api_server_takes_the_plan_of_every_golden_case(kube, make_facts, tmp_path):
+def test_api_server_accepts_manifests_of_every_golden_plan(kube, make_facts, tmp_path):
     for case in test_golden.CASES:
         plan = test_golden.plan("kubernetes", case, make_facts)
         (file,) = (file for file in plan.files if file.path.endswith("manifests.yaml"))
@@ -81,13 +81,18 @@ def test_the_api_server_takes_the_plan_of_every_golden_case(kube, make_facts, tm
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_the_api_server_takes_all_that_a_cluster_entry_can_add(flavor, kube, planned, tmp_path):  # noqa: F811
+def test_api_server_accepts_manifests_with_all_cluster_entry_fields(
+    flavor,
+    kube,
+    planned,  # noqa: F811
+    tmp_path,
+):
     plan = planned(flavor, full=True, secrets=("TOKEN",))
     (file,) = (file for file in plan.files if file.path.endswith("manifests.yaml"))
     assert "pod" in dry_run(kube, file.content().decode(), tmp_path / "documents.yaml")
 
 
-def test_the_check_itself_finds_what_is_wrong(kube, tmp_path):
+def test_strict_dry_run_refuses_unknown_field(kube, tmp_path):
     text = (ROOT / "k8s" / "pytorchjob.yaml").read_text()
     with pytest.raises(AssertionError, match=r'unknown field \\*"spec.nodes'):
         dry_run(
@@ -131,7 +136,7 @@ def steps_of(log: str) -> list[int]:
     ],
     ids=lambda value: value[-1].removesuffix(".yaml") if isinstance(value, list) else None,
 )  # fmt: skip
-def test_a_manifest_by_hand_trains(files, done, log, kube, tmp_path):
+def test_handwritten_manifest_trains_all_steps(files, done, log, kube, tmp_path):
     for number, name in enumerate(files):
         # One after the other, as they are applied with -f.
         kube.kubectl("apply", "-k", str(small(tmp_path / str(number), "cpu", [name])))
@@ -160,7 +165,7 @@ def gpus(kube):
 
 
 @pytest.mark.thorough
-def test_the_gpu_overlay_gets_a_whole_node_for_each_pod(kube, gpus, tmp_path):
+def test_gpu_overlay_schedules_each_pod_on_whole_node(kube, gpus, tmp_path):
     kube.kubectl("apply", "-k", str(small(tmp_path / "k8s", "gpu", ["pytorchjob.yaml"])))
     # The image for GPUs is not here: that the pods have their places is all there is to see.
     kube.kubectl(

@@ -138,7 +138,9 @@ def whole(run, reference, *, told=True):
         pytest.param("jobset", 1, "torchrun", marks=pytest.mark.thorough),
     ],
 )
-def test_a_pod_that_is_deleted_comes_back(flavor, node, launcher, train, kube, reference):
+def test_deleted_pod_rejoins_same_attempt_with_reference_losses(
+    flavor, node, launcher, train, kube, reference
+):
     run = train(settings=(f"launcher={launcher}",), flavor=flavor)
     until_step(run, 7)
     at = time.time()
@@ -149,7 +151,7 @@ def test_a_pod_that_is_deleted_comes_back(flavor, node, launcher, train, kube, r
 
 # With 143 an agent ends whose pod is taken away.
 @pytest.mark.parametrize(("flavor", "code"), [("pytorchjob", 7), ("job", 143)])
-def test_a_rank_that_fails_by_itself_ends_the_run_and_is_run_once(flavor, code, submit, kube):
+def test_rank_failure_ends_rejoin_run_without_second_start(flavor, code, submit, kube):
     volume = {"volumes": [{"claim": "runs", "path": "/runs"}], "shared": "/runs"}
     run = submit(
         f"echo here; [ $RANK = 0 ] || exit {code}; exec sleep 3600",
@@ -183,7 +185,7 @@ def ranks_of(run):
     ("flavor", "how", "watched"),
     [("pytorchjob", "cut", True), ("pytorchjob", "crash", False), ("job", "crash", False)],
 )
-def test_the_pods_of_a_node_that_is_gone_come_back_on_another(
+def test_pods_of_lost_node_rejoin_on_other_node_with_reference_losses(
     flavor, how, watched, train, kube, reference, broken
 ):
     """``watched``: by whoever submitted it; else by what the run has in the cluster alone."""

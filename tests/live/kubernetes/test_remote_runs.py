@@ -65,7 +65,7 @@ def texts(run: api.Run) -> list[str]:
 
 
 @pytest.mark.parametrize("flavor", ["pytorchjob", pytest.param("job", marks=pytest.mark.thorough)])
-def test_a_run_whose_submitter_is_gone_is_taken_up_from_elsewhere(
+def test_attach_takes_over_run_from_other_home_with_all_logs(
     flavor, submit, begun, kube, elsewhere, taken
 ):
     run = begun(submit(COUNT, on={"flavor": flavor}))
@@ -103,7 +103,9 @@ def test_a_run_whose_submitter_is_gone_is_taken_up_from_elsewhere(
     assert kube.there() == set()
 
 
-def test_a_run_that_succeeded_elsewhere_has_not_failed_here(submit, begun, kube, elsewhere, taken):
+def test_status_is_unknown_in_old_home_after_attached_run_succeeded(
+    submit, begun, kube, elsewhere, taken
+):
     run = begun(submit("echo here; until [ -e /tmp/go ]; do sleep 0.2; done"))
     supervisors.kill(run)
     elsewhere()
@@ -117,7 +119,7 @@ def test_a_run_that_succeeded_elsewhere_has_not_failed_here(submit, begun, kube,
     assert "attached elsewhere" in status.nodes[0].reason
 
 
-def test_another_home_s_run_of_the_same_id_is_left_alone(submit, begun, elsewhere, kube):
+def test_submit_with_run_id_of_other_home_leaves_that_run_alone(submit, begun, elsewhere, kube):
     first = begun(submit(COUNT))
     there = kube.there()
     elsewhere()
@@ -135,7 +137,7 @@ def status_user(kube, run: str) -> str:
     return json.loads(found)["metadata"]["labels"][USER]
 
 
-def test_what_it_was_made_of_is_the_same(submit, begun, elsewhere, taken):
+def test_attached_run_has_same_plan_notes_files_and_steps(submit, begun, elsewhere, taken):
     run = begun(submit(COUNT, env={"UGLY": "a 'b' $c\n\"d\""}, args=()))
     supervisors.kill(run)
     old = run.plan
@@ -147,7 +149,7 @@ def test_what_it_was_made_of_is_the_same(submit, begun, elsewhere, taken):
     assert [step.argv[:-1] for step in new.steps] == [step.argv[:-1] for step in old.steps]
 
 
-def test_a_run_that_is_taken_up_starts_again(submit, begun, kube, elsewhere, taken):
+def test_attached_run_restarts_after_killed_rank(submit, begun, kube, elsewhere, taken):
     run = begun(submit(
         'echo "attempt $CLUSTERKIT_ATTEMPT"; [ $CLUSTERKIT_ATTEMPT != 1 ] || exec sleep 3600',
         restarts=1,
@@ -163,7 +165,9 @@ def test_a_run_that_is_taken_up_starts_again(submit, begun, kube, elsewhere, tak
 
 
 @pytest.mark.thorough
-def test_a_copied_project_comes_back_with_it(kube, elsewhere, taken, tmp_path, monkeypatch):
+def test_restart_of_attached_run_uses_project_copied_at_submit(
+    kube, elsewhere, taken, tmp_path, monkeypatch
+):
     project = tmp_path / "project"
     project.mkdir()
     (project / "main.py").write_text(
@@ -191,7 +195,7 @@ def test_a_copied_project_comes_back_with_it(kube, elsewhere, taken, tmp_path, m
         run.cancel()
 
 
-def test_secrets_are_asked_for(submit, begun, elsewhere, kube, monkeypatch):
+def test_attach_refuses_run_whose_secret_is_not_set(submit, begun, elsewhere, kube, monkeypatch):
     monkeypatch.setenv("API_TOKEN", "hunter2-Zq81")
     run = begun(submit("echo here; exec sleep 3600", secrets=("API_TOKEN",)))
     shown = kube.kubectl("get", "configmaps", "-o", "json")
@@ -207,7 +211,7 @@ def test_secrets_are_asked_for(submit, begun, elsewhere, kube, monkeypatch):
     assert not (home / "runs" / run.id).exists()
 
 
-def test_runs_that_are_not_there(kube, elsewhere):
+def test_attach_refuses_unknown_run_name_and_namespace(kube, elsewhere):
     elsewhere()
     kube.entry()
     assert api.runs_of("k8s", clusters_file=kube.file) == []
@@ -219,7 +223,7 @@ def test_runs_that_are_not_there(kube, elsewhere):
         api.attach("x", cluster="k8s", clusters_file=kube.file)
 
 
-def test_somebody_who_may_not_list_them_is_told_so(kube, elsewhere, tmp_path):
+def test_listing_runs_without_permission_is_refused_with_hint(kube, elsewhere, tmp_path):
     import yaml
 
     from tests.live.kubernetes.conftest import KUBECONFIG
@@ -235,7 +239,9 @@ def test_somebody_who_may_not_list_them_is_told_so(kube, elsewhere, tmp_path):
     assert "k8s/rbac.yaml" in (refused.value.hint or "")
 
 
-def test_the_commands(submit, begun, kube, elsewhere, monkeypatch):
+def test_ls_attach_and_cancel_commands_handle_run_of_other_home(
+    submit, begun, kube, elsewhere, monkeypatch
+):
     run = begun(submit(COUNT))
     labels = json.loads(kube.kubectl("get", f"pytorchjob/{run.id}", "-o", "json"))["metadata"]
     user = labels["labels"].get(USER)

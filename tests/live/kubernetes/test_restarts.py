@@ -45,7 +45,9 @@ def kill_rank_1(kube, run):
         ),
     ],
 )
-def test_a_killed_rank_starts_all_again_in_the_same_pods(flavor, submit, begun, kube):
+def test_killed_rank_restarts_all_ranks_in_same_pods_without_supervisor(
+    flavor, submit, begun, kube
+):
     launcher = LAUNCHERS.get(flavor, "forkserver")
     run = begun(submit(FOREVER, restarts=1, launcher=launcher, on={"flavor": flavor}))
     supervisors.kill(run)
@@ -73,9 +75,7 @@ def test_a_killed_rank_starts_all_again_in_the_same_pods(flavor, submit, begun, 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("flavor", ["pytorchjob", "job", "trainjob", "jobset"])
-def test_the_pods_of_a_crashed_node_come_back_although_nobody_watches(
-    flavor, submit, begun, kube, broken
-):
+def test_pods_of_crashed_node_are_replaced_without_supervisor(flavor, submit, begun, kube, broken):
     wait = "echo up; until [ -e /tmp/go ]; do sleep 0.2; done"
     on = {"flavor": flavor, "lost_after": 5.0, "patch": apart("live")}
     run = begun(submit(wait, restarts=1, on=on))
@@ -99,7 +99,7 @@ def test_the_pods_of_a_crashed_node_come_back_although_nobody_watches(
     assert (status.state, status.attempt) == (State.SUCCEEDED, 1), status
 
 
-def test_the_time_limit_ends_a_run_that_nobody_watches(submit, begun, kube):
+def test_time_limit_ends_run_without_supervisor(submit, begun, kube):
     run = begun(submit(FOREVER, time_limit="15s", restarts=1))
     supervisors.kill(run)
     status = run.wait(60)
@@ -108,7 +108,7 @@ def test_the_time_limit_ends_a_run_that_nobody_watches(submit, begun, kube):
     assert {line.text for line in run.logs() if line.rank is not None} == {"attempt 1"}
 
 
-def test_a_run_that_ended_while_nobody_watched_is_told_as_it_was(submit, begun, kube):
+def test_exit_code_and_logs_are_kept_for_run_without_supervisor(submit, begun, kube):
     run = begun(submit("echo here; sleep 5; echo done; [ $RANK = 0 ] || exit 4"))
     supervisors.kill(run)
     status = run.wait(60)
@@ -119,7 +119,7 @@ def test_a_run_that_ended_while_nobody_watched_is_told_as_it_was(submit, begun, 
     assert kube.there() == set()
 
 
-def test_a_watcher_whose_pod_is_deleted_comes_back_and_its_role_covers_the_run(submit, begun, kube):
+def test_watcher_pod_is_recreated_and_its_role_covers_only_its_run(submit, begun, kube):
     run = begun(submit(FOREVER, restarts=1, on={"watcher": True}))
     me = f"system:serviceaccount:{kube.namespace}:{run.id}-watch"
 
@@ -141,7 +141,7 @@ def test_a_watcher_whose_pod_is_deleted_comes_back_and_its_role_covers_the_run(s
     assert kube.kubectl("get", "pods", *watcher, "-o", "name") != first
 
 
-def test_a_run_whose_job_is_gone_is_not_known_to_have_failed(submit, begun, kube):
+def test_status_is_unknown_after_job_is_deleted_without_supervisor(submit, begun, kube):
     run = begun(submit(FOREVER, restarts=2))
     assert not [name for name in kube.there() if "watch" in name]
     supervisors.kill(run)

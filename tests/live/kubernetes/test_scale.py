@@ -72,7 +72,9 @@ def resident(pid: int) -> int:
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_200_pods_with_1600_gpus(flavor, kube, counting, measured, own_home):
+def test_run_of_200_pods_needs_few_api_requests_and_constant_memory(
+    flavor, kube, counting, measured, own_home
+):
     job = JobSpec(
         name="big", command=("sh", "-c", "sleep 3600"), nodes=PODS, gpus_per_node=8, device="cuda",
         launcher="mpirun" if flavor == "mpijob" else "forkserver",

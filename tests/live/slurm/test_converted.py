@@ -51,7 +51,7 @@ srun --kill-on-bad-exit=1 python told.py OMP_NUM_THREADS
 
 
 @pytest.mark.parametrize("script", [TASKS, pytest.param(TORCHRUN, marks=pytest.mark.thorough)])
-def test_a_batch_script(
+def test_converted_batch_script_runs_like_sbatch(
     script: str, slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = project(tmp_path / "project")

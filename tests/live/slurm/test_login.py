@@ -123,7 +123,7 @@ def said(run: api.Run) -> list[str]:
     return sorted(line.text for line in run.logs() if "hello" in line.text)
 
 
-def test_a_run_from_a_laptop_by_way_of_a_login_node(
+def test_run_through_login_node_copies_project_and_fetches_results(
     login: Login, slurm: Slurm, submit: Submit, tmp_path: Path
 ) -> None:
     run = submit(5)
@@ -140,7 +140,7 @@ def test_a_run_from_a_laptop_by_way_of_a_login_node(
 
 
 @pytest.mark.thorough
-def test_a_login_node_that_is_away_is_waited_for(
+def test_run_survives_unreachable_login_node_and_can_be_cancelled(
     login: Login, slurm: Slurm, submit: Submit
 ) -> None:
     run = submit(6000)

@@ -37,7 +37,7 @@ for daemon in "$@"; do "/usr/sbin/$daemon"; done
 """
 
 
-def test_bare_hosts_become_a_partition(
+def test_slurm_role_makes_partition_that_doctor_passes_and_jobs_run_on(
     own_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     skip_without_lab()

@@ -52,7 +52,9 @@ def _ranks_file(run: api.Run, node: int, attempt: int) -> Path:
     return run.path / f"attempts/{attempt}/node-{node}/ranks.jsonl"
 
 
-def test_ddp_has_the_losses_of_one_rank_here(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ddp_on_slurm_matches_losses_of_single_rank(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     expected = parity.measure(parity.REFERENCE, steps=STEPS).losses
     found = parity.measure(Case("ddp", 2, 2, parity.MICRO_2), steps=STEPS, cluster="hpc")
@@ -60,7 +62,7 @@ def test_ddp_has_the_losses_of_one_rank_here(slurm: Slurm, monkeypatch: pytest.M
     assert parity.largest_difference(found.losses, expected) <= parity.TOLERANCE
 
 
-def test_a_rank_that_is_killed_is_started_again_in_the_same_job(slurm: Slurm, train: Train) -> None:
+def test_killed_rank_is_restarted_in_same_slurm_job(slurm: Slurm, train: Train) -> None:
     run = train("tick.py", FOR_EVER, restarts=1)
     beating(run)
     jobs = slurm.jobs()
@@ -75,7 +77,7 @@ def test_a_rank_that_is_killed_is_started_again_in_the_same_job(slurm: Slurm, tr
     assert status.nodes[0].reason == "stopped on request"  # node 1 may see node 0 go first
 
 
-def test_who_cancels_the_job_by_hand_cancels_the_run(slurm: Slurm, train: Train) -> None:
+def test_scancel_by_hand_ends_run_as_cancelled(slurm: Slurm, train: Train) -> None:
     run = train("tick.py", FOR_EVER, restarts=3)
     beating(run)
     slurm.run("scancel", f"--name={run.id}")
@@ -84,7 +86,7 @@ def test_who_cancels_the_job_by_hand_cancels_the_run(slurm: Slurm, train: Train)
     assert "was cancelled (scancel)" in (status.nodes[0].reason or "")
 
 
-def test_a_run_waits_in_the_queue_says_why_and_needs_nobody_to_watch(
+def test_queued_run_reports_reason_and_succeeds_without_supervisor(
     slurm: Slurm, train: Train
 ) -> None:
     other = slurm.run("sbatch", "--parsable", "-N2", "--exclusive", "-o/dev/null",
@@ -101,7 +103,7 @@ def test_a_run_waits_in_the_queue_says_why_and_needs_nobody_to_watch(
     assert [node.exit_code for node in status.nodes] == [0, 0]
 
 
-def test_what_the_plan_prints_can_be_submitted_by_hand(
+def test_plan_output_can_be_submitted_with_sbatch_and_shows_status(
     slurm: Slurm, clusterkit: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the folder that ``plan -o`` wrote; who looks from elsewhere sees it."""
@@ -124,7 +126,7 @@ def test_what_the_plan_prints_can_be_submitted_by_hand(
     assert f"CLUSTERKIT_HOME={home} clusterkit attach hello-plan" in (listed.remark or "")
 
 
-def test_a_plan_runs_once_at_a_time_and_its_run_alone_is_cancelled(
+def test_plan_script_refuses_second_start_and_cancel_spares_other_jobs(
     slurm: Slurm, clusterkit: list[str], tmp_path: Path
 ) -> None:
     job = tmp_path / "hello.yaml"
@@ -151,7 +153,7 @@ def test_a_plan_runs_once_at_a_time_and_its_run_alone_is_cancelled(
     assert run.status().state is State.CANCELLED
 
 
-def test_the_doctor_looks_at_the_partition_and_at_a_node(slurm: Slurm) -> None:
+def test_doctor_checks_partition_and_compute_node(slurm: Slurm) -> None:
     found = {each.check: each for each in api.doctor(cluster="hpc", nodes=2).findings}
     assert set(found) == {"partition", "admission", "folder", "compute"}
     assert found["partition"].cause == "2 of 2 nodes of partition main can be used"
@@ -162,9 +164,7 @@ def test_the_doctor_looks_at_the_partition_and_at_a_node(slurm: Slurm) -> None:
         assert not api.doctor(cluster=cluster, nodes=nodes, only=["partition"]).ok
 
 
-def test_a_job_that_is_told_of_its_end_goes_on_as_the_next_attempt(
-    slurm: Slurm, train: Train
-) -> None:
+def test_job_warned_by_sigusr1_continues_as_next_attempt(slurm: Slurm, train: Train) -> None:
     run = train("tick.py", FOR_EVER)
     beating(run)
     jobs = slurm.jobs()
@@ -182,7 +182,7 @@ def test_a_job_that_is_told_of_its_end_goes_on_as_the_next_attempt(
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ended_by", ["time limit", "preemption"])
-def test_a_run_that_slurm_ends_goes_on_from_its_checkpoint_at_the_same_step(
+def test_run_resumes_from_checkpoint_after_time_limit_or_preemption(
     slurm: Slurm, monkeypatch: pytest.MonkeyPatch, ended_by: str
 ) -> None:
     """Told first, or by SIGTERM, which reaches ranks twice: from Slurm, and from their agents."""
@@ -204,9 +204,7 @@ def test_a_run_that_slurm_ends_goes_on_from_its_checkpoint_at_the_same_step(
 
 
 @pytest.mark.thorough
-def test_a_job_that_is_preempted_goes_on_when_the_nodes_are_free(
-    slurm: Slurm, train: Train
-) -> None:
+def test_preempted_job_continues_when_nodes_are_free(slurm: Slurm, train: Train) -> None:
     run = train("tick.py", FOR_EVER)
     beating(run)
     slurm.run("sbatch", "-purgent", "-N2", "--exclusive", "-o/dev/null", "--wrap", "true")
@@ -215,7 +213,7 @@ def test_a_job_that_is_preempted_goes_on_when_the_nodes_are_free(
 
 
 @pytest.mark.thorough
-def test_a_controller_that_is_away_changes_nothing(slurm: Slurm, train: Train) -> None:
+def test_rank_restarts_while_slurm_controller_is_away(slurm: Slurm, train: Train) -> None:
     run = train("tick.py", FOR_EVER, restarts=1)
     beating(run)
     slurm.stop("slurmctld")
@@ -232,7 +230,7 @@ def test_a_controller_that_is_away_changes_nothing(slurm: Slurm, train: Train) -
 
 
 @pytest.mark.thorough
-def test_zero3_on_two_nodes_with_two_ranks_each(
+def test_zero3_on_slurm_matches_losses_of_single_rank(
     slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -243,7 +241,7 @@ def test_zero3_on_two_nodes_with_two_ranks_each(
 
 
 @pytest.mark.thorough
-def test_a_node_that_is_drained_keeps_the_runs_that_it_has(slurm: Slurm, train: Train) -> None:
+def test_run_on_drained_node_continues_and_restarts_rank(slurm: Slurm, train: Train) -> None:
     run = train("tick.py", FOR_EVER, restarts=1)
     beating(run)
     slurm.run("scontrol", "update", "nodename=n1", "state=drain", "reason=a test")
@@ -257,7 +255,7 @@ def test_a_node_that_is_drained_keeps_the_runs_that_it_has(slurm: Slurm, train: 
 
 
 @pytest.mark.thorough
-def test_a_node_whose_slurmd_is_killed_costs_an_attempt(slurm: Slurm, train: Train) -> None:
+def test_run_continues_as_next_attempt_after_slurmd_is_killed(slurm: Slurm, train: Train) -> None:
     run = train("tick.py", FOR_EVER)
     beating(run)
     slurm.stop("n1", signal.SIGKILL)
@@ -304,7 +302,7 @@ def said(run: api.Run) -> set[tuple[int, str]]:
     ],
     ids=["spares", "shrink"],
 )
-def test_a_node_that_is_lost_is_done_without_in_the_same_job(
+def test_spare_or_shrink_replaces_lost_node_in_same_slurm_job(
     slurm: Slurm, train: Train, tmp_path: Path, job: dict[str, object], third: set[tuple[int, str]]
 ) -> None:
     """Its rank goes to the third node, as to a spare or as one rank fewer is left."""
@@ -321,7 +319,7 @@ def test_a_node_that_is_lost_is_done_without_in_the_same_job(
 
 
 @pytest.mark.thorough
-def test_a_job_whose_first_node_is_lost_is_started_again(
+def test_slurm_job_is_requeued_after_loss_of_first_node(
     slurm: Slurm, train: Train, tmp_path: Path
 ) -> None:
     """With the batch script: another node's agent asks for it."""
@@ -339,7 +337,7 @@ def test_a_job_whose_first_node_is_lost_is_started_again(
 
 
 @pytest.mark.thorough
-def test_two_runs_at_once_do_not_disturb_each_other(slurm: Slurm, train: Train) -> None:
+def test_cancel_of_one_run_leaves_other_run_running(slurm: Slurm, train: Train) -> None:
     one, other = train("tick.py", FOR_EVER), train("tick.py", FOR_EVER)
     beating(one)
     beating(other)
@@ -347,7 +345,7 @@ def test_two_runs_at_once_do_not_disturb_each_other(slurm: Slurm, train: Train) 
     assert other.status().state is State.RUNNING
 
 
-def test_a_script_that_is_handed_to_sbatch_runs_the_job_on_all_nodes(slurm, own_home, tmp_path):
+def test_exported_sbatch_script_runs_job_on_all_nodes(slurm, own_home, tmp_path):
     """Without clusterkit: `export sbatch`, and Slurm's own command. No rank needs torch."""
     job = tmp_path / "handed.yaml"
     job.write_text(

@@ -476,7 +476,7 @@ def read(story: Story) -> Callable[[str, str], str]:
 
 
 @WHEN_CHANGED
-def test_a_second_run_changes_nothing(story: Story, second: Play) -> None:
+def test_second_play_changes_nothing(story: Story, second: Play) -> None:
     assert all(count > 20 for count in story.first.changes().values()), story.first.said
     assert second.code == 0, second.said
     assert second.changes() == {"h0": 0, "h1": 0}, second.said
@@ -484,7 +484,7 @@ def test_a_second_run_changes_nothing(story: Story, second: Play) -> None:
 
 
 @WHEN_CHANGED
-def test_a_check_goes_through_and_changes_nothing(check: Check) -> None:
+def test_check_mode_passes_and_writes_nothing(check: Check) -> None:
     assert check.play.code == 0, check.play.said
     assert all(count > 10 for count in check.play.changes().values())
     assert "+::ffff:" in check.play.said
@@ -492,7 +492,7 @@ def test_a_check_goes_through_and_changes_nothing(check: Check) -> None:
 
 
 @WHEN_CHANGED
-def test_lint_is_content(tmp_path: Path) -> None:
+def test_ansible_lint_passes_production_profile(tmp_path: Path) -> None:
     # On a copy: it leaves a folder of its own beside what it reads.
     copy = tmp_path / "ansible"
     shutil.copytree(CHECKOUT / "ansible", copy)
@@ -513,7 +513,7 @@ def test_lint_is_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", NODES)
-def test_every_name_leads_to_its_address_and_not_to_a_loopback(story: Story, host: str) -> None:
+def test_host_names_resolve_to_their_address_instead_of_loopback(story: Story, host: str) -> None:
     lab = story.site.lab
     for other in lab.hosts:
         for name in (other.name, f"{other.name}.cluster.example"):
@@ -530,13 +530,17 @@ def test_every_name_leads_to_its_address_and_not_to_a_loopback(story: Story, hos
     assert f"{host}.site.example" in story.site.read(host, "/etc/hosts")
 
 
-def test_cloud_init_is_kept_from_the_hosts_file(read: Callable[[str, str], str]) -> None:
+def test_cloud_init_is_configured_to_leave_hosts_file_alone(
+    read: Callable[[str, str], str],
+) -> None:
     assert "manage_etc_hosts: false" in read("h1", "/etc/cloud/cloud.cfg.d/99-clusterkit.cfg")
     with pytest.raises(FileNotFoundError):
         read("h0", "/etc/cloud/cloud.cfg.d/99-clusterkit.cfg")
 
 
-def test_the_written_host_keys_are_enough(story: Story, tmp_path: Path) -> None:
+def test_written_known_hosts_suffice_for_strict_host_key_checking(
+    story: Story, tmp_path: Path
+) -> None:
     lab = story.site.lab
     block = re.search(
         r"# BEGIN clusterkit nodes\n(.*)# END", lab.known_hosts.read_text(), re.DOTALL
@@ -571,7 +575,7 @@ def test_hosts_reach_each_other_over_ssh(story: Story) -> None:
             assert done.stdout.strip() == there.name, done.stderr
 
 
-def test_people_are_let_in_beside_those_who_were(story: Story) -> None:
+def test_authorized_keys_are_added_to_existing_keys(story: Story) -> None:
     for host in NODES:
         keys = story.site.read(host, "/root/.ssh/authorized_keys")
         assert "someone@example.org" in keys
@@ -579,7 +583,7 @@ def test_people_are_let_in_beside_those_who_were(story: Story) -> None:
         assert (story.site.lab.root(host) / "root/clusterkit").is_dir()
 
 
-def test_network_settings_are_written_and_set(story: Story) -> None:
+def test_network_settings_are_written_and_applied(story: Story) -> None:
     lab = story.site.lab
     for host in NODES:
         assert story.site.read(host, "/etc/nccl.conf").splitlines()[1:] == [
@@ -591,7 +595,7 @@ def test_network_settings_are_written_and_set(story: Story) -> None:
         assert "mtu 1400" in lab.ssh(host, "ip", "link", "show", "eth0").stdout
 
 
-def test_what_a_host_cannot_set_is_named_and_left_alone(story: Story) -> None:
+def test_settings_that_host_cannot_apply_are_reported_and_skipped(story: Story) -> None:
     for host in NODES:
         assert f"{host} keeps its own value of kernel.ostype, net.no.such" in story.last.flat()
         assert f"{host} has no systemd" in story.last.flat()
@@ -601,7 +605,7 @@ def test_what_a_host_cannot_set_is_named_and_left_alone(story: Story) -> None:
         assert ("memlock" in limits) == (allowed.returncode == 0)
 
 
-def test_the_clock_of_the_first_host_is_followed(story: Story) -> None:
+def test_chrony_of_other_hosts_follows_first_host(story: Story) -> None:
     first, second = (story.site.read(h, "/etc/chrony/conf.d/clusterkit.conf") for h in NODES)
     one, two = story.site.lab.hosts
     assert f"allow {two.address}" in first
@@ -611,7 +615,7 @@ def test_the_clock_of_the_first_host_is_followed(story: Story) -> None:
     assert "local" not in second
 
 
-def test_gpu_roles_act_only_where_there_is_a_gpu(story: Story) -> None:
+def test_gpu_roles_act_only_on_host_with_gpu(story: Story) -> None:
     assert "h0: no NVIDIA GPU" in story.first.flat()
     assert "h1: no NVIDIA GPU" not in story.first.flat()
     assert "h1 must be restarted before its GPUs can be used" in story.last.flat()
@@ -630,7 +634,7 @@ def installed(story: Story, host: str) -> dict[str, str]:
     return {row[0]: row[1] for row in rows if row[-1] == "installed"}
 
 
-def test_the_driver_is_nvidias_with_the_fabric_manager_of_its_version(story: Story) -> None:
+def test_nvidia_driver_is_installed_with_fabric_manager_of_same_version(story: Story) -> None:
     packages = installed(story, "h1")
     assert (
         packages.items()
@@ -646,7 +650,7 @@ def test_the_driver_is_nvidias_with_the_fabric_manager_of_its_version(story: Sto
     assert "h0 has Secure Boot on" not in story.first.flat()
 
 
-def test_the_persistence_daemon_keeps_persistence_mode_on(story: Story) -> None:
+def test_persistence_daemon_keeps_persistence_mode_on(story: Story) -> None:
     units = story.site.lab.root("h1") / "etc/systemd/system"
     lines = (units / "nvidia-persistenced.service.d/clusterkit.conf").read_text().splitlines()
     start = "ExecStart=/usr/bin/nvidia-persistenced --user nvidia-persistenced --verbose"
@@ -656,13 +660,13 @@ def test_the_persistence_daemon_keeps_persistence_mode_on(story: Story) -> None:
     assert wanted.readlink() == Path("/lib/systemd/system/nvidia-persistenced.service")
 
 
-def test_infiniband_brings_its_packages(story: Story) -> None:
+def test_rdma_packages_are_installed_only_on_host_with_infiniband(story: Story) -> None:
     packages = defaults("rdma")["rdma_packages"]
     assert all(installed(story, "h1").get(name) for name in packages)
     assert "infiniband-diags" not in installed(story, "h0")
 
 
-def test_a_distribution_without_a_compose_plugin_is_named(story: Story) -> None:
+def test_compose_plugin_is_installed_or_reported_missing(story: Story) -> None:
     if platform.freedesktop_os_release().get("VERSION_ID") == "12":
         assert "h0 has no compose plugin of 2.20 or newer, and Debian 12 packages none" in (
             story.first.flat()
@@ -671,7 +675,9 @@ def test_a_distribution_without_a_compose_plugin_is_named(story: Story) -> None:
         assert "docker-compose" in installed(story, "h0")
 
 
-def test_dockers_settings_hold_everybodys(read: Callable[[str, str], str]) -> None:
+def test_docker_settings_are_merged_into_existing_daemon_json(
+    read: Callable[[str, str], str],
+) -> None:
     ours = defaults("docker")["docker_daemon"]
     for host in NODES:
         settings = json.loads(read(host, "/etc/docker/daemon.json"))
@@ -680,7 +686,7 @@ def test_dockers_settings_hold_everybodys(read: Callable[[str, str], str]) -> No
         assert ("nvidia" in settings.get("runtimes", {})) == (host == "h1")
 
 
-def test_the_first_host_exports_and_the_others_mount(story: Story) -> None:
+def test_first_host_exports_nfs_folder_and_others_list_mount_in_fstab(story: Story) -> None:
     one, two = story.site.lab.hosts
     exports = story.site.read("h0", "/etc/exports.d/clusterkit.exports").splitlines()[1:]
     assert exports == [f'"/srv/clusterkit" {two.address}(rw,sync,no_subtree_check,root_squash)']
@@ -691,7 +697,7 @@ def test_the_first_host_exports_and_the_others_mount(story: Story) -> None:
     assert "/srv/clusterkit is in fstab and not mounted" in story.last.flat()
 
 
-def test_slurm_has_one_key_and_one_configuration(story: Story) -> None:
+def test_slurm_hosts_share_munge_key_and_configuration(story: Story) -> None:
     first, second = (story.site.read(host, "/etc/slurm/slurm.conf") for host in NODES)
     one, two = story.site.lab.hosts
     assert first == second
@@ -714,7 +720,7 @@ def test_slurm_has_one_key_and_one_configuration(story: Story) -> None:
     assert base64.b64encode(keys.pop()).decode()[:40] not in story.first.said
 
 
-def test_the_environment_has_the_projects_versions_on_every_host(story: Story) -> None:
+def test_python_environment_has_pinned_versions_on_every_host(story: Story) -> None:
     wanted = pinned() | {"torch": f"{pinned()['torch']}+cpu"}
     for host in NODES:
         listed = story.site.lab.ssh(host, f"{VENV}/bin/pip", "list", "--format=json").stdout
@@ -778,7 +784,7 @@ def later(story: Story) -> dict[str, Play]:
 
 
 @WHEN_CHANGED
-def test_a_host_that_is_missing_is_named(later: dict[str, Play]) -> None:
+def test_play_names_host_left_out_by_limit(later: dict[str, Play]) -> None:
     play = later["one host"]
     assert play.code == 2
     assert "left out by --limit: h1." in play.flat()
@@ -786,7 +792,7 @@ def test_a_host_that_is_missing_is_named(later: dict[str, Play]) -> None:
 
 
 @WHEN_CHANGED
-def test_one_role_runs_alone_on_one_host(later: dict[str, Play]) -> None:
+def test_single_role_runs_alone_on_one_host(later: dict[str, Play]) -> None:
     play = later["one role"]
     assert play.code == 0, play.said
     assert play.changes() == {"h1": 0}
@@ -795,14 +801,14 @@ def test_one_role_runs_alone_on_one_host(later: dict[str, Play]) -> None:
 
 
 @WHEN_CHANGED
-def test_a_package_that_apt_does_not_have_is_named(later: dict[str, Play]) -> None:
+def test_base_role_names_package_that_apt_cannot_install(later: dict[str, Play]) -> None:
     play = later["package"]
     assert play.code == 2
     assert "h1 needs no-such-package, and apt cannot install them" in play.flat()
 
 
 @WHEN_CHANGED
-def test_a_toolkit_without_a_source_is_refused_with_what_to_set(later: dict[str, Play]) -> None:
+def test_container_toolkit_without_package_source_is_refused(later: dict[str, Play]) -> None:
     play = later["toolkit"]
     assert play.code == 2
     assert "apt on h1 knows no no-such-toolkit. Set nvidia_container_toolkit_source" in play.flat()
@@ -810,7 +816,7 @@ def test_a_toolkit_without_a_source_is_refused_with_what_to_set(later: dict[str,
 
 
 @WHEN_CHANGED
-def test_a_gpu_host_without_containers_needs_no_toolkit(later: dict[str, Play]) -> None:
+def test_gpu_host_without_containers_needs_no_container_toolkit(later: dict[str, Play]) -> None:
     play = later["no containers"]
     assert play.code == 0, play.said
     assert play.flat().count("h1: containers are not wanted (cluster_containers)") == 2
@@ -818,7 +824,7 @@ def test_a_gpu_host_without_containers_needs_no_toolkit(later: dict[str, Play]) 
 
 
 @WHEN_CHANGED
-def test_a_driver_that_is_too_old_is_refused_before_it_is_installed(
+def test_too_old_driver_is_refused_before_installation(
     story: Story, later: dict[str, Play]
 ) -> None:
     play = later["old driver"]
@@ -832,7 +838,7 @@ def test_a_driver_that_is_too_old_is_refused_before_it_is_installed(
 
 
 @WHEN_CHANGED
-def test_a_fabric_manager_of_another_version_is_refused(later: dict[str, Play]) -> None:
+def test_fabric_manager_of_other_driver_version_is_refused(later: dict[str, Play]) -> None:
     play = later["fabric"]
     assert play.code == 2
     assert "h1 has NVSwitches and driver 580.95.05: without the fabric manager" in play.flat()
@@ -841,7 +847,7 @@ def test_a_fabric_manager_of_another_version_is_refused(later: dict[str, Play]) 
 
 
 @WHEN_CHANGED
-def test_an_address_that_no_interface_has_is_refused(story: Story, later: dict[str, Play]) -> None:
+def test_address_without_interface_is_refused(story: Story, later: dict[str, Play]) -> None:
     play = later["address"]
     assert play.code == 2
     address = story.site.lab.hosts[0].address
@@ -850,7 +856,7 @@ def test_an_address_that_no_interface_has_is_refused(story: Story, later: dict[s
 
 
 @WHEN_CHANGED
-def test_two_hosts_with_one_name_are_refused(later: dict[str, Play]) -> None:
+def test_two_hosts_with_same_name_are_refused(later: dict[str, Play]) -> None:
     play = later["names"]
     assert play.code == 2
     assert "h0 has the address or a name of h1" in play.flat()
@@ -858,7 +864,7 @@ def test_two_hosts_with_one_name_are_refused(later: dict[str, Play]) -> None:
 
 
 @WHEN_CHANGED
-def test_an_environment_of_someone_elses_is_compared_and_left_alone(
+def test_foreign_python_environment_is_compared_and_left_unchanged(
     later: dict[str, Play],
 ) -> None:
     play = later["theirs"]
@@ -871,14 +877,14 @@ def test_an_environment_of_someone_elses_is_compared_and_left_alone(
 
 
 @WHEN_CHANGED
-def test_a_python_that_is_too_old_is_refused(story: Story, later: dict[str, Play]) -> None:
+def test_too_old_python_is_refused(story: Story, later: dict[str, Play]) -> None:
     play = later["old python"]
     assert play.code == 2
     assert "h1: /srv/python3.9 is not Python 3.11 or newer (Python 3.9.2)" in play.flat()
     assert not (story.site.lab.root("h1") / "srv/new").exists()
 
 
-def test_a_preflight_that_fails_fails_the_play(story: Story) -> None:
+def test_failed_preflight_fails_play(story: Story) -> None:
     play = story.site.play("--tags", "preflight", clusterkit_cluster="no-such-cluster")
     assert play.code == 2
     assert "doctor --cluster no-such-cluster: exit code 2" in play.flat()
@@ -899,7 +905,7 @@ def no_gpus_in_h1(story: Story) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_gpus_in_h1")
-def test_hosts_so_prepared_pass_the_preflight_and_train(
+def test_prepared_hosts_pass_preflight_and_run_torchrun_job(
     story: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clusters = story.site.folder / "clusters.yaml"
@@ -929,7 +935,7 @@ def test_hosts_so_prepared_pass_the_preflight_and_train(
 
 
 @WHEN_CHANGED
-def test_the_lab_file_is_enough_for_a_lab(tmp_path: Path) -> None:
+def test_lab_variables_file_suffices_for_play_on_lab(tmp_path: Path) -> None:
     skip_without_lab()
     place = tempfile.mkdtemp(prefix="clusterkit-lab-")
     with tempfile.TemporaryDirectory(prefix="cka") as home, Lab(place, hosts=1) as lab:

@@ -15,7 +15,7 @@ from tests.lab import Lab
 pytestmark = pytest.mark.live
 
 
-def test_the_host_with_the_slow_link_is_named(
+def test_bench_names_host_with_slow_link(
     lab4: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "clusters.yaml").write_text(

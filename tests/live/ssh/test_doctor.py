@@ -35,20 +35,20 @@ def only_fault(report: Report, check: str, host: str) -> Finding:
     return bad[0]
 
 
-def test_a_lab_that_is_well(examine):
+def test_doctor_passes_on_healthy_hosts(examine):
     report = examine(*QUIET)
     assert report.ok
     assert {finding.level for finding in report.findings} == {"ok"}, report.table()
 
 
-def test_a_cut_link_is_a_host_that_does_not_answer(lab4, examine):
+def test_doctor_reports_host_with_cut_link_as_unreachable(lab4, examine):
     lab4.fault("cut", "h1")
     found = only_fault(examine("reachable", "user", "mesh", connect_timeout=3), "reachable", "h1")
     assert found.level == "fail"
     assert "does not answer within 3 s" in found.cause
 
 
-def test_a_frozen_host_does_not_hold_the_others(lab4, examine):
+def test_doctor_checks_other_hosts_despite_frozen_host(lab4, examine):
     lab4.fault("freeze", "h3")
     report = examine("reachable", "user", connect_timeout=3)
     assert only_fault(report, "reachable", "h3").level == "fail"
@@ -57,19 +57,19 @@ def test_a_frozen_host_does_not_hold_the_others(lab4, examine):
     }  # fmt: skip
 
 
-def test_a_crashed_host(lab4, examine):
+def test_doctor_reports_crashed_host_refusing_connections(lab4, examine):
     lab4.fault("crash", "h2")
     assert "refuses connections" in only_fault(examine("reachable"), "reachable", "h2").cause
 
 
-def test_another_host_key(lab4, examine):
+def test_doctor_reports_changed_host_key(lab4, examine):
     lab4.fault("new-host-key", "h3")
     found = only_fault(examine("reachable", "host-key"), "host-key", "h3")
     assert "its host key has changed" in found.cause
     assert "ssh-keygen -R" in found.remedy
 
 
-def test_a_clock_that_is_ten_minutes_off(lab4, examine):
+def test_doctor_reports_clock_ten_minutes_ahead(lab4, examine):
     lab4.fault("clock", "h1", 600)
     found = only_fault(examine("clock"), "clock", "h1")
     assert found.level == "fail"
@@ -77,7 +77,7 @@ def test_a_clock_that_is_ten_minutes_off(lab4, examine):
     assert "chrony" in found.remedy
 
 
-def test_a_link_of_two_megabits(lab4, examine):
+def test_doctor_warns_of_slow_link(lab4, examine):
     lab4.fault("slow", "h1", "2mbit")
     for _ in range(10):
         report = examine("mesh", "head-port")
@@ -88,7 +88,7 @@ def test_a_link_of_two_megabits(lab4, examine):
     assert re.match(r"its link is slow: \d\.\d Mbit/s from h0, \d\.\d Mbit/s to h2", found.cause)
 
 
-def test_another_torch(lab4, examine):
+def test_doctor_reports_different_torch_version(lab4, examine):
     lab4.fault("versions", "h2", "2.12.0")
     found = only_fault(examine("python", "packages"), "packages", "h2")
     assert found.level == "fail"
@@ -96,14 +96,14 @@ def test_another_torch(lab4, examine):
     assert found.remedy == f"{PYTHON} -m pip install torch==2.13.0"
 
 
-def test_a_full_disk(lab4, examine):
+def test_doctor_reports_full_disk(lab4, examine):
     lab4.fault("full-disk", "h1")
     found = only_fault(examine("disk"), "disk", "h1")
     assert found.level == "fail"
     assert "has 0 B left" in found.cause
 
 
-def test_a_folder_that_is_not_shared(lab4, examine):
+def test_doctor_reports_folder_that_is_not_shared(lab4, examine):
     for host in lab4.hosts:
         assert lab4.ssh(host.name, "mkdir", "-p", "/srv/common").returncode == 0
     report = examine("shared", shared="/srv/common")
@@ -128,13 +128,13 @@ def on_host(lab4):
         assert lab4.ssh(host, "sh", "-c", text).returncode == 0
 
 
-def test_an_mtu_of_its_own(on_host, examine):
+def test_doctor_reports_different_mtu(on_host, examine):
     on_host("h2", "ip link set eth0 mtu 9000", "ip link set eth0 mtu 1500")
     found = only_fault(examine("interface"), "interface", "h2")
     assert "MTU 9000, the others 1500" in found.cause
 
 
-def test_a_firewall_before_the_head(lab4, on_host, examine):
+def test_doctor_reports_firewall_that_blocks_head_ports(lab4, on_host, examine):
     outside = lab4.host("h3").address
     rule = f"INPUT -p tcp -s {outside} --dport 20000:31999 -j DROP"
     on_host("h0", f"iptables -A {rule}", f"iptables -D {rule}")
@@ -143,7 +143,7 @@ def test_a_firewall_before_the_head(lab4, on_host, examine):
     assert found.remedy == f"on h0: sudo ufw allow from {outside}"
 
 
-def test_a_firewall_that_opens_the_rendezvous_port_alone(lab4, on_host, examine):
+def test_doctor_mesh_check_reports_firewall_that_opens_only_head_port(lab4, on_host, examine):
     rule = "INPUT -p tcp --syn --dport 32768: -j REJECT --reject-with tcp-reset"
     on_host("h2", f"iptables -A {rule}", f"iptables -D {rule}")
     report = examine("head-port", "mesh")
@@ -154,13 +154,13 @@ def test_a_firewall_that_opens_the_rendezvous_port_alone(lab4, on_host, examine)
     assert len(report.faults()) == 1
 
 
-def test_a_shell_that_greets_does_not_spoil_the_answer(on_host, examine):
+def test_doctor_ignores_greeting_of_login_shell(on_host, examine):
     on_host("h1", "echo 'echo Welcome' >/root/.bashrc", "rm /root/.bashrc")
     report = examine("user", "python")
     assert report.worst == "ok", report.table()
 
 
-def test_a_port_that_somebody_has(lab4, on_host, examine):
+def test_doctor_names_process_that_occupies_port(lab4, on_host, examine):
     code = (
         "import socket, time; s = socket.create_server(('', 29555)); "
         "open('/tmp/up', 'w'); time.sleep(99)"
@@ -177,7 +177,7 @@ def test_a_port_that_somebody_has(lab4, on_host, examine):
     assert found.remedy.startswith(f"kill {pid}")
 
 
-def test_nothing_is_left_on_the_hosts(lab4, examine):
+def test_doctor_leaves_no_process_socket_or_file_on_hosts(lab4, examine):
     examine("mesh", "workdir", "user", port=29555)
     gone = (
         "for i in 1 2 3 4 5 6 7 8 9 10; do "

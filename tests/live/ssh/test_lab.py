@@ -121,7 +121,7 @@ def own(tmp_path: Path) -> Iterator[Lab]:
 # ---------------------------------------------------------------- what a host is
 
 
-def test_hosts_have_their_own_name_processes_and_disk(lab: Lab, tmp_path: Path) -> None:
+def test_each_host_has_own_name_processes_and_disk(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "of-this-machine").touch()
     assert [said(lab, host.name, "hostname") for host in lab.hosts] == ["h0", "h1"]
     assert said(lab, "h0", "cat", "/etc/hostname", "/proc/1/comm").split() == ["h0", "sshd"]
@@ -135,7 +135,7 @@ def test_hosts_have_their_own_name_processes_and_disk(lab: Lab, tmp_path: Path) 
     assert said(lab, "h0", "sh", "-c", "rm /root/f /tmp/f /etc/f; ls -A /root /home /srv") != ""
 
 
-def test_nothing_of_the_users_of_this_machine_is_seen(lab: Lab) -> None:
+def test_host_does_not_see_user_files_of_machine(lab: Lab) -> None:
     shown = said(lab, "h0", "find", "/root", "/home", "/srv", "/tmp", "-type", "f", "-not",
                  "-path", "*/.pyenv/*", "-not", "-path", "*/.local/share/uv/*",
                  "-not", "-path", f"{CHECKOUT}/*")  # fmt: skip
@@ -146,7 +146,7 @@ def test_nothing_of_the_users_of_this_machine_is_seen(lab: Lab) -> None:
     assert said(lab, "h0", "ls", "/etc/ssh").split() == ["ssh_host_ed25519_key", "sshd_config"]
 
 
-def test_a_host_has_the_python_of_the_checkout_but_cannot_change_it(lab: Lab) -> None:
+def test_host_sees_checkout_python_read_only(lab: Lab) -> None:
     code = "import clusterkit, importlib.metadata as m; print(m.version('torch'), clusterkit)"
     here = subprocess.run([lab_python(), "-c", code], capture_output=True, text=True, check=True)
     assert said(lab, "h1", str(lab_python()), "-c", code) == here.stdout.strip()
@@ -154,7 +154,7 @@ def test_a_host_has_the_python_of_the_checkout_but_cannot_change_it(lab: Lab) ->
     assert "Read-only file system" in refused.stderr
 
 
-def test_a_host_cannot_change_the_machine_it_lives_on(lab: Lab) -> None:
+def test_host_cannot_change_its_machine(lab: Lab) -> None:
     assert "Read-only" in lab.ssh("h0", "sh", "-c", "echo 9 >/proc/sys/vm/swappiness").stderr
     assert "not permitted" in lab.ssh("h0", "date", "-s", "@0").stderr
     assert "Read-only" in lab.ssh("h0", "chmod", "0755", "/sys/kernel").stderr
@@ -164,13 +164,13 @@ def test_a_host_cannot_change_the_machine_it_lives_on(lab: Lab) -> None:
     assert said(lab, "h1", "cat", "/proc/sys/net/ipv4/ip_forward") == "0" or before == "1"
 
 
-def test_hosts_reach_each_other_by_name_and_ask_no_questions(lab: Lab) -> None:
+def test_hosts_reach_each_other_by_ssh_without_prompts(lab: Lab) -> None:
     for name in (lab.host("h1").name, lab.host("h1").address):
         assert said(lab, "h0", "ssh", "-o", "BatchMode=yes", name, "hostname") == "h1"
     assert said(lab, "h0", "getent", "ahostsv4", "h1").split()[0] == lab.host("h1").address
 
 
-def test_resolving_waits_for_no_name_server(lab: Lab) -> None:
+def test_name_lookup_does_not_wait_for_dns(lab: Lab) -> None:
     """torch's TCPStore asks for the name of the v4-mapped address, for 10 s where DNS is tried."""
     code = (
         "import socket, time; start = time.monotonic()\n"
@@ -183,7 +183,7 @@ def test_resolving_waits_for_no_name_server(lab: Lab) -> None:
     assert float(said(lab, "h0", "python3", "-c", code).split()[1]) < 4
 
 
-def test_each_boot_has_an_id_of_its_own_and_each_host_a_machine_id(lab: Lab) -> None:
+def test_every_boot_has_new_boot_id_and_hosts_own_machine_id(lab: Lab) -> None:
     def boot_id(host: str) -> str:
         return said(lab, host, "cat", "/proc/sys/kernel/random/boot_id")
 
@@ -197,14 +197,14 @@ def test_each_boot_has_an_id_of_its_own_and_each_host_a_machine_id(lab: Lab) -> 
     assert said(lab, "h0", "cat", "/etc/machine-id") != said(lab, "h1", "cat", "/etc/machine-id")
 
 
-def test_terminals_and_devices_work(lab: Lab) -> None:
+def test_host_has_working_terminal_and_devices(lab: Lab) -> None:
     code = "echo hidden >/dev/null; head -c 3 /dev/zero | wc -c; tty"
     done = lab.ssh("h0", "sh", "-c", code, options=("-tt",))
     assert done.stdout.split() == ["3", "/dev/pts/0"]
     assert said(lab, "h0", "sh", "-c", "echo x >/dev/shm/x; cat /dev/stdin </dev/shm/x") == "x"
 
 
-def test_the_shared_folder_is_the_same_on_all_hosts(tmp_path: Path) -> None:
+def test_shared_folder_is_same_on_all_hosts_and_survives_reboot(tmp_path: Path) -> None:
     with Lab(tmp_path / "lab", 2, shared=True) as lab:
         said(lab, "h0", "sh", "-c", "echo from h0 >/srv/shared/f")
         assert said(lab, "h1", "cat", "/srv/shared/f") == "from h0"
@@ -217,7 +217,7 @@ def test_the_shared_folder_is_the_same_on_all_hosts(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the files
 
 
-def test_the_files_say_how_to_reach_the_hosts(lab: Lab) -> None:
+def test_inventory_hostfile_and_ssh_config_reach_hosts(lab: Lab) -> None:
     group = yaml.safe_load(lab.inventory.read_text())["nodes"]
     assert group["hosts"] == {host.name: {"ansible_host": host.address} for host in lab.hosts}
     assert group["vars"]["clusterkit_python"] == str(lab_python())
@@ -234,7 +234,7 @@ def test_the_files_say_how_to_reach_the_hosts(lab: Lab) -> None:
     assert said(lab, lab.hosts[1].address, "hostname") == "h1"
 
 
-def test_known_hosts_holds_the_keys_that_the_hosts_show(lab: Lab) -> None:
+def test_known_hosts_has_keys_that_hosts_present(lab: Lab) -> None:
     for host in lab.hosts:
         scan = subprocess.run(
             ["ssh-keyscan", "-t", "ed25519", host.address],
@@ -248,7 +248,7 @@ def test_known_hosts_holds_the_keys_that_the_hosts_show(lab: Lab) -> None:
 # ---------------------------------------------------------------- up and down
 
 
-def test_down_leaves_nothing_and_can_be_said_twice(own: Lab, session: Session) -> None:
+def test_down_leaves_no_trace_and_is_repeatable(own: Lab, session: Session) -> None:
     assert own.up()
     said(own, "h0", "true")
     running = session(own, "h0", "echo here; exec sleep 600")
@@ -261,7 +261,7 @@ def test_down_leaves_nothing_and_can_be_said_twice(own: Lab, session: Session) -
     assert not own.down()
 
 
-def test_down_ends_a_lab_whose_hosts_are_frozen_crashed_full_and_cut(own: Lab) -> None:
+def test_down_removes_lab_with_frozen_crashed_full_and_cut_hosts(own: Lab) -> None:
     own.size = 4
     own.up()
     for fault, host in (("freeze", "h0"), ("crash", "h1"), ("full-disk", "h2"), ("cut", "h3")):
@@ -271,7 +271,7 @@ def test_down_ends_a_lab_whose_hosts_are_frozen_crashed_full_and_cut(own: Lab) -
     traces.assert_gone()
 
 
-def test_up_twice_is_the_same_lab_and_another_size_is_refused(own: Lab) -> None:
+def test_second_up_reuses_lab_and_refuses_other_size(own: Lab) -> None:
     assert own.up()
     name = own.name
     again = Lab(own.dir, 1)
@@ -286,7 +286,7 @@ def test_up_twice_is_the_same_lab_and_another_size_is_refused(own: Lab) -> None:
     "there",
     ["state.json", f"{machine.NETNS}/*-h7", "hosts/h3/upper", "hosts/h7/fstab", "logs/h0.log"],
 )
-def test_a_creator_that_was_killed_leaves_what_down_can_remove(own: Lab, there: str) -> None:
+def test_down_removes_lab_whose_creation_was_killed(own: Lab, there: str) -> None:
     creator = subprocess.Popen([*LAB, "up", "8", "--dir", str(own.dir)], cwd=CHECKOUT)
 
     def so_far() -> bool:
@@ -304,7 +304,7 @@ def test_a_creator_that_was_killed_leaves_what_down_can_remove(own: Lab, there: 
     traces.assert_gone()
 
 
-def test_up_makes_a_half_made_lab_anew(own: Lab) -> None:
+def test_up_replaces_incomplete_lab(own: Lab) -> None:
     own.up()
     traces = Traces(own)
     own._state["ready"] = False
@@ -317,7 +317,7 @@ def test_up_makes_a_half_made_lab_anew(own: Lab) -> None:
     assert said(fresh, "h0", "hostname") == "h0"
 
 
-def test_a_lab_of_before_a_restart_of_the_machine_is_made_anew(own: Lab) -> None:
+def test_up_replaces_lab_lost_in_machine_restart(own: Lab) -> None:
     own.up()
     machine.kill(own.cgroup())
     machine.remove_cgroup(own.cgroup())
@@ -330,7 +330,7 @@ def test_a_lab_of_before_a_restart_of_the_machine_is_made_anew(own: Lab) -> None
     assert said(Lab.open(own.dir), "h0", "hostname") == "h0"
 
 
-def test_an_up_that_fails_leaves_nothing(own: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_up_leaves_no_trace(own: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     real, seen = machine.tool, []
 
     def tool(name: str) -> str:
@@ -346,7 +346,7 @@ def test_an_up_that_fails_leaves_nothing(own: Lab, monkeypatch: pytest.MonkeyPat
     seen[0].assert_gone()
 
 
-def test_two_labs_have_nothing_in_common(lab: Lab, own: Lab) -> None:
+def test_two_labs_are_isolated_from_each_other(lab: Lab, own: Lab) -> None:
     own.up()
     assert own.network != lab.network
     assert {lab.name, own.name} <= set(labs())
@@ -359,7 +359,7 @@ def test_two_labs_have_nothing_in_common(lab: Lab, own: Lab) -> None:
     assert [said(lab, host.name, "hostname") for host in lab.hosts] == ["h0", "h1"]
 
 
-def test_labs_made_at_the_same_moment_get_different_networks(tmp_path: Path) -> None:
+def test_labs_created_concurrently_get_different_networks(tmp_path: Path) -> None:
     folders = [tmp_path / f"lab{i}" for i in range(3)]
     makers = [
         subprocess.Popen([*LAB, "up", "1", "--dir", str(folder)], cwd=CHECKOUT)
@@ -375,7 +375,7 @@ def test_labs_made_at_the_same_moment_get_different_networks(tmp_path: Path) -> 
             assert main(["down", "--dir", str(folder)]) == 0
 
 
-def test_two_ups_of_one_folder_make_one_lab(tmp_path: Path) -> None:
+def test_concurrent_ups_of_same_folder_make_one_lab(tmp_path: Path) -> None:
     command = [*LAB, "up", "1", "--dir", str(tmp_path / "lab")]
     makers = [
         subprocess.Popen(command, cwd=CHECKOUT, stdout=subprocess.PIPE, text=True) for _ in range(3)
@@ -398,7 +398,7 @@ def in_a_fresh_network(script: str) -> str:
     return done.stdout
 
 
-def test_the_first_lab_of_a_machine_leaves_it_as_it_was(tmp_path: Path) -> None:
+def test_first_lab_of_machine_leaves_no_mount_or_link_after_down(tmp_path: Path) -> None:
     lab = f"{sys.executable} -m tests.lab"
     told = in_a_fresh_network(
         f"mount -t tmpfs none /run; mkdir /run/mount; cp /proc/self/mountinfo '{tmp_path}/before'\n"
@@ -412,7 +412,7 @@ def test_the_first_lab_of_a_machine_leaves_it_as_it_was(tmp_path: Path) -> None:
     assert told.split() == ["mount", "netns", "mount", "netns", "mount", "1"]
 
 
-def test_a_network_that_is_in_use_is_left_alone(tmp_path: Path) -> None:
+def test_up_avoids_networks_in_use(tmp_path: Path) -> None:
     lab = f"{sys.executable} -m tests.lab"
     told = in_a_fresh_network(
         "ip link add there type veth peer name peer; ip address add 10.77.0.1/24 dev there\n"
@@ -424,7 +424,7 @@ def test_a_network_that_is_in_use_is_left_alone(tmp_path: Path) -> None:
     assert re.findall(r"1 host, (\S+)\.10,", told) == ["10.77.2", "198.18.0"]
 
 
-def test_a_firewall_that_forwards_nothing_is_no_matter(tmp_path: Path) -> None:
+def test_hosts_reach_each_other_despite_drop_policy_for_forwarding(tmp_path: Path) -> None:
     """docker sets this policy, and with br_netfilter it holds for bridges of the machine too."""
     if shutil.which("iptables") is None:
         pytest.skip("iptables is not installed: apt-get install iptables")
@@ -440,7 +440,7 @@ def test_a_firewall_that_forwards_nothing_is_no_matter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["with space", "a,comma", "colon:semi;", "naïve-日本", "&#!()*"])
-def test_folders_with_unusual_names(tmp_path: Path, name: str) -> None:
+def test_lab_works_in_folder_with_unusual_name(tmp_path: Path, name: str) -> None:
     with Lab(tmp_path / name, 1) as lab:
         assert said(lab, "h0", "hostname") == "h0"
         group = yaml.safe_load(lab.inventory.read_text())["nodes"]
@@ -454,7 +454,7 @@ def test_folders_with_unusual_names(tmp_path: Path, name: str) -> None:
 # ---------------------------------------------------------------- faults
 
 
-def test_crash_and_boot(lab: Lab, session: Session) -> None:
+def test_crash_stops_host_and_boot_keeps_its_disk(lab: Lab, session: Session) -> None:
     said(lab, "h1", "sh", "-c", "echo kept >/root/kept; echo lost >/dev/shm/lost")
     running = session(lab, "h1", "echo here; exec sleep 600")
     assert line(running) == "here"
@@ -471,7 +471,7 @@ def test_crash_and_boot(lab: Lab, session: Session) -> None:
     assert said(lab, "h0", "hostname") == "h0"
 
 
-def test_crash_and_boot_many_times(lab: Lab) -> None:
+def test_crash_and_boot_keep_disk_eight_times_in_row(lab: Lab) -> None:
     for i in range(8):
         said(lab, "h1", "sh", "-c", f"echo {i} >>/root/boots")
         lab.fault("crash", "h1")
@@ -480,7 +480,7 @@ def test_crash_and_boot_many_times(lab: Lab) -> None:
     said(lab, "h1", "rm", "/root/boots")
 
 
-def test_cut_and_heal(lab: Lab, session: Session) -> None:
+def test_cut_blocks_network_and_heal_resumes_open_connection(lab: Lab, session: Session) -> None:
     open_before = session(lab, "h1", "echo here; read -r word; echo got $word")
     assert line(open_before) == "here"
     lab.fault("cut", "h1")
@@ -495,7 +495,7 @@ def test_cut_and_heal(lab: Lab, session: Session) -> None:
     assert open_before.wait(SOON) == 0
 
 
-def test_freeze_and_thaw(lab: Lab, session: Session) -> None:
+def test_freeze_stops_processes_and_thaw_resumes_them(lab: Lab, session: Session) -> None:
     counting = session(lab, "h1", "i=0; while :; do i=$((i+1)); echo $i; sleep 0.01; done")
     assert line(counting) == "1"
     lab.fault("freeze", "h1")
@@ -510,7 +510,7 @@ def test_freeze_and_thaw(lab: Lab, session: Session) -> None:
     assert int(line(counting)) > 1
 
 
-def test_restart_sshd_breaks_connections_and_nothing_else(lab: Lab, session: Session) -> None:
+def test_restart_sshd_breaks_connections_only(lab: Lab, session: Session) -> None:
     said(lab, "h1", "sh", "-c", "setsid sleep 600 </dev/null >/dev/null 2>&1 & echo $! >/root/pid")
     running = session(lab, "h1", "echo here; exec sleep 601")
     assert line(running) == "here"
@@ -521,7 +521,7 @@ def test_restart_sshd_breaks_connections_and_nothing_else(lab: Lab, session: Ses
     said(lab, "h1", "sh", "-c", "kill $(cat /root/pid); rm /root/pid")
 
 
-def test_new_host_key(lab: Lab) -> None:
+def test_new_host_key_is_refused_until_old_key_is_back(lab: Lab) -> None:
     lab.fault("new-host-key", "h1")
     refused = lab.ssh("h1", "true")
     assert refused.returncode == 255
@@ -533,7 +533,7 @@ def test_new_host_key(lab: Lab) -> None:
     assert said(lab, "h1", "hostname") == "h1"
 
 
-def test_full_disk_for_what_is_open_already_too(lab: Lab, session: Session) -> None:
+def test_full_disk_fails_writes_to_new_and_open_files(lab: Lab, session: Session) -> None:
     writing = session(
         lab, "h1",
         "exec 3>/root/log; echo first >&3; echo here; read -r go;"
@@ -555,7 +555,7 @@ def test_full_disk_for_what_is_open_already_too(lab: Lab, session: Session) -> N
     said(lab, "h1", "sh", "-c", "head -c 1000000 /dev/zero >/root/x; rm /root/x /root/log")
 
 
-def test_clock(lab: Lab) -> None:
+def test_clock_fault_shifts_wall_clock_of_one_host_only(lab: Lab) -> None:
     try:
         faults.faketime()
     except ClusterkitError as missing:
@@ -581,7 +581,7 @@ def test_clock(lab: Lab) -> None:
     assert said(lab, "h1", "ls", "/dev/shm") == ""
 
 
-def test_slow(lab: Lab) -> None:
+def test_slow_fault_limits_bandwidth_in_both_directions(lab: Lab) -> None:
     def seconds(*command: str, data: bytes | None = None) -> float:
         start = time.monotonic()
         argv = ["ssh", "-F", str(lab.ssh_config), "-o", "BatchMode=yes", "h1", *command]
@@ -600,7 +600,7 @@ def test_slow(lab: Lab) -> None:
     seconds("head -c 60000000 /dev/zero")
 
 
-def test_versions(lab: Lab) -> None:
+def test_versions_fault_changes_torch_version_of_one_host(lab: Lab) -> None:
     def torch(host: str) -> list[str]:
         code = (
             "import importlib.metadata as m, runpy, sysconfig; print(m.version('torch'), "
@@ -621,7 +621,7 @@ def test_versions(lab: Lab) -> None:
     assert torch("h1") == true
 
 
-def test_repair_mends_everything(lab: Lab) -> None:
+def test_repair_removes_all_faults(lab: Lab) -> None:
     broken = ["cut", "slow 8mbit", "full-disk", "freeze", "new-host-key", "versions"]
     for fault in ("versions", "new-host-key", "full-disk", "cut", "freeze"):
         lab.fault(fault, "h1")
@@ -651,7 +651,7 @@ def test_repair_mends_everything(lab: Lab) -> None:
         ("versions", "h0", "2.0; id", "no version"),
     ],
 )
-def test_faults_that_cannot_be(
+def test_fault_refuses_unknown_name_host_or_value(
     lab: Lab, fault: str, host: str, value: str | None, words: str
 ) -> None:
     with pytest.raises(BadInput) as refused:
@@ -661,27 +661,27 @@ def test_faults_that_cannot_be(
 
 
 @pytest.mark.parametrize("fault", ["freeze", "restart-sshd", "new-host-key", "versions"])
-def test_faults_of_a_host_that_is_down(lab: Lab, fault: str) -> None:
+def test_fault_refuses_host_that_is_down(lab: Lab, fault: str) -> None:
     lab.fault("crash", "h1")
     with pytest.raises(BadInput, match="host h1 is down"):
         lab.fault(fault, "h1")
 
 
 @pytest.mark.parametrize("size", [0, -1, 65])
-def test_sizes_that_cannot_be(tmp_path: Path, size: int) -> None:
+def test_up_refuses_size_outside_1_to_64(tmp_path: Path, size: int) -> None:
     with pytest.raises(BadInput, match="1 to 64"):
         Lab(tmp_path / "lab", size).up()
     assert not (tmp_path / "lab").exists()
 
 
 @pytest.mark.parametrize("name", ["it's", 'a"b', "$HOME", "50%", "new\nline", "back\\slash"])
-def test_folders_that_openssh_would_read_differently(tmp_path: Path, name: str) -> None:
+def test_up_refuses_folder_name_that_openssh_would_interpret(tmp_path: Path, name: str) -> None:
     with pytest.raises(BadInput, match="means something to OpenSSH"):
         Lab(tmp_path / name, 1).up()
     assert not (tmp_path / name).exists()
 
 
-def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
+def test_up_and_down_refuse_folder_with_other_content(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(BadInput, match="is not empty, and no lab"):
         Lab(tmp_path, 1).up()
@@ -697,7 +697,9 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path) -> Non
 # ---------------------------------------------------------------- the command line
 
 
-def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lab_command_handles_up_status_fault_and_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     where = ("--dir", str(tmp_path / "lab"))
     assert main(["down", *where]) == 0
     assert "there is no lab" in capsys.readouterr().out
@@ -725,7 +727,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert not (tmp_path / "lab").exists()
 
 
-def test_a_lab_whose_folder_is_lost_is_removed_by_name(
+def test_down_removes_lab_with_lost_folder_by_name(
     own: Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own.up()
@@ -738,7 +740,7 @@ def test_a_lab_whose_folder_is_lost_is_removed_by_name(
     traces.assert_gone()
 
 
-def test_who_is_not_root_is_told_so(tmp_path: Path) -> None:
+def test_up_refuses_non_root_user(tmp_path: Path) -> None:
     done = subprocess.run(
         ["setpriv", "--reuid=65534", "--clear-groups", "/usr/bin/python3", "-m", "tests.lab",
          "up", "1", "--dir", str(tmp_path / "lab")],
@@ -749,7 +751,7 @@ def test_who_is_not_root_is_told_so(tmp_path: Path) -> None:
     assert "sudo" in done.stderr
 
 
-def test_root_without_capabilities_is_told_so(tmp_path: Path) -> None:
+def test_up_refuses_root_without_capabilities(tmp_path: Path) -> None:
     done = subprocess.run(
         ["setpriv", "--bounding-set=-sys_admin", *LAB, "up", "1", "--dir", str(tmp_path / "lab")],
         cwd=CHECKOUT, capture_output=True, text=True, check=False,
@@ -759,7 +761,7 @@ def test_root_without_capabilities_is_told_so(tmp_path: Path) -> None:
     assert not (tmp_path / "lab").exists()
 
 
-def test_missing_programs_are_named_with_their_packages(
+def test_up_names_missing_programs_and_their_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     programs = tmp_path / "bin"
@@ -775,7 +777,7 @@ def test_missing_programs_are_named_with_their_packages(
     assert not (tmp_path / "lab").exists()
 
 
-def test_help_names_every_fault(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_help_lists_every_fault(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["fault", "--help"])
     told = capsys.readouterr().out

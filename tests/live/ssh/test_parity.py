@@ -46,7 +46,7 @@ def agree(lab: Lab, job: str, expected: list[float], home: Path, patch: pytest.M
 @pytest.mark.parametrize(
     "job", [*(pytest.param(job, marks=pytest.mark.thorough) for job in JOBS[:-1]), JOBS[-1]]
 )
-def test_two_hosts(
+def test_two_hosts_match_losses_of_single_rank(
     lab: Lab, job: str, expected: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agree(lab, job, expected, tmp_path / "home", monkeypatch)
@@ -54,7 +54,7 @@ def test_two_hosts(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("job", JOBS)
-def test_four_hosts(
+def test_four_hosts_match_losses_of_single_rank(
     lab4: Lab, job: str, expected: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agree(lab4, job, expected, tmp_path / "home", monkeypatch)

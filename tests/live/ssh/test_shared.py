@@ -33,7 +33,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared_lab: Lab) ->
     return project
 
 
-def test_every_submit_to_hosts_with_a_shared_workdir_works(shared_lab: Lab, project: Path) -> None:
+def test_concurrent_runs_succeed_in_workdir_shared_by_hosts(shared_lab: Lab, project: Path) -> None:
     runs = []
     for number in range(3):
         (project / "hello.py").write_text(f"{PROGRAM}# version {number}\n")

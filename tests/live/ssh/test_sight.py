@@ -75,7 +75,7 @@ def until(condition: Callable[[], object], seconds: float = 90.0) -> None:
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_a_run_on_one_host_ends_as_it_ends_there(
+def test_run_on_unreachable_host_is_not_restarted_and_succeeds(
     shared_lab: Lab, submit: Submit, tmp_path: Path, restarts: int
 ) -> None:
     run = submit(60, nodes=1, restarts=restarts)
@@ -91,7 +91,7 @@ def test_a_run_on_one_host_ends_as_it_ends_there(
     assert len((files / "rank-0-h0").read_text().splitlines()) == 60
 
 
-def test_a_run_goes_on_while_this_machine_is_offline(
+def test_run_survives_offline_submitter_without_restart(
     shared_lab: Lab, submit: Submit, tmp_path: Path
 ) -> None:
     run = submit(400, nodes=3, restarts=1)
@@ -105,7 +105,7 @@ def test_a_run_goes_on_while_this_machine_is_offline(
     assert {len(path.read_text().splitlines()) for path in files.iterdir()} == {400}
 
 
-def test_no_second_rank_0_starts_while_the_first_may_run(
+def test_no_second_rank_0_starts_while_first_host_is_cut_off(
     shared_lab: Lab, submit: Submit, tmp_path: Path
 ) -> None:
     """Node 0's host is cut off, and writes to the shared storage: alone, as the job allows."""

@@ -131,7 +131,7 @@ def ended(run: api.Run, seconds: float = 60.0) -> tuple[RunStatus, float]:
 # ---------------------------------------------------------------- runs that go well
 
 
-def test_a_project_that_holds_clusterkit_home_runs(
+def test_project_that_contains_clusterkit_home_runs(
     submit: Submit, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As when it is started from $HOME: the run's own folder is written while the rest is copied.
@@ -141,7 +141,7 @@ def test_a_project_that_holds_clusterkit_home_runs(
     assert run.plan.trees[0].what.startswith("2 files, ")
 
 
-def test_ranks_run_on_their_hosts_and_their_lines_come_back(submit: Submit) -> None:
+def test_ranks_run_on_their_hosts_and_logs_return_their_lines(submit: Submit) -> None:
     run = submit(1)
     status, _ = ended(run)
     assert status.state is State.SUCCEEDED
@@ -154,7 +154,7 @@ def test_ranks_run_on_their_hosts_and_their_lines_come_back(submit: Submit) -> N
     assert [line.text for line in run.logs(rank=1)] == ["hello from 1 h1", "done"]
 
 
-def test_removing_a_run_removes_it_from_the_hosts(submit: Submit, lab: Lab) -> None:
+def test_delete_removes_run_folder_from_hosts(submit: Submit, lab: Lab) -> None:
     run = submit(1)
     ended(run)
     folder = run.plan.run_dir
@@ -165,7 +165,7 @@ def test_removing_a_run_removes_it_from_the_hosts(submit: Submit, lab: Lab) -> N
         assert on(lab, host.name, f"test -e {folder}").returncode == 1
 
 
-def test_uncommitted_work_is_copied_ignored_files_are_not(
+def test_submit_copies_uncommitted_files_but_not_ignored_files(
     submit: Submit, lab: Lab, place: Path
 ) -> None:
     def git(*words: str) -> None:
@@ -219,9 +219,7 @@ def test_every_launcher_starts_ranks_on_all_hosts(
     ]
 
 
-def test_the_rank_that_failed_is_named_though_mpirun_does_not(
-    submit: Submit, lab: Lab, place: Path
-) -> None:
+def test_status_names_failed_rank_of_silent_mpirun(submit: Submit, lab: Lab, place: Path) -> None:
     describe(lab, stop_grace=10, lost_after=30)
     (place / "tick.py").write_text(
         "import os, sys, time\nif os.environ['RANK'] == '3':\n    sys.exit(7)\ntime.sleep(600)\n"
@@ -234,7 +232,7 @@ def test_the_rank_that_failed_is_named_though_mpirun_does_not(
     assert [line for line in run.logs() if "process" in line.text] == []
 
 
-def test_elastic_nodes_find_each_other_by_address(submit: Submit, lab: Lab, place: Path) -> None:
+def test_elastic_torchrun_uses_both_hosts(submit: Submit, lab: Lab, place: Path) -> None:
     describe(lab, stop_grace=10, lost_after=30)
     (place / "tick.py").write_text(
         "import os\nprint('world', os.environ['WORLD_SIZE'], os.uname().nodename, flush=True)\n"
@@ -246,7 +244,7 @@ def test_elastic_nodes_find_each_other_by_address(submit: Submit, lab: Lab, plac
     assert told == {"world 2 h0", "world 2 h1"}
 
 
-def test_a_secret_reaches_the_ranks_and_no_file_or_argument_list(
+def test_secret_reaches_ranks_but_no_file_or_command_line(
     submit: Submit, lab: Lab, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token = f"hunter2-{secrets.token_hex(8)}"
@@ -271,7 +269,7 @@ def test_a_secret_reaches_the_ranks_and_no_file_or_argument_list(
 # ---------------------------------------------------------------- runs that are broken on purpose
 
 
-def test_a_killed_rank_is_named_and_takes_the_others_down(submit: Submit, lab: Lab) -> None:
+def test_killed_rank_is_named_and_ends_other_ranks(submit: Submit, lab: Lab) -> None:
     run = submit()
     saying(run, "hello", 2)
     on(lab, "h1", f"kill -9 {rank_pid(run, 1)}")
@@ -284,7 +282,7 @@ def test_a_killed_rank_is_named_and_takes_the_others_down(submit: Submit, lab: L
     assert processes(lab, "h0", run) == []
 
 
-def test_a_killed_launcher_is_named_and_takes_the_others_down(submit: Submit, lab: Lab) -> None:
+def test_killed_agent_is_named_and_ends_all_ranks(submit: Submit, lab: Lab) -> None:
     run = submit()
     saying(run, "hello", 2)
     on(lab, "h1", f"kill -9 {agent_pid(run, 1)}")
@@ -306,7 +304,7 @@ def test_a_killed_launcher_is_named_and_takes_the_others_down(submit: Submit, la
         pytest.param("freeze", "answer", marks=pytest.mark.thorough),
     ],
 )
-def test_a_host_that_is_lost_is_named_and_cleaned_when_it_is_back(
+def test_lost_host_is_named_and_cleaned_by_cancel_after_its_return(
     submit: Submit, lab: Lab, fault: str, words: str
 ) -> None:
     run = submit()
@@ -343,7 +341,9 @@ time.sleep(600 if world == "2" else 0)
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("fault", ["crash", "cut"])
-def test_the_other_host_goes_on_alone(submit: Submit, lab: Lab, place: Path, fault: str) -> None:
+def test_shrink_continues_on_remaining_host(
+    submit: Submit, lab: Lab, place: Path, fault: str
+) -> None:
     (place / "tick.py").write_text(ALONE)
     run = submit(1, nodes="1:2", settings=("on_node_loss=shrink",))
     saying(run, "world 2", 2)
@@ -366,7 +366,9 @@ JOINS = ALONE.replace(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("fault", ["crash", "cut"])
-def test_a_host_that_is_back_joins_again(submit: Submit, lab: Lab, place: Path, fault: str) -> None:
+def test_shrunk_run_takes_returned_host_back(
+    submit: Submit, lab: Lab, place: Path, fault: str
+) -> None:
     (place / "tick.py").write_text(JOINS)
     run = submit(1, nodes="1:2", settings=("on_node_loss=shrink",))
     saying(run, "world 2", 2)
@@ -394,9 +396,7 @@ time.sleep(0 if again else 600)
 
 
 @pytest.mark.thorough
-def test_a_spare_host_takes_the_rank_of_one_that_is_lost(
-    submit: Submit, lab4: Lab, place: Path
-) -> None:
+def test_spare_host_takes_rank_of_killed_agent(submit: Submit, lab4: Lab, place: Path) -> None:
     describe(lab4, stop_grace=1)
     (place / "tick.py").write_text(TWICE)
     run = submit(1, settings=("spares=1",))
@@ -421,7 +421,7 @@ time.sleep(600 if os.environ["CLUSTERKIT_ATTEMPT"] == "1" else 0)
 
 
 @pytest.mark.thorough
-def test_node_0_s_host_is_lost_and_the_others_go_on_with_a_spare(
+def test_loss_of_node_0_host_restarts_on_spare_without_using_restart(
     submit: Submit, lab4: Lab, place: Path
 ) -> None:
     describe(lab4, stop_grace=1)
@@ -438,7 +438,7 @@ def test_node_0_s_host_is_lost_and_the_others_go_on_with_a_spare(
     }  # fmt: skip
 
 
-def test_a_cut_that_heals_in_time_is_survived(submit: Submit, lab: Lab) -> None:
+def test_run_survives_network_cut_shorter_than_lost_after(submit: Submit, lab: Lab) -> None:
     describe(lab, lost_after=60)
     run = submit(100)
     saying(run, "hello", 2)
@@ -453,7 +453,7 @@ def test_a_cut_that_heals_in_time_is_survived(submit: Submit, lab: Lab) -> None:
     assert [line.text for line in run.logs(rank=1)] == ["hello from 1 h1", "done"]
 
 
-def test_an_sshd_that_starts_anew_is_survived(submit: Submit, lab: Lab) -> None:
+def test_run_survives_sshd_restart(submit: Submit, lab: Lab) -> None:
     run = submit(60)
     saying(run, "hello", 2)
     lab.fault("restart-sshd", "h1")
@@ -462,7 +462,7 @@ def test_an_sshd_that_starts_anew_is_survived(submit: Submit, lab: Lab) -> None:
     assert "done" in [line.text for line in run.logs(rank=1)]
 
 
-def test_a_run_goes_on_without_its_supervisor_and_can_be_attached_to(submit: Submit) -> None:
+def test_run_survives_killed_supervisor_and_can_be_attached(submit: Submit) -> None:
     run = submit(100)
     saying(run, "hello", 2)
     supervisors.kill(run)
@@ -477,7 +477,7 @@ def test_a_run_goes_on_without_its_supervisor_and_can_be_attached_to(submit: Sub
 
 
 @pytest.mark.parametrize("ticks", [50, 150])
-def test_a_supervisor_that_was_stopped_for_long_ends_nothing(
+def test_run_survives_supervisor_paused_longer_than_lost_after(
     submit: Submit, lab: Lab, ticks: int
 ) -> None:
     """Neither a run that has ended meanwhile nor one that still runs."""
@@ -510,7 +510,7 @@ def ended_by_its_second_attempt(submit: Submit, place: Path) -> api.Run:
     return run
 
 
-def test_attach_starts_a_run_again_that_failed_while_nobody_watched(
+def test_attach_restarts_run_that_failed_without_supervisor(
     submit: Submit, lab: Lab, place: Path
 ) -> None:
     run = ended_by_its_second_attempt(submit, place)
@@ -526,9 +526,7 @@ def test_attach_starts_a_run_again_that_failed_while_nobody_watched(
     assert [attempt.failure.node for attempt in status.attempts if attempt.failure] == [1]
 
 
-def test_failed_ranks_start_again_although_nobody_watches(
-    submit: Submit, lab: Lab, place: Path
-) -> None:
+def test_killed_rank_is_restarted_without_supervisor(submit: Submit, lab: Lab, place: Path) -> None:
     run = ended_by_its_second_attempt(submit, place)
     supervisors.kill(run)
     on(lab, "h1", f"kill -9 {rank_pid(run, 1)}")
@@ -538,7 +536,7 @@ def test_failed_ranks_start_again_although_nobody_watches(
     assert sorted(said) == [(1, 0), (1, 1), (2, 0), (2, 1)]
 
 
-def test_the_laptop_can_be_closed(submit: Submit) -> None:
+def test_status_and_logs_are_complete_after_run_without_supervisor(submit: Submit) -> None:
     """Nobody watches while it ends; later everything is there."""
     run = submit(20)
     saying(run, "hello", 2)
@@ -560,7 +558,7 @@ def test_the_laptop_can_be_closed(submit: Submit) -> None:
         pytest.param("agent", 0, marks=pytest.mark.thorough),
     ],
 )
-def test_the_nodes_end_together_although_nobody_watches(
+def test_failure_of_one_node_ends_other_node_without_supervisor(
     submit: Submit, lab: Lab, killed: str, node: int
 ) -> None:
     run = submit()
@@ -589,7 +587,9 @@ def all_hosts_gone(lab: Lab) -> None:
         lab.fault("crash", host.name)
 
 
-def test_a_finished_run_is_read_without_its_hosts(submit: Submit, lab: Lab, place: Path) -> None:
+def test_logs_and_metrics_of_finished_run_need_no_host(
+    submit: Submit, lab: Lab, place: Path
+) -> None:
     with (place / "tick.py").open("a") as program:
         program.write(f"print({METRIC!r})\n")
     run = submit(1)
@@ -602,7 +602,7 @@ def test_a_finished_run_is_read_without_its_hosts(submit: Submit, lab: Lab, plac
     assert api.metrics(run) == [{"step": 1, "loss": 2.0}] * 2
 
 
-def test_a_run_that_nobody_watches_is_followed_over_one_login_per_host(
+def test_following_run_without_supervisor_needs_one_login_per_host(
     submit: Submit, lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = submit(60)
@@ -625,7 +625,7 @@ def test_a_run_that_nobody_watches_is_followed_over_one_login_per_host(
     assert run.status().state is State.SUCCEEDED
 
 
-def test_a_run_is_cancelled_from_a_process_of_its_own(submit: Submit, lab: Lab) -> None:
+def test_cancel_command_ends_run_without_supervisor(submit: Submit, lab: Lab) -> None:
     run = submit()
     saying(run, "hello", 2)
     supervisors.kill(run)
@@ -637,7 +637,7 @@ def test_a_run_is_cancelled_from_a_process_of_its_own(submit: Submit, lab: Lab) 
         assert processes(lab, host.name, run) == []
 
 
-def test_a_failed_run_is_started_again(submit: Submit, place: Path) -> None:
+def test_failed_run_with_restarts_succeeds_in_second_attempt(submit: Submit, place: Path) -> None:
     (place / "tick.py").write_text(
         "import os, sys\nfirst = os.environ['CLUSTERKIT_ATTEMPT'] == '1'\n"
         "sys.exit(first and os.environ['RANK'] == '1')\n"
@@ -657,14 +657,14 @@ def refused(submit: Submit, kind: type[ClusterkitError], **options: object) -> s
     return str(error.value)
 
 
-def test_a_host_that_is_down_is_named(submit: Submit, lab: Lab) -> None:
+def test_submit_refuses_host_that_is_down(submit: Submit, lab: Lab) -> None:
     lab.fault("crash", "h1")
     said = refused(submit, HostUnreachable)
     assert "host h1" in said
     assert "is sshd running there?" in said
 
 
-def test_a_changed_host_key_is_refused_with_both_fingerprints(submit: Submit, lab: Lab) -> None:
+def test_submit_refuses_changed_host_key_with_both_fingerprints(submit: Submit, lab: Lab) -> None:
     lab.fault("new-host-key", "h1")
     said = refused(submit, HostKeyProblem)
     assert "host h1" in said
@@ -673,7 +673,7 @@ def test_a_changed_host_key_is_refused_with_both_fingerprints(submit: Submit, la
     assert "ssh-keygen -R" in said
 
 
-def test_an_unknown_host_key_is_refused(submit: Submit, lab: Lab, tmp_path: Path) -> None:
+def test_submit_refuses_unknown_host_key(submit: Submit, lab: Lab, tmp_path: Path) -> None:
     empty = tmp_path / "known_hosts"
     empty.write_text("")
     hosts = [
@@ -690,7 +690,7 @@ def test_an_unknown_host_key_is_refused(submit: Submit, lab: Lab, tmp_path: Path
     assert f"ssh-keyscan {lab.hosts[0].address} >>{empty}" in said
 
 
-def test_a_full_disk_is_named_and_leaves_nothing(submit: Submit, lab: Lab) -> None:
+def test_submit_refuses_full_disk_and_leaves_no_partial_copy(submit: Submit, lab: Lab) -> None:
     lab.fault("full-disk", "h1")
     said = refused(submit, SubmitFailed)
     assert "host h1" in said
@@ -699,7 +699,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(submit: Submit, lab: Lab) -> No
     assert listing == ""
 
 
-def test_another_version_on_one_host_is_told(submit: Submit, lab: Lab) -> None:
+def test_plan_notes_torch_version_that_differs_between_hosts(submit: Submit, lab: Lab) -> None:
     lab.fault("versions", "h1")
     run = submit(1)
     remarks = [str(note) for note in run.plan.notes if not note.name]
@@ -707,13 +707,13 @@ def test_another_version_on_one_host_is_told(submit: Submit, lab: Lab) -> None:
     ended(run)
 
 
-def test_a_python_that_is_not_there_is_named(submit: Submit, lab: Lab) -> None:
+def test_submit_refuses_missing_python_of_cluster_entry(submit: Submit, lab: Lab) -> None:
     describe(lab, python="/nowhere/python", inventory=str(lab.hostfile))
     said = refused(submit, ClusterkitError)
     assert "/nowhere/python" in said or "host key" in said or "Permission denied" in said
 
 
-def test_a_python_that_the_job_names_runs_or_is_refused(submit: Submit) -> None:
+def test_submit_uses_job_python_and_refuses_missing_one(submit: Submit) -> None:
     for doctor in (True, False):
         said = refused(submit, ClusterkitError, settings=["python=/nowhere/python"], doctor=doctor)
         assert "/nowhere/python" in said
@@ -722,12 +722,12 @@ def test_a_python_that_the_job_names_runs_or_is_refused(submit: Submit) -> None:
     assert noted(run.plan, "python") == "/usr/bin/python3"
 
 
-def test_more_nodes_than_hosts(submit: Submit) -> None:
+def test_submit_refuses_more_nodes_than_hosts(submit: Submit) -> None:
     said = refused(submit, BadInput, nodes=3)
     assert "nodes: 3 needed, the cluster has 2 hosts (h0, h1)" in said
 
 
-def test_hosts_can_be_chosen(submit: Submit) -> None:
+def test_include_and_exclude_choose_hosts(submit: Submit) -> None:
     run = submit(1, nodes=1, include="h1")
     assert ended(run)[0].nodes[0].host == "h1"
     run = submit(1, nodes=1, exclude="h0")
@@ -749,7 +749,7 @@ def test_hosts_can_be_chosen(submit: Submit) -> None:
     ],
     ids=["missing", "permissions", "garbage", "passphrase"],
 )
-def test_a_key_that_cannot_be_used_says_why(
+def test_submit_explains_unusable_private_key(
     submit: Submit,
     lab: Lab,
     tmp_path: Path,
@@ -770,7 +770,7 @@ def test_a_key_that_cannot_be_used_says_why(
     assert "host h0" in said
 
 
-def test_a_configuration_of_ssh_is_honoured(submit: Submit, lab: Lab, tmp_path: Path) -> None:
+def test_ssh_config_with_proxy_jump_is_honoured(submit: Submit, lab: Lab, tmp_path: Path) -> None:
     """User, HostName, IdentityFile, UserKnownHostsFile and ProxyJump, all from ssh_config."""
     config = tmp_path / "ssh_config"
     common = (
@@ -793,7 +793,7 @@ def test_a_configuration_of_ssh_is_honoured(submit: Submit, lab: Lab, tmp_path: 
     assert {line.text for line in run.logs()} >= {"hello from 0 h0", "hello from 1 h1"}
 
 
-def test_a_login_shell_that_greets_disturbs_nothing(submit: Submit, lab: Lab) -> None:
+def test_run_succeeds_despite_greeting_of_login_shell(submit: Submit, lab: Lab) -> None:
     bashrc = lab.root("h1") / "root" / ".bashrc"
     before = bashrc.read_text()
     bashrc.write_text("echo welcome to h1; echo and mind the step >&2\n")
@@ -804,7 +804,7 @@ def test_a_login_shell_that_greets_disturbs_nothing(submit: Submit, lab: Lab) ->
         bashrc.write_text(before)
 
 
-def test_connections_are_made_once(lab: Lab) -> None:
+def test_transport_reuses_connection_to_host(lab: Lab) -> None:
     describe(lab)
     cluster = api.resolved_cluster("lab")
     transport = backends.transport_for(cluster)

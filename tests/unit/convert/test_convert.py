@@ -70,7 +70,7 @@ def outcome(name, given, rest):
 
 
 @pytest.mark.parametrize("table", sorted(CASES.glob("*.txt")), ids=lambda path: path.stem)
-def test_what_the_tools_documentation_has_becomes(table, pytestconfig):
+def test_convert_output_matches_case_tables(table, pytestconfig):
     text = "".join(
         f"=== {name}\n{given}"
         + "".join(f"{key}\n{part}" for key, part in rest.items() if key.startswith("+++ "))
@@ -124,7 +124,7 @@ def plans(found, folder, make_facts):
     assert plan.topology["nodes"] == nodes
 
 
-def test_there_are_as_many_inputs_as_promised():
+def test_case_tables_hold_at_least_60_convertible_inputs():
     assert len([each for each in TABLE if "--- error" not in each[3]]) >= 60
 
 
@@ -136,7 +136,7 @@ def test_there_are_as_many_inputs_as_promised():
         ("import torch\n", False),
     ],
 )
-def test_a_program_that_reads_slurms_numbers_of_its_task_is_refused(program, refused):
+def test_convert_refuses_program_that_needs_slurm_procid(program, refused):
     text = "#!/bin/bash\n#SBATCH -N 2 --ntasks-per-node=2 --gpus-per-node=2\nsrun python train.py\n"
     make = partial(convert, text, name="train.sbatch", read={"train.py": program}.get)
     if refused:
@@ -157,7 +157,7 @@ def hosts(cwd):
     return cwd
 
 
-def test_the_job_goes_to_stdout_and_loads_with_its_cluster_as_a_comment(hosts, cli):
+def test_convert_prints_loadable_job_with_cluster_entry_as_comment(hosts, cli):
     done = cli("convert", *LINE)
     assert done.code == 0
     assert "--no_local_rank: dropped, LOCAL_RANK is set in the environment\n" in done.err
@@ -166,7 +166,7 @@ def test_the_job_goes_to_stdout_and_loads_with_its_cluster_as_a_comment(hosts, c
     assert "# For clusters.yaml:\n# hosts:\n#   backend: ssh\n" in done.out
 
 
-def test_files_are_written_and_nothing_is_replaced_unasked(hosts, cli):
+def test_convert_writes_files_and_replaces_none_without_force(hosts, cli):
     line = ("--clusters-out", "clusters.yaml", "-o", "job.yaml", *LINE)
     (hosts / "clusters.yaml").write_text("mine: {backend: local}\n")
     done = cli("convert", *line)
@@ -183,7 +183,7 @@ def test_files_are_written_and_nothing_is_replaced_unasked(hosts, cli):
     assert "clusters.yaml:3: cluster hosts is there already" in done.err
 
 
-def test_an_entry_alone_and_json(hosts, cli):
+def test_convert_prints_hostfile_as_cluster_entry_and_job_as_json(hosts, cli):
     assert cli("convert", "hosts").out.startswith("hosts:\n  backend: ssh\n")
     found = cli("convert", "--json", *LINE).json
     assert found["job"]["nodes"] == 2
@@ -193,7 +193,7 @@ def test_an_entry_alone_and_json(hosts, cli):
     assert note in found["notes"]
 
 
-def test_what_cannot_be_converted_is_one_error(hosts, cli):
+def test_convert_refuses_bad_input_with_one_error_and_no_output(hosts, cli):
     (hosts / "job.yaml").write_text("program: train.py\n")
     (hosts / "image").write_bytes(b"\xff\xfe\0")
     for words, said in (

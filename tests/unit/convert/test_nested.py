@@ -37,7 +37,7 @@ RUN = "torchrun --nproc_per_node 2 train.py"
         "xargs -a list torchrun",
     ],
 )
-def test_a_launcher_in_the_command_is_refused(line, tmp_path):
+def test_nested_launcher_in_command_is_refused_except_with_forkserver(line, tmp_path):
     if line.startswith("xargs"):
         line += " x.py"
     with pytest.raises(BadInput, match="would start that once for every rank") as error:
@@ -61,7 +61,7 @@ def test_a_launcher_in_the_command_is_refused(line, tmp_path):
         ),
     ],
 )
-def test_the_remedy_is_a_line_that_can_be_typed(line, remedy, tmp_path):
+def test_nested_launcher_hint_gives_command_line_to_type(line, remedy, tmp_path):
     with pytest.raises(BadInput) as error:
         check(line, tmp_path)
     assert remedy in error.value.hint
@@ -87,7 +87,7 @@ def test_the_remedy_is_a_line_that_can_be_typed(line, remedy, tmp_path):
     ],
 )
 @pytest.mark.parametrize("line", ["./run.sh --fast", "bash run.sh", "env B=2 ./run.sh"])
-def test_a_launcher_in_the_script_is_refused_with_its_line(text, line, tmp_path):
+def test_nested_launcher_in_script_is_refused_with_its_line(text, line, tmp_path):
     (tmp_path / "run.sh").write_text(f"#!/bin/bash\n# {RUN}\nset -e\n{text}\n")
     (tmp_path / "inner.sh").write_text(f"\n{RUN}\n")
     with pytest.raises(BadInput, match=r"(run\.sh:[45]|inner\.sh:2) starts ") as error:
@@ -118,7 +118,7 @@ def test_a_launcher_in_the_script_is_refused_with_its_line(text, line, tmp_path)
         "/no/such/file",
     ],
 )
-def test_the_word_alone_refuses_nothing(line, tmp_path):
+def test_launcher_name_without_launch_is_accepted(line, tmp_path):
     (tmp_path / "run.sh").write_text(
         "#!/bin/bash\n# torchrun train.py\necho torchrun train.py; echo 'x; torchrun train.py'\n"
         "cat <<E\ntorchrun train.py\nE\nMODE=torchrun\ncase $1 in torchrun) echo;; esac\n"
@@ -130,7 +130,7 @@ def test_the_word_alone_refuses_nothing(line, tmp_path):
     check(line, tmp_path)
 
 
-def test_a_script_that_starts_its_arguments_starts_a_launcher(tmp_path):
+def test_script_that_executes_launcher_from_its_arguments_is_refused(tmp_path):
     (tmp_path / "entry.sh").write_text('#!/bin/sh\n. /env\nexec "$@"\n')
     with pytest.raises(BadInput, match=r"entry\.sh:3 starts torchrun"):
         check(f"./entry.sh {RUN}", tmp_path)

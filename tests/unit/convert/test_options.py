@@ -36,7 +36,7 @@ def options(package, file):
         ("accelerate", "commands/launch.py", ACCELERATE),
     ],
 )
-def test_an_option_of_a_launcher_is_as_in_its_table_or_refused(package, file, table):
+def test_installed_launcher_options_match_table_or_are_refused(package, file, table):
     there = options(package, file)
     assert there
     known = {*table.flags, *table.values, *table.short, "-h", "--help"}

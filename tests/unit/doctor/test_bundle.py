@@ -41,7 +41,7 @@ def value(output):
 # ---------------------------------------------------------------- the driver
 
 
-def test_each_script_gives_its_own_value_and_the_host_tells_its_time():
+def test_bundle_returns_value_per_collector_and_host_times():
     before = time.time()
     done, reply = ran(
         Collector(bad.echo, object), Collector(bad.nap, object), context={"a": [1, "é"]}
@@ -56,7 +56,7 @@ def test_each_script_gives_its_own_value_and_the_host_tells_its_time():
     assert reply.interpreter == sys.executable
 
 
-def test_a_script_that_hangs_is_ended_and_does_not_hold_the_others():
+def test_hanging_collector_times_out_without_delaying_others():
     began = time.monotonic()
     _, reply = ran(Collector(bad.hang, object, timeout=0.5), Collector(bad.echo, object))
     assert time.monotonic() - began < 30
@@ -65,12 +65,12 @@ def test_a_script_that_hangs_is_ended_and_does_not_hold_the_others():
     assert reply.ended is not None
 
 
-def test_time_factor_gives_longer():
+def test_time_factor_extends_collector_timeout():
     _, reply = ran(Collector(bad.nap, object, timeout=0.001), time_factor=30000)
     assert value(reply.outputs["nap"]) == "woke"
 
 
-def test_what_goes_wrong_in_a_script_is_its_own_error():
+def test_collector_failure_becomes_error_of_that_collector_only():
     _, reply = ran(
         Collector(bad.fail, object),
         Collector(bad.flood, object),
@@ -86,40 +86,40 @@ def test_what_goes_wrong_in_a_script_is_its_own_error():
     assert reply.ended is not None
 
 
-def test_a_script_cannot_speak_for_another():
+def test_collector_prints_cannot_corrupt_other_outputs():
     done, reply = ran(Collector(bad.shout, object), Collector(bad.echo, object))
     assert value(reply.outputs["shout"]) == "quiet"
     assert value(reply.outputs["echo"]) == {}
     assert "garbage" not in done.stdout + done.stderr
 
 
-def test_text_that_is_none_arrives_in_one_piece():
+def test_collector_undecodable_text_is_replaced_and_rest_kept():
     _, reply = ran(
         Collector(bad.ugly, object), env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
     )
     assert value(reply.outputs["ugly"]) == ["?", "\u2028\n\r\x0b", "日本", "??"]
 
 
-def test_annotations_of_a_newer_python_are_not_read():
+def test_collector_with_newer_annotations_runs():
     _, reply = ran(Collector(bad.annotated, object))
     assert value(reply.outputs["annotated"]) == "fine"
 
 
-def test_the_answer_does_not_wait_for_what_a_script_leaves_behind():
+def test_bundle_answers_while_child_of_collector_still_lives():
     began = time.monotonic()
     _, reply = ran(Collector(bad.leave_a_child, object, timeout=30))
     os.kill(value(reply.outputs["leave_a_child"]), 9)
     assert time.monotonic() - began < 30
 
 
-def test_whoever_ignores_the_end_of_children_does_not_spoil_it():
+def test_bundle_completes_when_sigchld_is_ignored():
     asked = [Collector(bad.echo, object), Collector(bad.annotated, object)]
     _, reply = ran(*asked, before=["/usr/bin/env", "--ignore-signal=CHLD"])
     assert set(reply.outputs) == {"echo", "annotated"}
     assert reply.ended is not None
 
 
-def test_a_process_limit_is_an_error_of_what_did_not_start(monkeypatch):
+def test_failed_fork_becomes_collector_error(monkeypatch):
     def no_fork():
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
@@ -131,7 +131,7 @@ def test_a_process_limit_is_an_error_of_what_did_not_start(monkeypatch):
 # ---------------------------------------------------------------- interpreters
 
 
-def test_where_the_interpreter_of_the_ranks_does_not_run_another_answers(tmp_path):
+def test_bundle_falls_back_when_rank_interpreter_is_broken(tmp_path):
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho 'no such libpython' >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -141,14 +141,14 @@ def test_where_the_interpreter_of_the_ranks_does_not_run_another_answers(tmp_pat
     assert "no such libpython" in done.stderr
 
 
-def test_a_missing_interpreter_is_named_and_the_program_is_not_spilled():
+def test_bundle_names_missing_interpreter_without_printing_program():
     done, reply = ran(Collector(bad.echo, object), python="/nope/python")
     assert value(reply.outputs["echo"]) == {}
     assert "/nope/python" in done.stderr
     assert len(done.stderr) < 200
 
 
-def test_without_any_python_nothing_began(tmp_path):
+def test_bundle_without_any_python_exits_127_and_never_begins(tmp_path):
     argv, program = bundle.command([Collector(bad.echo, object)], {}, "/nope/python")
     argv = argv[: argv.index("/nope/python") + 1]  # without the others
     done = subprocess.run(argv, input=program.decode(), capture_output=True, text=True)
@@ -156,7 +156,7 @@ def test_without_any_python_nothing_began(tmp_path):
     assert bundle.parse(done.stdout, "h0").began is None
 
 
-def test_modules_of_the_current_folder_are_not_read(tmp_path):
+def test_bundle_ignores_modules_in_current_directory(tmp_path):
     for name in ("json", "types", "select"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('read the wrong one')\n")
     for site_packages in (False, True):
@@ -164,21 +164,21 @@ def test_modules_of_the_current_folder_are_not_read(tmp_path):
         assert value(reply.outputs["echo"]) == {}
 
 
-def test_python_runs_isolated_but_where_its_packages_are_looked_for():
+def test_bundle_runs_isolated_python_unless_site_packages_are_needed():
     for site_packages, flags in ((False, [1, 1, False]), (True, [0, 0, False])):
         _, reply = ran(Collector(bad.flags, object, site_packages=site_packages))
         assert value(reply.outputs["flags"]) == flags
 
 
 @pytest.mark.parametrize("text", ["it's", 'a "b"', "$HOME `id` \\ % \n", "日本", ""])
-def test_what_is_given_arrives_exactly(text):
+def test_bundle_context_reaches_collector_unchanged(text):
     _, reply = ran(
         Collector(bad.echo, object), context={"workdir": text, "none": None, "yes": True}
     )
     assert value(reply.outputs["echo"]) == {"workdir": text, "none": None, "yes": True}
 
 
-def test_a_host_can_be_told_of_many_others():
+def test_bundle_context_holds_5000_hosts():
     """An argument takes 128 KiB; this comes on standard input."""
     hosts = [[f"a-long-name-of-a-node-{i}.example.com", f"10.20.0.{i}"] for i in range(5000)]
     _, reply = ran(Collector(bad.count, object), context={"hosts": hosts})
@@ -197,7 +197,7 @@ def text(**changed):
     return f"\n{runner.MARK}{json.dumps(DOCUMENT | changed)}\n"
 
 
-def test_the_document_is_told_from_a_greeting():
+def test_parse_finds_document_behind_login_banner():
     reply = bundle.parse("Welcome to h1!\nno newline at the end" + text() + "bye\n", "h0")
     assert (reply.began, reply.ended, reply.interpreter) == (5.0, 6.0, "p")
     assert reply.reached_at == "10.0.0.1"
@@ -208,7 +208,7 @@ def test_the_document_is_told_from_a_greeting():
 
 
 @pytest.mark.parametrize("cut", range(1, len(text()) - 1, 7))
-def test_output_that_was_cut_short_is_no_answer(cut):
+def test_parse_of_truncated_output_gives_no_answer(cut):
     reply = bundle.parse(text()[:cut], "h0")
     assert reply.began is None
     assert (reply.error is not None) is (runner.MARK in text()[:cut])
@@ -220,13 +220,13 @@ def test_output_that_was_cut_short_is_no_answer(cut):
      '@clusterkit-doctor {"name": 5}', '@clusterkit-doctor {"began": "x"}',
      'x @clusterkit-doctor {"began": 1}', "\ufffd" * 100],
 )  # fmt: skip
-def test_garbage_is_no_answer(stdout):
+def test_parse_of_garbage_gives_no_answer(stdout):
     reply = bundle.parse(stdout, "h0")
     assert reply.outputs == {}
     assert reply.began is None
 
 
-def test_the_second_interpreter_counts_where_the_first_was_killed():
+def test_parse_takes_second_document_when_first_is_truncated():
     reply = bundle.parse(text()[:40] + text(interpreter="q"), "h0")
     assert reply.interpreter == "q"
 
@@ -237,7 +237,7 @@ SENT = [*Path(collect.__file__).parent.glob("*.py"), Path(host_probe.__file__)]
 
 
 @pytest.mark.parametrize("path", SENT, ids=lambda path: path.name)
-def test_what_is_sent_is_python_3_8_of_the_standard_library_and_of_itself(path):
+def test_sent_modules_parse_as_python_3_8_and_import_only_stdlib(path):
     tree = ast.parse(path.read_text(), feature_version=(3, 8))
     ours = {"clusterkit.hosts.host_probe", "clusterkit.doctor.hosts.collect"}
     for node in ast.walk(tree):
@@ -249,11 +249,11 @@ def test_what_is_sent_is_python_3_8_of_the_standard_library_and_of_itself(path):
             assert name in ours or name.split(".")[0] in sys.stdlib_module_names, name
 
 
-def test_names_of_collectors_differ():
+def test_collector_names_are_unique():
     assert len(COLLECTORS) == len({each.collect for each in COLLECTORS})
 
 
-def test_every_collector_runs_on_every_python_that_is_here(tmp_path):
+def test_every_collector_runs_on_every_installed_python(tmp_path):
     """Also on those that are too old for jobs: that is what doctor says of them."""
     found = [path for n in range(8, 15) if (path := pythons.find(f"3.{n}"))]
     assert found

@@ -36,13 +36,13 @@ COLLECTORS = {each.name: each for check in CHECKS for each in check.collectors}
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
-def test_every_check_says_what_it_is_for(check):
+def test_every_check_has_valid_name_and_purpose(check):
     assert re.fullmatch(r"[a-z][a-z-]*", check.name)
     assert check.purpose.endswith(".")
     assert "\n" not in check.purpose
 
 
-def test_names_of_checks_differ():
+def test_check_names_are_unique():
     assert len({check.name for check in CHECKS}) == len(CHECKS)
 
 
@@ -59,7 +59,7 @@ def test_names_of_checks_differ():
     ],
     ids=["hangs", "slow", "error", "torn", "of another shape", "nothing"],
 )
-def test_no_check_is_silent_about_what_it_could_not_see(check, output, level, words):
+def test_every_check_reports_missing_or_broken_output(check, output, level, words):
     subject = make_subject(2, shared="/shared", needs=needs(deepspeed=True, device="cuda"))
     outputs = {} if output is None else dict.fromkeys(COLLECTORS, output)
     findings = judge(check, {"h0": make_answer(outputs), "h1": make_answer(outputs)}, subject)
@@ -70,7 +70,7 @@ def test_no_check_is_silent_about_what_it_could_not_see(check, output, level, wo
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
-def test_no_check_says_anything_of_a_host_that_is_silent(check):
+def test_checks_skip_unreachable_host_except_reachable_which_fails(check):
     subject = make_subject(2, shared="/shared", needs=needs(deepspeed=True))
     dead = make_answer(error=errors.Unavailable("no"), began=None, ended=None, interpreter="")
     findings = judge(check, {"h0": dead, "h1": dead}, subject)
@@ -87,7 +87,7 @@ JSON = st.recursive(
 
 
 @given(value=JSON, data=st.data())
-def test_whatever_hosts_answer_is_judged(value, data):
+def test_judge_handles_arbitrary_collector_values(value, data):
     check = data.draw(st.sampled_from(CHECKS))
     subject = make_subject(
         data.draw(st.integers(1, 3)),
@@ -105,7 +105,7 @@ def test_whatever_hosts_answer_is_judged(value, data):
         assert finding.level in ("ok", "skip") or finding.cause
 
 
-def test_the_commonest_wins_and_among_equals_the_first():
+def test_most_common_prefers_first_among_equals():
     assert most_common([1, 2, 2], 0) == 2
     assert most_common([1, 2], 0) == 1
     assert most_common([], 0) == 0
@@ -116,7 +116,7 @@ def test_the_commonest_wins_and_among_equals_the_first():
     [("10.0.0.1", "10.0.0.1"), ("::ffff:10.0.0.1", "10.0.0.1"), ("fe80::1%eth0", "fe80::1"),
      ("h1", None), ("", None), ("10.0.0", None), ("10.0.0.256", None)],
 )  # fmt: skip
-def test_an_address_is_one_in_whatever_clothes(text, address):
+def test_parsed_address_normalizes_ip_and_rejects_names(text, address):
     assert parsed_address(text) == (None if address is None else ipaddress.ip_address(address))
 
 
@@ -128,14 +128,14 @@ def silent(message, hint=None):
     return make_answer(error=error, began=None, ended=None, interpreter="", received=1010.0)
 
 
-def test_a_dead_host_is_named_with_the_transport_s_own_words(judged):
+def test_reachable_fails_with_transport_error_and_hint(judged):
     found = judged("reachable", make_subject(2), h1=silent("host h1 refuses", "is sshd running?"))
     assert found["h0"].level == "ok"
     assert (found["h1"].level, found["h1"].cause) == ("fail", "host h1 refuses")
     assert found["h1"].remedy == "is sshd running?"
 
 
-def test_a_host_that_takes_long_to_begin_is_told(judged):
+def test_reachable_warns_of_host_slow_to_begin(judged):
     slow = make_answer(sent=0.0, received=12.0, began=11.0, ended=11.5)
     busy = make_answer(sent=0.0, received=12.0, began=0.5, ended=11.5)
     found = judged("reachable", make_subject(2), h0=slow, h1=busy)
@@ -143,7 +143,7 @@ def test_a_host_that_takes_long_to_begin_is_told(judged):
     assert found["h1"].level == "ok"
 
 
-def test_a_host_key_is_a_matter_of_its_own(judged):
+def test_changed_host_key_fails_host_key_check_only(judged):
     subject = make_subject(3)
     changed = silent("host h1: its host key has changed: known is A, now it offers B", "remove it")
     answers = {"h1": changed, "h2": silent("host h2 does not answer")}
@@ -154,7 +154,7 @@ def test_a_host_key_is_a_matter_of_its_own(judged):
     assert judged("reachable", subject, **answers)["h1"].level == "skip"
 
 
-def test_without_ssh_there_is_no_host_key(judged):
+def test_host_key_check_skips_without_ssh(judged):
     found = judged("host-key", make_subject(1, over_ssh=False))
     assert (found["h0"].level, found["h0"].cause) == ("skip", "not reached over SSH")
 
@@ -176,17 +176,17 @@ USER = {
         ({"uid": 1001}, "fail", "has uid 1001, but 1000"),
     ],
 )
-def test_an_ordinary_user_with_a_home_and_the_same_number(judged, changed, level, words):
+def test_user_check_judges_sudo_home_and_uid(judged, changed, level, words):
     found = judged("user", make_subject(3, shared="/shared"), USER, h2=USER | changed)
     assert found["h0"].level == "ok"
     found.says("h2", level, words)
 
 
-def test_numbers_of_users_matter_only_to_a_shared_folder(judged):
+def test_user_check_accepts_other_uid_without_shared_folder(judged):
     assert judged("user", make_subject(2), USER, h1=USER | {"uid": 1001})["h1"].level == "ok"
 
 
-def test_one_s_own_sudo_is_one_s_own_affair(judged):
+def test_user_check_accepts_local_sudo(judged):
     local = make_subject(1, over_ssh=False)
     assert judged("user", local, USER | {"sudo": "bob"})["h0"].level == "ok"
 
@@ -204,7 +204,7 @@ SYSTEM = {"machine": "x86_64", "kernel": "6.1", "system": "debian 12", "libc": "
         ({"system": "linux", "libc": "not glibc"}, ["warn", "warn"]),
     ],
 )
-def test_the_system_is_the_same_everywhere(judged, changed, levels):
+def test_system_check_reports_differing_host(judged, changed, levels):
     found = judged("system", make_subject(3), SYSTEM, h1=SYSTEM | changed)
     assert found.levels() == {"h0": ["ok"], "h1": levels, "h2": ["ok"]}
 
@@ -232,7 +232,7 @@ def clocked(ahead, took=0.2, worked=0.0):
         ((0, 3, 0), ["ok", "fail", "ok"], {"elastic": True}),
     ],
 )
-def test_clocks_that_agree_and_who_is_wrong_where_they_do_not(judged, ahead, levels, fields):
+def test_clock_check_finds_wrong_host_among_disagreeing_clocks(judged, ahead, levels, fields):
     answers = {f"h{i}": clocked(seconds) for i, seconds in enumerate(ahead)}
     found = judged("clock", make_subject(len(ahead), needs=needs(**fields)), **answers)
     assert [finding.level for finding in found.findings] == levels
@@ -243,37 +243,37 @@ def test_clocks_that_agree_and_who_is_wrong_where_they_do_not(judged, ahead, lev
     [(600, "fail", "10 min ahead"), (-600, "fail", "10 min behind"), (3, "warn", "2.9 s ahead"),
      (86400 * 365, "fail", "8760 h ahead"), (-45, "fail", "45 s behind")],
 )  # fmt: skip
-def test_a_clock_that_is_off_is_told_which_and_how_far(judged, ahead, level, words):
+def test_clock_check_names_host_and_offset(judged, ahead, level, words):
     found = judged("clock", make_subject(3), h0=clocked(0), h1=clocked(ahead), h2=clocked(0))
     assert found["h0"].level == found["h2"].level == "ok"
     assert found["h1"].level == level
     assert f"at least {words}" in found["h1"].cause
 
 
-def test_a_slow_answer_is_no_wrong_clock(judged):
+def test_clock_check_accepts_slow_answers(judged):
     late = make_answer(sent=1000.0, received=1030.0, began=1029.0, ended=1029.5)
     early = make_answer(sent=1000.0, received=1030.0, began=1000.5, ended=1001.0)
     found = judged("clock", make_subject(3), h0=clocked(0), h1=late, h2=early)
     assert {finding.level for finding in found.findings} == {"ok"}
 
 
-def test_the_time_that_the_answer_itself_takes_gives_no_doubt(judged):
+def test_clock_check_subtracts_collector_run_time(judged):
     found = judged("clock", make_subject(3), clocked(0), h1=clocked(3, took=30.2, worked=30))
     assert found["h1"].level == "warn"
 
 
 @pytest.mark.parametrize("ended", [None, 1000.1])
-def test_the_offset_has_a_least_and_a_most(ended):
+def test_clock_offset_has_lower_and_upper_bound(ended):
     answer = make_answer(sent=1000.0, received=1000.2, began=1000.1, ended=ended)
     assert offset(answer) == pytest.approx((-0.1, 0.1))
 
 
-def test_a_host_that_never_began_has_no_clock():
+def test_clock_offset_is_none_when_host_never_began():
     assert offset(make_answer(began=None)) is None
 
 
 @given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0, 100)), max_size=8))
-def test_the_offset_agreed_on_is_one_that_some_clock_can_have(spans):
+def test_agreed_offset_lies_within_some_clock_bounds(spans):
     spans = [(low, low + width) for low, width in spans]
     value = agreed(spans)
     assert value == 0.0 or any(low <= value <= high for low, high in spans)
@@ -291,23 +291,23 @@ def python(version=(3, 11, 7), bits=64):
     [((3, 11, 7), "ok"), ((3, 11, 2), "warn"), ((3, 12, 1), "fail"), ((3, 10, 13), "fail"),
      ((4, 0, 0), "fail")],
 )  # fmt: skip
-def test_python_is_new_enough_and_the_same(judged, version, level):
+def test_python_check_judges_version_against_other_hosts(judged, version, level):
     found = judged("python", make_subject(3), python(), h1=python(version))
     assert found["h0"].level == "ok"
     assert found["h1"].level == level
 
 
-def test_a_python_of_32_bits_is_of_no_use(judged):
+def test_python_check_fails_for_32_bit_python(judged):
     assert judged("python", make_subject(2), python(), h1=python(bits=32))["h1"].level == "fail"
 
 
-def test_everything_old_is_too_old(judged):
+def test_python_check_fails_when_all_hosts_are_too_old(judged):
     found = judged("python", make_subject(2), python((3, 9, 2)))
     assert found.levels() == {"h0": ["fail"], "h1": ["fail"]}
     assert "python3.11" in found["h0"].remedy
 
 
-def test_an_interpreter_that_does_not_run_is_told_with_what_it_said(judged):
+def test_python_check_quotes_output_of_broken_interpreter(judged):
     another = make_answer(
         {"python": python()}, interpreter="python3", stderr="sh: 2: /opt/venv/bin/python: not found"
     )
@@ -329,7 +329,7 @@ def test_an_interpreter_that_does_not_run_is_told_with_what_it_said(judged):
          "/opt/clusterkit/python3 && ", "sudo /opt/clusterkit/python3/bin/python"),
     ],
 )  # fmt: skip
-def test_a_new_interpreter_gets_the_packages_of_the_others(judged, interpreter, begins, installs):
+def test_python_remedy_installs_packages_of_other_hosts(judged, interpreter, begins, installs):
     there = {"python": python(), "packages": packages(deepspeed=None)}
     machines = tuple(
         Machine(name=f"h{i}", address=f"10.0.0.{i}", python=interpreter) for i in range(3)
@@ -344,7 +344,7 @@ def test_a_new_interpreter_gets_the_packages_of_the_others(judged, interpreter, 
     assert (named in remedy) == (interpreter == "python3")
 
 
-def test_remedies_install_with_what_the_host_has(judged):
+def test_remedies_use_package_manager_of_host(judged):
     no_driver = nvidia(devices=8) | {"query": None}
     outputs = {"python": python((3, 9, 1)), "packages": packages(), "nvidia": no_driver,
                "compiler": tools(compiler=None, ninja=None, headers=False)}  # fmt: skip
@@ -379,7 +379,7 @@ def test_remedies_install_with_what_the_host_has(judged):
         assert remedies["", check] == remedies["apt-get", check]
 
 
-def test_another_python_comes_with_torch_as_well(judged):
+def test_python_remedy_for_old_version_also_installs_torch(judged):
     whole = make_answer({"python": python(), "packages": packages()})
     old = make_answer({"python": python((3, 10, 1)), "packages": packages()})
     remedy = judged("python", make_subject(3), h0=whole, h1=old, h2=whole)["h1"].remedy
@@ -397,7 +397,7 @@ def packages(**versions):
     }
 
 
-def test_packages_agree(judged):
+def test_packages_check_passes_when_hosts_agree(judged):
     found = judged("packages", make_subject(3), packages())
     assert found["h0"].cause == "torch 2.13.0+cu130, deepspeed 0.19.8, transformers 5.23.0"
 
@@ -414,21 +414,23 @@ def test_packages_agree(judged):
         ("transformers", None, "warn", "transformers==5.23.0"),
     ],
 )
-def test_a_package_that_differs_is_told_with_both_versions(judged, name, version, level, remedy):
+def test_packages_check_reports_differing_or_missing_package_with_remedy(
+    judged, name, version, level, remedy
+):
     found = judged("packages", make_subject(3), packages(), h1=packages(**{name: version}))
     assert found["h1"].level == level
     assert name in found["h1"].cause
     assert found["h1"].remedy == f"{PYTHON} -m pip install {remedy}"
 
 
-def test_nccl_differs(judged):
+def test_packages_check_fails_on_differing_nccl(judged):
     usual = packages(nvidia_nccl_cu12="2.27.3")
     found = judged("packages", make_subject(3), usual, h2=packages(nvidia_nccl_cu12="2.21.5"))
     assert found["h2"].level == "fail"
     assert found["h2"].cause == "nvidia-nccl-cu12 2.21.5, but 2.27.3 on the other hosts"
 
 
-def test_a_package_that_is_gone_and_was_not_uninstalled_is_missing(judged):
+def test_packages_check_fails_on_listed_package_that_cannot_be_imported(judged):
     found = judged("packages", make_subject(3), packages(), h1=packages() | {"gone": ["torch"]})
     assert found["h0"].level == "ok"
     assert found["h1"].level == "fail"
@@ -438,7 +440,7 @@ def test_a_package_that_is_gone_and_was_not_uninstalled_is_missing(judged):
     )
 
 
-def test_a_package_s_folder_is_looked_for_and_not_its_metadata_alone(tmp_path):
+def test_packages_collector_finds_metadata_without_module_without_import(tmp_path):
     """In an interpreter of its own: this one may have imported them."""
     for name in ("torch", "deepspeed", "numpy"):
         (tmp_path / f"{name}-1.dist-info").mkdir()
@@ -456,7 +458,7 @@ def test_a_package_s_folder_is_looked_for_and_not_its_metadata_alone(tmp_path):
     assert (done.stdout, done.stderr) == ("['deepspeed', 'torch']\n", "")
 
 
-def test_what_only_one_host_has_is_no_fault(judged):
+def test_packages_check_accepts_extra_package_on_one_host(judged):
     found = judged("packages", make_subject(3), packages(), h1=packages(numpy="2.0"))
     assert found["h1"].level == "ok"
 
@@ -471,7 +473,7 @@ def test_what_only_one_host_has_is_no_fault(judged):
         ({"deepspeed": True}, {"torch", "deepspeed"}),
     ],
 )
-def test_what_the_job_needs_must_be_there(judged, fields, missing):
+def test_packages_check_fails_when_job_needs_missing_package(judged, fields, missing):
     nothing = packages(torch=None, deepspeed=None, transformers=None)
     found = judged("packages", make_subject(2, needs=needs(**fields)), nothing)
     told = found.all("h0")
@@ -488,14 +490,14 @@ def test_what_the_job_needs_must_be_there(judged, fields, missing):
         ({"program": "train.py", "nodes": "1:2"}, "fail"),
     ],
 )
-def test_what_no_torch_means_depends_on_what_starts_the_ranks(judged, fields, level):
+def test_packages_check_level_for_missing_torch_depends_on_launcher(judged, fields, level):
     job = JobSpec(name="demo", **fields)
     subject = make_subject(1, needs=Needs.of(job))
     found = judged("packages", subject, packages(torch=None, deepspeed=None, transformers=None))
     assert found["h0"].level == level
 
 
-def test_packages_of_another_interpreter_say_nothing(judged):
+def test_packages_check_skips_other_interpreter(judged):
     other = make_answer({"packages": packages(torch="1.0")}, interpreter="python3")
     assert judged("packages", make_subject(3), packages(), h1=other)["h1"].level == "skip"
 
@@ -513,11 +515,11 @@ def test_packages_of_another_interpreter_say_nothing(judged):
         ({}, None),
     ],
 )
-def test_the_cuda_that_torch_is_built_for(versions, cuda):
+def test_packages_cuda_is_version_torch_is_built_for(versions, cuda):
     assert Packages(versions).cuda() == cuda
 
 
-def test_versions_are_read_from_what_pip_has_written(tmp_path, monkeypatch):
+def test_packages_collector_reads_versions_from_pip_metadata(tmp_path, monkeypatch):
     def metadata(name, text, file="METADATA"):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).write_text(text)
@@ -556,12 +558,12 @@ LOCK = {"path": "/home/ann/.cache/torch_extensions/py311_cpu/cpu_adam/lock", "ag
         ({"locks": [LOCK | {"age": -5.0}]}, "ok", ""),
     ],
 )
-def test_deepspeed_can_compile(judged, changed, level, words):
+def test_compiler_check_judges_toolchain_and_build_locks(judged, changed, level, words):
     found = judged("compiler", make_subject(1, needs=needs(deepspeed=True)), tools(**changed))
     found.says("h0", level, words)
 
 
-def test_the_remedy_for_a_stale_lock_is_quoted(judged):
+def test_compiler_remedy_quotes_stale_lock_path(judged):
     lock = {"path": "/home/a b/$x/lock", "age": 3600.0}
     found = judged("compiler", make_subject(1, needs=needs(deepspeed=True)), tools(locks=[lock]))
     assert found["h0"].remedy == "rm '/home/a b/$x/lock'"
@@ -587,7 +589,7 @@ PIP13 = "-m pip install 'cuda-toolkit[nvcc,cccl,profiler]==13.0.3.0' && cd "
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_operators_for_gpus_need_the_nvcc_of_torch_s_cuda(
+def test_compiler_check_warns_unless_nvcc_fits_torch_cuda(
     judged, device, versions, found, cause, remedy
 ):
     subject = make_subject(1, needs=needs(deepspeed=True, device=device))
@@ -600,13 +602,13 @@ def test_operators_for_gpus_need_the_nvcc_of_torch_s_cuda(
     assert "apt-get" not in (told.remedy or "")
 
 
-def test_without_gpus_no_nvcc_is_needed(judged):
+def test_compiler_check_needs_no_nvcc_without_gpus(judged):
     outputs = {"compiler": tools(), "nvidia": NO_GPU, "packages": {"versions": {}}}
     subject = make_subject(1, needs=needs(deepspeed=True))
     assert judged("compiler", subject, make_answer(outputs))["h0"].level == "ok"
 
 
-def test_nvcc_is_looked_for_where_torch_does(tmp_path, monkeypatch):
+def test_compiler_collector_finds_nvcc_by_cuda_home_then_path(tmp_path, monkeypatch):
     def nvcc(folder, release):
         (tmp_path / folder / "bin").mkdir(parents=True)
         path = tmp_path / folder / "bin" / "nvcc"
@@ -633,12 +635,12 @@ def test_nvcc_is_looked_for_where_torch_does(tmp_path, monkeypatch):
     ]  # fmt: skip
 
 
-def test_the_job_s_cuda_home_is_what_counts():
+def test_needs_take_cuda_home_from_job_env():
     job = JobSpec(name="x", program="x.py", env={"CUDA_HOME": "/opt/cuda"})
     assert Needs.of(job).cuda_home == "/opt/cuda"
 
 
-def test_without_deepspeed_nothing_is_compiled(judged):
+def test_compiler_check_skips_without_deepspeed(judged):
     assert judged("compiler", make_subject(1))["h0"].level == "skip"
 
 
@@ -680,19 +682,19 @@ def judge_network(judged, subject=None, **h1):
         ({"there": interfaces("192.168.0.1")}, "fail", "none of its interfaces reaches"),
     ],
 )
-def test_the_hosts_talk_over_the_same_kind_of_interface(judged, changed, level, words):
+def test_interface_check_compares_mtu_speed_name_and_routes(judged, changed, level, words):
     found = judge_network(judged, **changed)
     assert found["h0"].level == "ok"
     found.says("h1", level, words)
 
 
-def test_an_interface_that_is_named_must_be_there(judged):
+def test_interface_check_fails_when_named_interface_is_missing(judged):
     found = judge_network(judged, make_subject(3, interface="ib0"))
     assert found["h1"].cause == "has no interface ib0; it has eth0, lo"
     assert found["h1"].remedy == "interface: auto"
 
 
-def test_names_of_interfaces_may_differ_where_one_is_named(judged):
+def test_interface_check_accepts_extra_interface_when_one_is_named(judged):
     both = interfaces("10.0.0.11") | {"eth1": interfaces("x")["eth0"]}
     found = judged(
         "interface", make_subject(3, interface="eth0"),
@@ -701,19 +703,19 @@ def test_names_of_interfaces_may_differ_where_one_is_named(judged):
     assert found["h1"].level == "ok"
 
 
-def test_an_address_that_the_host_does_not_have_is_told(judged):
+def test_interface_check_reports_address_not_on_any_interface(judged):
     hosts = tuple(Machine(name=f"h{i}", address=f"52.0.0.{i}", python=PYTHON) for i in range(3))
     found = judge_network(judged, make_subject(3, hosts=hosts))
     assert "52.0.0.1 to reach it, an address that none of eth0, lo has" in found["h1"].cause
 
 
-def test_a_loopback_address_reaches_nobody_else(judged):
+def test_interface_check_reports_loopback_address(judged):
     hosts = tuple(Machine(name=f"h{i}", address="127.0.0.1", python=PYTHON) for i in range(3))
     found = judge_network(judged, make_subject(3, hosts=hosts))
     assert "where the other hosts cannot reach it" in found["h1"].cause
 
 
-def test_an_address_that_is_a_name_is_left_alone(judged):
+def test_interface_check_accepts_host_name_as_address(judged):
     hosts = tuple(Machine(name=f"h{i}", python=PYTHON) for i in range(3))
     assert judge_network(judged, make_subject(3, hosts=hosts))["h1"].level == "ok"
 
@@ -736,7 +738,7 @@ def holder(pid=4711, user="ann", command="python train.py"):
          "cannot be used: Permission denied", "port: auto"),
     ],
 )  # fmt: skip
-def test_the_port_is_free_or_its_holder_is_named(judged, port, level, words, remedy):
+def test_port_check_passes_or_names_holder_of_port(judged, port, level, words, remedy):
     found = judged("port", make_subject(2), {"port": 29500} | port)
     found.says("h0", level, words, remedy)
     assert found.all("h1") == []
@@ -759,32 +761,32 @@ def met(head=None, listening=None, came=(), peers=None, rates=None):
         ("another program answers there", "on h0: sudo ss -ltnp 'sport = :29500'"),
     ],
 )
-def test_who_cannot_reach_the_head_is_told_why(judged, why, remedy):
+def test_head_port_check_names_reason_and_remedy(judged, why, remedy):
     found = judged("head-port", make_subject(3), met(), h1=met(head=why))
     assert found["h0"].level == found["h2"].level == "ok"
     assert found["h1"].cause == f"cannot connect to h0 (10.0.0.10:29500): {why}"
     assert found["h1"].remedy == remedy
 
 
-def test_all_who_cannot_reach_the_head_are_let_in_by_one_command(judged):
+def test_head_port_remedy_admits_all_blocked_hosts_in_one_command(judged):
     found = judged("head-port", make_subject(3), met(head="timed out"), h0=met())
     assert found["h1"].remedy == found["h2"].remedy
     assert "for a in 10.0.0.11 10.0.0.12;" in found["h1"].remedy
 
 
-def test_a_head_that_cannot_listen_is_the_only_one_to_blame(judged):
+def test_head_port_check_blames_only_head_that_cannot_listen(judged):
     busy = met(listening="address already in use")
     found = judged("head-port", make_subject(3), met(head="another program answers there"), h0=busy)
     assert found.levels() == {"h0": ["fail"], "h1": ["skip"], "h2": ["skip"]}
 
 
 @pytest.mark.parametrize("check", ["head-port", "mesh"])
-def test_without_its_head_nobody_meets(judged, check):
+def test_head_port_and_mesh_checks_skip_when_head_is_unreachable(judged, check):
     found = judged(check, make_subject(3), met(), h0=silent("dead"))
     assert found.levels() == {"h0": ["skip"], "h1": ["skip"], "h2": ["skip"]}
 
 
-def test_the_mesh_tells_who_cannot_reach_whom(judged):
+def test_mesh_check_names_unreachable_peer_per_host(judged):
     well = {"h1": None, "h2": None, "h3": None, "h0": None}
     found = judged(
         "mesh", make_subject(4),
@@ -797,7 +799,7 @@ def test_the_mesh_tells_who_cannot_reach_whom(judged):
     assert "on h2: for a in 10.0.0.10 10.0.0.11;" in found["h0"].remedy
 
 
-def test_a_network_in_which_nearly_nobody_is_reached_is_one_fault(judged):
+def test_mesh_check_reports_widespread_failure_as_one_fault(judged):
     """As 64 hosts on one kernel were found, whose table of neighbours holds 1024."""
     by_host = {
         f"h{i}": met(peers={
@@ -811,7 +813,7 @@ def test_a_network_in_which_nearly_nobody_is_reached_is_one_fault(judged):
     assert "gc_thresh3" in found["h7"].remedy
 
 
-def test_different_reasons_are_told_apart(judged):
+def test_mesh_check_reports_each_reason_separately(judged):
     peers = {"h1": "timed out", "h2": "connection refused"}
     found = judged("mesh", make_subject(3), met(peers={"h0": None}), h0=met(peers=peers))
     assert {finding.cause.rpartition(": ")[2] for finding in found.all("h0")} == set(peers.values())
@@ -827,32 +829,32 @@ def rated(**rates):
     }  # fmt: skip
 
 
-def test_a_slow_link_is_that_of_the_host_with_both_ends(judged):
+def test_mesh_check_blames_slow_link_on_host_at_both_slow_links(judged):
     found = judged("mesh", make_subject(4), **rated(h0=2.14, h1=1.9, h2=940, h3=9400))
     assert found.levels() == {"h0": ["ok"], "h1": ["warn"], "h2": ["ok"], "h3": ["ok"]}
     assert found["h1"].cause == "its link is slow: 2.1 Mbit/s from h0, 1.9 Mbit/s to h2"
     assert found["h1"].remedy.startswith("clusterkit bench --cluster lab --pairwise")
 
 
-def test_a_slow_link_of_two_hosts_may_be_either_s(judged):
+def test_mesh_check_warns_both_hosts_when_only_two_share_slow_link(judged):
     found = judged("mesh", make_subject(2), **rated(h0=2.0, h1=2.0))
     assert found.levels() == {"h0": ["warn"], "h1": ["warn"]}
     found = judged("mesh", make_subject(3), **rated(h0=900, h1=900, h2=5))
     assert found.levels() == {"h0": ["ok"], "h1": ["ok"], "h2": ["warn"]}
 
 
-def test_a_slow_link_beside_one_that_is_cut(judged):
+def test_mesh_check_reports_slow_link_beside_unreachable_peer(judged):
     answers = rated(h0=2.0, h1=900, h2=900)
     answers["h0"]["peer_errors"]["h2"] = "timed out"
     assert [f.level for f in judged("mesh", make_subject(3), **answers).all("h0")] == [
         "warn", "fail"]  # fmt: skip
 
 
-def test_a_host_that_met_nobody_has_nothing_to_tell(judged):
+def test_mesh_check_skips_host_without_peers(judged):
     assert judged("mesh", make_subject(2), met(peers={}))["h0"].level == "skip"
 
 
-def test_the_meeting_has_time_to_end_before_it_is_ended():
+def test_meeting_deadlines_end_before_collector_timeout():
     arrived = meeting.ARRIVAL_SECONDS + meeting.CONNECT_SECONDS
     assert arrived < meeting.END_SECONDS < MEETING.timeout
 
@@ -915,7 +917,7 @@ SMI_FAILS = {
 }  # fmt: skip
 
 
-def test_torch_without_cuda_does_not_pass_where_gpus_are(judged):
+def test_gpu_driver_check_reports_cpu_torch_on_gpu_host(judged):
     value = gpu_answer(nvidia(*EIGHT), {"torch": "2.13.0+cpu"})
     told = judged("gpu-driver", make_subject(1), value)["h0"]
     assert told.cause == "torch 2.13.0+cpu is built without CUDA: no rank can use the GPUs"
@@ -924,7 +926,7 @@ def test_torch_without_cuda_does_not_pass_where_gpus_are(judged):
     assert judged("gpu-driver", job_on_cpus, value)["h0"].level == "skip"
 
 
-def test_gpus_on_the_bus_are_counted_without_those_of_other_drivers(tmp_path, monkeypatch):
+def test_gpus_collector_omits_pci_gpus_bound_elsewhere(tmp_path, monkeypatch):
     """Of a virtual machine, and in a container those of its host."""
     bus, bound = tmp_path / "sys/bus/pci/devices", tmp_path / "proc/driver/nvidia/gpus"
     drivers = {"0000:01:00.0": "nvidia", "0000:02:00.0": "nvidia", "0000:03:00.0": "vfio-pci",
@@ -943,7 +945,7 @@ def test_gpus_on_the_bus_are_counted_without_those_of_other_drivers(tmp_path, mo
 
 
 @pytest.mark.parametrize("check", ["gpu-driver", "gpus", "gpu-processes"])
-def test_where_nobody_has_a_gpu_nothing_is_said_of_them(judged, check):
+def test_gpu_checks_skip_without_gpus_or_for_cpu_jobs(judged, check):
     found = judged(check, make_subject(2), NO_GPU)
     assert found["h0"].level == "skip"
     cpu = make_subject(2, needs=needs(device="cpu"))
@@ -958,7 +960,7 @@ def gpu_answer(value, versions=None):
 
 @pytest.mark.parametrize(("complaint", "remedy"), list(SMI_FAILS.items()))
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_driver_that_complains_is_told_with_its_words(judged, complaint, remedy, stream):
+def test_gpu_driver_check_quotes_nvidia_smi_error_with_remedy(judged, complaint, remedy, stream):
     query = {"exit_code": 9, "stdout": "", "stderr": ""} | {stream: complaint + "\n"}
     broken = {"devices": 8, "query": query}
     found = judged("gpu-driver", make_subject(2), gpu_answer(nvidia(*EIGHT)), h1=gpu_answer(broken))
@@ -980,7 +982,7 @@ def test_a_driver_that_complains_is_told_with_its_words(judged, complaint, remed
         ({"torch": "2.13.0+cu130"}, "[N/A]", "ok"),
     ],
 )
-def test_the_driver_is_new_enough_for_torch(judged, versions, driver, level):
+def test_gpu_driver_check_compares_driver_with_torch_cuda(judged, versions, driver, level):
     value = gpu_answer(nvidia(gpu(0, driver=driver)), versions)
     found = judged("gpu-driver", make_subject(2), value)
     assert found["h0"].level == level
@@ -994,13 +996,13 @@ def test_the_driver_is_new_enough_for_torch(judged, versions, driver, level):
         (nvidia(), "nvidia-smi lists no GPU"),
     ],
 )
-def test_a_driver_unlike_the_others_or_none_is_told(judged, value, cause):
+def test_gpu_driver_check_reports_differing_or_missing_driver(judged, value, cause):
     usual = gpu_answer(nvidia(*EIGHT))
     found = judged("gpu-driver", make_subject(3), usual, h1=gpu_answer(value))
     assert found["h1"].cause == cause
 
 
-def test_healthy_gpus(judged):
+def test_gpus_check_passes_with_healthy_gpus(judged):
     found = judged("gpus", make_subject(2, slots=8), nvidia(*EIGHT))
     assert (found["h0"].level, found["h0"].cause) == ("ok", f"8 x {H100}")
 
@@ -1022,7 +1024,7 @@ def test_healthy_gpus(judged):
         ({"used": "ERR!"}, "fail", "GPU 0: ERR!", "reset"),
     ],
 )  # fmt: skip
-def test_a_sick_gpu_is_named(judged, changed, level, words, remedy):
+def test_gpus_check_names_faulty_gpu_with_remedy(judged, changed, level, words, remedy):
     found = judged("gpus", make_subject(1, slots=1), nvidia(gpu(0, **changed), *EIGHT[1:]))
     told = found.all("h0")
     assert told[0].level == level
@@ -1037,23 +1039,23 @@ def test_a_sick_gpu_is_named(judged, changed, level, words, remedy):
      {"ecc": "[N/A]"}, {"ecc": "[Not Supported]"}, {"mig": "[N/A]"}, {"mode": "Exclusive_Process"},
      {"retired": "No"}],
 )  # fmt: skip
-def test_what_a_driver_cannot_tell_or_does_for_itself_is_no_fault(judged, changed):
+def test_gpus_check_accepts_unsupported_values_and_power_cap(judged, changed):
     assert judged("gpus", make_subject(1, slots=1), nvidia(gpu(0, **changed)))["h0"].level == "ok"
 
 
-def test_an_older_driver_s_columns_are_read(judged):
+def test_gpus_check_reads_throttle_reasons_of_older_driver(judged):
     columns = COLUMNS.replace("clocks_event_reasons", "clocks_throttle_reasons")
     value = nvidia(gpu(0, reasons="0x40"), columns=columns)
     assert "heat" in judged("gpus", make_subject(1, slots=1), value)["h0"].cause
 
 
-def test_an_ancient_driver_tells_only_the_basics(judged):
+def test_gpus_check_passes_with_basic_columns_of_ancient_driver(judged):
     columns = ", ".join(COLUMNS.split(", ")[:6])
     value = nvidia(", ".join(gpu(0).split(", ")[:6]), columns=columns)
     assert judged("gpus", make_subject(1, slots=1), value)["h0"].level == "ok"
 
 
-def test_a_gpu_that_fell_off_the_bus(judged):
+def test_gpu_checks_report_gpu_lost_from_bus(judged):
     lost = "Unable to determine the device handle for GPU 0000:3B:00.0: GPU is lost.  Reboot the system to recover this GPU"  # noqa: E501
     value = nvidia(*EIGHT[:7], complaint=lost, devices=8, exit_code=15)
     found = judged("gpus", make_subject(2, slots=8), nvidia(*EIGHT), h1=value)
@@ -1062,7 +1064,7 @@ def test_a_gpu_that_fell_off_the_bus(judged):
     assert "GPU is lost. Reboot the system" in driver["h1"].cause
 
 
-def test_a_job_that_wants_cuda_is_told_that_there_is_none(judged):
+def test_gpus_check_fails_for_cuda_job_without_gpus(judged):
     found = judged("gpus", make_subject(2, needs=needs(device="cuda")), NO_GPU)
     assert found.levels() == {"h0": ["fail"], "h1": ["fail"]}
 
@@ -1081,7 +1083,7 @@ def test_a_job_that_wants_cuda_is_told_that_there_is_none(judged):
          f"A100, but {H100} on the other hosts: the slowest GPU limits all"),
     ],
 )  # fmt: skip
-def test_too_few_gpus_or_others_than_elsewhere(judged, slots, value, level, cause):
+def test_gpus_check_reports_too_few_or_differing_gpus(judged, slots, value, level, cause):
     found = judged("gpus", make_subject(3, slots=slots), nvidia(*EIGHT), h1=value)
     assert (found["h1"].level, found["h1"].cause) == (level, cause)
 
@@ -1092,7 +1094,7 @@ XID = "[Thu Nov 21 10:00:00 2026] NVRM: Xid (PCI:0000:3b:00): {}, pid='<unknown>
 @pytest.mark.parametrize(
     ("number", "level"), [(79, "warn"), (48, "warn"), (119, "warn"), (13, "ok"), (43, "ok")]
 )
-def test_xids_that_speak_of_the_hardware(judged, number, level):
+def test_gpus_check_warns_of_hardware_xids_only(judged, number, level):
     value = nvidia(gpu(0), xids=[XID.format(number), "NVRM: Xid", "\0", XID.format("x")])
     found = judged("gpus", make_subject(1, slots=1), value)
     assert found["h0"].level == level
@@ -1108,7 +1110,7 @@ REMAPPED = "gpu_uuid, remapped_rows.pending, remapped_rows.failure"
      ("Yes", "No", "warn", "GPU 0: ECC: row remapping pending"), ("1", "0", "warn", "pending"),
      ("No", "Yes", "fail", "GPU 0: ECC: row remapping failed")],
 )  # fmt: skip
-def test_rows_of_memory_that_were_or_were_not_replaced(judged, pending, failure, level, words):
+def test_gpus_check_judges_row_remapping(judged, pending, failure, level, words):
     rows = [f"{one.split(', ')[1]}, No, No" for one in EIGHT[1:]]
     rows.insert(0, f"{EIGHT[0].split(', ')[1]}, {pending}, {failure}")
     value = nvidia(*EIGHT, remapped=smi(*rows, columns=REMAPPED))
@@ -1123,7 +1125,7 @@ def test_rows_of_memory_that_were_or_were_not_replaced(judged, pending, failure,
      ("In Progress", "[N/A]", "fail"), ("Not Started", "[N/A]", "fail"),
      ("Completed", "Insufficient Resources", "fail")],
 )  # fmt: skip
-def test_a_gpu_that_nvswitch_has_not_taken_in(judged, state, status, level):
+def test_gpus_check_fails_until_nvswitch_fabric_is_ready(judged, state, status, level):
     value = nvidia(
         f"{gpu(0)}, {state}, {status}", columns=f"{COLUMNS}, fabric.state, fabric.status"
     )
@@ -1132,14 +1134,14 @@ def test_a_gpu_that_nvswitch_has_not_taken_in(judged, state, status, level):
     assert level == "ok" or "nvidia-fabricmanager" in found.remedy
 
 
-def test_a_kernel_log_that_may_not_be_read_is_told(judged):
+def test_gpus_check_mentions_unreadable_kernel_log(judged):
     found = judged("gpus", make_subject(1, slots=1), nvidia(gpu(0), log=False))
     assert found["h0"].level == "ok"
     assert found["h0"].cause.endswith("; Xid errors: not allowed to read the kernel's log")
 
 
 @pytest.mark.parametrize(("journal", "log"), [(XID.format(79), True), ("", False)])
-def test_where_dmesg_is_closed_the_journal_is_read(tmp_path, monkeypatch, journal, log):
+def test_gpus_collector_reads_journal_when_dmesg_is_denied(tmp_path, monkeypatch, journal, log):
     programs = {
         "dmesg": "echo 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1",
         "journalctl": f'cat <<"END"\n{journal}\nEND' if log else "exit 1",
@@ -1194,7 +1196,7 @@ ILL_3 = {
     ],
     ids=["none", "well", "ill", "ill, DCGM 3", "no daemon"],
 )  # fmt: skip
-def test_nvidia_s_own_diagnosis(judged, value, level, words):
+def test_gpu_diagnosis_check_judges_dcgmi_output(judged, value, level, words):
     found = judged("gpu-diagnosis", make_subject(1), value)["h0"]
     assert found.level == level
     assert words in found.cause
@@ -1211,7 +1213,7 @@ def app(pid, index, name="python", used="70000"):
     return f"{pid}, {name}, GPU-{index:08d}-aaaa-bbbb-cccc-0123456789ab, {used}"
 
 
-def test_free_gpus(judged):
+def test_gpu_processes_check_passes_with_free_gpus(judged):
     found = judged("gpu-processes", make_subject(1, slots=8), nvidia(*EIGHT, apps=apps()))
     assert (found["h0"].level, found["h0"].cause) == ("ok", "none")
 
@@ -1219,7 +1221,7 @@ def test_free_gpus(judged):
 @pytest.mark.parametrize(
     ("slots", "level"), [(8, "fail"), (None, "fail"), (7, "warn"), (1, "warn")]
 )
-def test_a_process_on_a_gpu_that_the_job_needs(judged, slots, level):
+def test_gpu_processes_check_names_process_and_fails_if_gpu_is_needed(judged, slots, level):
     value = nvidia(
         *EIGHT, apps=apps(app(4711, 3, "/opt/a, b/python")), owners={"4711": {"user": "bob"}},
         user="bob",
@@ -1243,18 +1245,18 @@ def test_a_process_on_a_gpu_that_the_job_needs(judged, slots, level):
          "clusterkit cancel ddp-1"),
     ],
 )  # fmt: skip
-def test_what_frees_the_gpus(judged, held, owners, remedy):
+def test_gpu_processes_remedy_fits_owner_of_process(judged, held, owners, remedy):
     value = nvidia(*EIGHT, apps=apps(*held), owners=owners, user="ann")
     assert judged("gpu-processes", make_subject(1, slots=8), value)["h0"].remedy == remedy
 
 
-def test_memory_held_by_nobody_that_can_be_seen(judged):
+def test_gpu_processes_check_reports_memory_of_invisible_process(judged):
     value = nvidia(gpu(0, used="40000"), *EIGHT[1:], apps=apps())
     found = judged("gpu-processes", make_subject(1, slots=8), value)
     assert "a process that is not visible here" in found["h0"].cause
 
 
-def test_many_busy_gpus_are_not_all_listed(judged):
+def test_gpu_processes_check_truncates_long_list(judged):
     value = nvidia(*(gpu(i, used="70000") for i in range(8)), apps=apps())
     found = judged("gpu-processes", make_subject(1, slots=8), value)
     assert found["h0"].cause.endswith("and 4 more")
@@ -1273,7 +1275,7 @@ esac
 """  # noqa: E501
 
 
-def test_nvidia_smi_of_an_older_driver_is_asked_again(tmp_path, monkeypatch):
+def test_gpus_collector_retries_older_nvidia_smi_columns(tmp_path, monkeypatch):
     import os
 
     columns = COLUMNS.replace("clocks_event_reasons", "clocks_throttle_reasons")
@@ -1292,7 +1294,7 @@ def test_nvidia_smi_of_an_older_driver_is_asked_again(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "script", ["#!/bin/sh\nexit 9\n", "#!/nope\n", "#!/bin/sh\nprintf '\\377\\000'\n", ""]
 )
-def test_a_broken_nvidia_smi_is_an_answer(tmp_path, monkeypatch, script, judged):
+def test_gpus_check_fails_with_broken_nvidia_smi(tmp_path, monkeypatch, script, judged):
     import os
 
     (tmp_path / "nvidia-smi").write_text(script)
@@ -1311,7 +1313,7 @@ def test_a_broken_nvidia_smi_is_an_answer(tmp_path, monkeypatch, script, judged)
     [(24, 20, None, "ok"), (24, 3, None, "warn"), (24, 0.5, None, "fail"), (24, 0, None, "fail"),
      (512, 500, 2, "warn")],
 )  # fmt: skip
-def test_memory_for_every_rank(judged, total, available, limit, level):
+def test_memory_check_judges_available_memory_and_limit(judged, total, available, limit, level):
     value = {
         "total": total * GIB,
         "available": int(available * GIB),
@@ -1320,7 +1322,7 @@ def test_memory_for_every_rank(judged, total, available, limit, level):
     assert judged("memory", make_subject(1, slots=4), value)["h0"].level == level
 
 
-def test_hosts_with_different_memory(judged):
+def test_memory_check_reports_host_with_less_memory(judged):
     usual = {"total": 64 * GIB, "available": 60 * GIB, "limit": None}
     small = {"total": 32 * GIB, "available": 30 * GIB, "limit": None}
     found = judged("memory", make_subject(3), usual, h1=small)
@@ -1342,7 +1344,7 @@ def shm(free, total=16 * GIB, exists=True, writable=True):
         (shm(16 * GIB, writable=False), "fail", "mode=1777"),
     ],
 )
-def test_shared_memory(judged, value, level, remedy):
+def test_shm_check_judges_size_and_access(judged, value, level, remedy):
     judged("shm", make_subject(1), value).says("h0", level, remedy=remedy)
 
 
@@ -1366,14 +1368,14 @@ def limits(**changed):
         ({"core": None, "core_pattern": "|/usr/lib/systemd/systemd-coredump %P"}, "ok", ""),
     ],
 )
-def test_limits_of_a_session(judged, changed, level, words):
+def test_limits_check_judges_ulimits(judged, changed, level, words):
     found = judged("limits", make_subject(2, slots=8), limits(**changed))
     found.says("h0", level, words)
     if level != "ok":
         assert "/etc/security/limits.d/" in found["h0"].remedy
 
 
-def test_more_ranks_need_more_files(judged):
+def test_limits_check_needs_more_nofile_for_more_ranks(judged):
     value = limits(nofile=2000)
     assert judged("limits", make_subject(2, slots=8), value)["h0"].level == "warn"
     assert judged("limits", make_subject(64, slots=8), value)["h0"].level == "fail"
@@ -1398,11 +1400,11 @@ def disk(path="/srv", free=100 * GIB, total=200 * GIB, inodes_free=10**7, inodes
         ({"free": 2 * GIB, "inodes_free": 5}, "fail", "5 more files"),
     ],
 )
-def test_room_on_the_disks(judged, changed, level, words):
+def test_disk_check_judges_space_inodes_and_read_only_mounts(judged, changed, level, words):
     judged("disk", make_subject(1), [disk("/tmp"), disk(**changed)]).says("h0", level, words)
 
 
-def test_every_full_disk_is_told(judged):
+def test_disk_check_reports_every_full_disk(judged):
     found = judged("disk", make_subject(1), [disk("/a b", free=0), disk("/c", free=0)])
     assert [finding.cause.split()[0] for finding in found.all("h0")] == ["/a", "/c"]
     assert found.all("h0")[0].remedy.startswith("df -h '/a b'")
@@ -1432,7 +1434,9 @@ def folder(**changed):
         ({"pipe_error": "Operation not permitted"}, "fail", "not support named pipes", "workdir"),
     ],
 )  # fmt: skip
-def test_the_working_folder(judged, changed, level, words, remedy):
+def test_workdir_check_judges_creation_writing_and_named_pipes(
+    judged, changed, level, words, remedy
+):
     judged("workdir", make_subject(1), folder(**changed)).says("h0", level, words, remedy)
 
 
@@ -1467,7 +1471,7 @@ FOUND = {"text": "token", "error": None, "file_system": "nfs4"}
         ({"text": ""}, "warn", "empty for a while"),
     ],
 )
-def test_what_one_writes_the_others_read(judged, changed, level, words):
+def test_shared_check_fails_unless_hosts_read_file_of_head(judged, changed, level, words):
     subject = make_subject(3, shared="/shared")
     answers = shared(subject, {"error": None}, h1=FOUND | changed, h2=FOUND)
     found = judged("shared", subject, **answers)
@@ -1475,11 +1479,11 @@ def test_what_one_writes_the_others_read(judged, changed, level, words):
     found.says("h1", level, words)
 
 
-def test_a_head_that_cannot_write_is_the_only_one_to_blame(judged):
+def test_shared_check_blames_only_head_that_cannot_write(judged):
     subject = make_subject(3, shared="/shared")
     found = judged("shared", subject, **shared(subject, {"error": "Read-only file system"}))
     assert found.levels() == {"h0": ["fail"], "h1": ["skip"], "h2": ["skip"]}
 
 
-def test_no_shared_folder_no_check(judged):
+def test_shared_check_skips_without_shared_folder(judged):
     assert judged("shared", make_subject(2))["h0"].level == "skip"

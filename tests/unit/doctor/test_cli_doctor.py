@@ -38,7 +38,7 @@ def examined(monkeypatch):
     return give
 
 
-def test_this_machine_for_real(cli):
+def test_doctor_examines_local_machine(cli):
     done = cli("doctor", "--only", "python,shm,port,head-port,interface")
     progress = ("looking", "connecting", "cleaning up", "evaluating")  # what takes over a second
     assert all(line.startswith(progress) for line in done.err.splitlines())
@@ -49,7 +49,7 @@ def test_this_machine_for_real(cli):
     assert done.code == 0
 
 
-def test_json_for_real(cli):
+def test_doctor_json_lists_hosts_checks_and_findings(cli):
     document = cli("doctor", "--json", "--only", QUIET).json
     assert document["hosts"] == ["localhost"]
     assert document["checks"] == ["user", "python", "shm"]
@@ -57,7 +57,7 @@ def test_json_for_real(cli):
     assert set(document["findings"][0]) == {"check", "host", "level", "cause", "remedy"}
 
 
-def test_a_failure_is_exit_code_1_and_goes_to_stdout(cli, examined):
+def test_doctor_failure_exits_1_with_fix_on_stdout(cli, examined):
     examined(FAULTS)
     done = cli("doctor")
     assert done.code == 1
@@ -65,19 +65,19 @@ def test_a_failure_is_exit_code_1_and_goes_to_stdout(cli, examined):
     assert done.err == ""
 
 
-def test_a_failure_in_json_is_exit_code_1(cli, examined):
+def test_doctor_json_failure_exits_1(cli, examined):
     examined(FAULTS)
     done = cli("doctor", "--json")
     assert (done.code, done.json["ok"], done.json["worst"]) == (1, False, "fail")
 
 
-def test_a_warning_is_none(cli, examined):
+def test_doctor_warning_exits_0(cli, examined):
     warning = Finding("clock", "h1", "warn", "2 s ahead")
     examined(Report(cluster="x", hosts=("h1",), checks=("clock",), findings=(warning,)))
     assert cli("doctor").code == 0
 
 
-def test_options_reach_the_examination(cli, examined):
+def test_doctor_passes_options_to_api(cli, examined):
     asked = examined(FAULTS)
     cli("doctor", "job.yaml", "-c", "lab", "--cluster-file", "f.yaml", "-n", "2", "-g", "4",
         "--set", "device=cuda", "--include", "h1", "--quick", "--only", "user, clock,")  # fmt: skip
@@ -88,7 +88,7 @@ def test_options_reach_the_examination(cli, examined):
     }]  # fmt: skip
 
 
-def test_a_job_is_what_the_hosts_are_held_against(write_job, cli, no_gpus):
+def test_doctor_fails_when_host_has_too_few_gpus_for_job(write_job, cli, no_gpus):
     job = write_job("device: cuda\ngpus_per_node: 2\n")
     done = cli("doctor", job, "--only", "gpus", "--json")
     (finding,) = done.json["findings"]
@@ -97,7 +97,7 @@ def test_a_job_is_what_the_hosts_are_held_against(write_job, cli, no_gpus):
     assert done.code == 1
 
 
-def test_a_job_is_not_asked_for_its_secrets(write_job, cli, monkeypatch):
+def test_doctor_ignores_unset_secret_of_job(write_job, cli, monkeypatch):
     monkeypatch.delenv("NOT_THERE", raising=False)
     assert cli("doctor", write_job("secrets: [NOT_THERE]\n"), "--only", "shm").code == 0
 
@@ -113,11 +113,11 @@ def test_a_job_is_not_asked_for_its_secrets(write_job, cli, monkeypatch):
         (["--include", "h1"], "has no hosts to choose from"),
     ],
 )
-def test_bad_input_is_one_error(refused, argv, words):
+def test_doctor_refuses_bad_arguments(refused, argv, words):
     assert words in refused("doctor", *argv)
 
 
-def test_an_error_is_no_traceback(cli, monkeypatch):
+def test_doctor_prints_error_and_hint_without_traceback(cli, monkeypatch):
     def fail(*_, **__):
         raise Unavailable("nothing works", hint="mend it")
 
@@ -127,7 +127,7 @@ def test_an_error_is_no_traceback(cli, monkeypatch):
     assert done.err == "error: nothing works\n hint: mend it\n"
 
 
-def test_the_list_names_every_check_and_looks_at_nothing(cli, monkeypatch):
+def test_doctor_list_names_every_check_without_examination(cli, monkeypatch):
     monkeypatch.setattr(api, "doctor", None)
     done = cli("doctor", "--list")
     everything = [(of, c) for of, checks in doctor.every_check().items() for c in checks]
@@ -143,7 +143,7 @@ def test_the_list_names_every_check_and_looks_at_nothing(cli, monkeypatch):
     ]
 
 
-def test_what_is_waited_for_is_told_after_a_second(cli, monkeypatch):
+def test_doctor_progress_names_awaited_hosts_after_delay(cli, monkeypatch):
     from clusterkit.ui import spinner
 
     monkeypatch.setattr(spinner, "DELAY_SECONDS", 0.0)
@@ -170,20 +170,20 @@ def test_what_is_waited_for_is_told_after_a_second(cli, monkeypatch):
         (2, [], "evaluating"),
     ],
 )
-def test_progress_names_all_hosts_and_those_that_are_waited_for(phase, waiting, words):
+def test_doctor_progress_text_names_phase_all_hosts_and_awaited_hosts(phase, waiting, words):
     from clusterkit.cli.doctor import _phase_text
 
     assert _phase_text(phase, waiting, ["h0", "h1", "h2", "h3"]) == words
 
 
-def test_no_color_is_honoured(cli, examined, monkeypatch):
+def test_doctor_honors_no_color_over_force_color(cli, examined, monkeypatch):
     examined(FAULTS)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert "\x1b[" not in cli("doctor").out
 
 
-def test_checks_complete():
+def test_doctor_only_option_completes_check_names():
     from clusterkit.cli.doctor import _complete_check
 
     assert _complete_check(None, None, "gpu") == [

@@ -13,12 +13,12 @@ PAGE = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text()
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
-def test_every_check_stands_in_the_table(check):
+def test_doctor_page_lists_every_check_with_purpose(check):
     quick = "yes" if check.quick else ""
     assert f"| `{check.name}` | {quick} | {check.purpose} |" in PAGE
 
 
-def test_the_page_names_no_check_that_is_not_there():
+def test_doctor_page_lists_no_unknown_check():
     rows = re.findall(r"^\| `([a-z-]+)` \|", PAGE.partition("## JSON")[0], re.MULTILINE)
     assert {check.name for check in CHECKS} == set(rows)
 
@@ -28,7 +28,7 @@ def row(name):
     return cells[-1]
 
 
-def test_the_numbers_of_the_page_are_those_of_the_checks():
+def test_doctor_page_thresholds_match_code():
     assert f"more than {login.SLOW:g} s" in row("reachable")
     assert f"more than {system.CLOCK_WARN:g} s" in row("clock")
     assert (

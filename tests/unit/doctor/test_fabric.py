@@ -68,7 +68,7 @@ def verdicts(judged, check, seen, host="h0"):
     ]
 
 
-def test_a_sound_host_passes(judged, look):
+def test_fabric_checks_pass_on_healthy_h100_host(judged, look):
     seen = look([])
     told = verdicts(judged, "infiniband", seen)
     assert told == [("ok", "8 active ports, 400 Gb/sec (4X NDR)", None)]
@@ -85,7 +85,7 @@ def test_a_sound_host_passes(judged, look):
         ([(OPEN, CLOSED)], "no GPUDirect RDMA", "nvidia-peermem"),
     ],
 )
-def test_what_makes_a_host_slow_is_named(judged, look, changes, cause, remedy):
+def test_infiniband_warns_of_fault_that_slows_host(judged, look, changes, cause, remedy):
     for beside in ((), ([],)):
         ((level, said, mends),) = verdicts(judged, "infiniband", look(changes, *beside))
         assert level == "warn"
@@ -93,7 +93,7 @@ def test_what_makes_a_host_slow_is_named(judged, look, changes, cause, remedy):
         assert remedy in mends
 
 
-def test_ports_that_are_not_used_anywhere_or_of_another_kind_are_no_fault(judged, look):
+def test_infiniband_accepts_port_down_on_all_hosts_and_slower_storage_ports(judged, look):
     unused, storage = down("mlx5_11"), slow("mlx5_3", "mlx5_9")
     for host in ("h0", "h1"):
         ((level, cause, _),) = verdicts(judged, "infiniband", look(unused, unused), host)
@@ -101,12 +101,12 @@ def test_ports_that_are_not_used_anywhere_or_of_another_kind_are_no_fault(judged
     assert verdicts(judged, "infiniband", look(storage))[0][0] == "ok"
 
 
-def test_peer_memory_by_its_module_is_as_good(judged, look):
+def test_infiniband_accepts_closed_driver_with_nvidia_peermem_module(judged, look):
     module = ("dev/nvidia0 ", "dev/nvidia0 \nsys/module/nvidia_peermem/refcnt 0")
     assert verdicts(judged, "infiniband", look([(OPEN, CLOSED), module]))[0][0] == "ok"
 
 
-def test_a_host_without_cards_among_others_is_told(judged, look):
+def test_infiniband_warns_of_host_without_cards_only_beside_others(judged, look):
     ((level, cause, remedy),) = verdicts(judged, "infiniband", look([NO_CARD], []))
     assert (level, remedy) == ("warn", "lspci | grep -i infiniband; sudo modprobe mlx5_ib")
     assert cause.startswith("no InfiniBand, but 8 ports on another host")
@@ -126,7 +126,9 @@ def test_a_host_without_cards_among_others_is_told(judged, look):
         (VERSION("580.95.05"), "inactive", "the fabric manager is inactive", "enable --now"),
     ],
 )  # fmt: skip
-def test_nvswitches_need_their_fabric_manager(judged, look, manager, active, cause, remedy):
+def test_nvswitch_host_fails_without_matching_active_fabric_manager(
+    judged, look, manager, active, cause, remedy
+):
     seen = look([], manager=manager, active=active)
     ((level, said, mends),) = verdicts(judged, "fabric-manager", seen)
     assert level == "fail"
@@ -134,7 +136,7 @@ def test_nvswitches_need_their_fabric_manager(judged, look, manager, active, cau
     assert remedy in mends
 
 
-def test_nothing_is_said_of_a_fabric_that_is_not_there(judged, look):
+def test_fabric_checks_skip_absent_hardware_and_pass_without_systemd(judged, look):
     bridges = (".*class 0x068000", "")
     assert verdicts(judged, "fabric-manager", look([bridges]))[0][:2] == ("skip", "no NVSwitch")
     unloaded = ("proc/driver/nvidia/version .*", "")
@@ -160,7 +162,7 @@ DEBIAN = 'b false\nas 0\nas 1 "root"\n'
         ("Failed to get property", "ann", "ok"),
     ],
 )
-def test_agents_that_logind_would_end_at_the_logout_are_told(judged, answer, user, level):
+def test_logout_check_fails_when_logind_kills_user_processes(judged, answer, user, level):
     found = judged(
         "logout", make_subject(1), make_answer({"logout": {"user": user, "answer": answer}})
     )["h0"]

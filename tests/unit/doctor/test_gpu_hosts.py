@@ -65,7 +65,7 @@ def seen(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("host", sorted(HOSTS))
-def test_a_recorded_host_is_shown_rightly(judged, seen, host):
+def test_doctor_judges_recorded_gpu_host(judged, seen, host):
     packages = {"versions": {"torch": "2.13.0", "nvidia-cuda-runtime": "13.0.96"}}
     answer = make_answer({"nvidia": seen(host), "packages": packages})
     for check, expected in (("gpu-driver", DRIVER), ("gpus", GPUS)):

@@ -153,7 +153,7 @@ def with_gpus(replies, *counts, capacity=None):
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
-def test_a_cluster_that_is_well(check):
+def test_checks_pass_or_skip_on_healthy_cluster(check):
     for finding in check.judge(seen_of(subject_of())):
         assert finding.level in ("ok", "skip"), finding
         assert finding.remedy is None
@@ -161,7 +161,7 @@ def test_a_cluster_that_is_well(check):
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
-def test_an_api_server_that_answers_nothing(check):
+def test_unreachable_api_server_fails_only_api_server_check(check):
     def answer(path):
         raise Unavailable("it does not answer")
 
@@ -171,7 +171,7 @@ def test_an_api_server_that_answers_nothing(check):
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
-def test_somebody_who_may_look_at_nothing_is_told_so(check):
+def test_checks_of_user_without_list_permission_name_missing_permission(check):
     replies = {
         look: dict.fromkeys(answers, FORBIDDEN)
         for look, answers in documents().items()
@@ -202,7 +202,7 @@ def test_somebody_who_may_look_at_nothing_is_told_so(check):
         ("master", "", "warn", "unknown version"),
     ],
 )
-def test_the_version(version, built, level, words):
+def test_api_server_check_judges_version(version, built, level, words):
     replies = documents()
     replies["version"][ALONE] = Reply({"gitVersion": version, "buildDate": built})
     found = only(judged("api-server", replies=replies))
@@ -210,7 +210,7 @@ def test_the_version(version, built, level, words):
     assert words in found.cause
 
 
-def test_a_namespace_that_is_not_there_and_one_that_goes():
+def test_namespace_check_reports_missing_or_terminating_namespace():
     replies = documents()
     replies["namespace"][ALONE] = Reply(reason="NotFound", detail='namespaces "x" not found')
     found = only(judged("namespace", replies=replies))
@@ -221,7 +221,7 @@ def test_a_namespace_that_is_not_there_and_one_that_goes():
     assert "being deleted" in only(judged("namespace", replies=replies)).cause
 
 
-def test_every_right_that_is_missing_is_named():
+def test_rights_check_names_every_missing_permission_with_remedy():
     replies = documents()
     for right in ("create pytorchjobs", "get pods/log", "patch secrets"):
         replies["rights"][right].document["status"] = {"allowed": False}
@@ -236,7 +236,7 @@ def test_every_right_that_is_missing_is_named():
     assert only(judged("rights", replies=replies)).remedy.endswith("--serviceaccount a:b")
 
 
-def test_a_watcher_needs_rights_of_its_own_and_is_planned_where_the_entry_has_one():
+def test_watcher_adds_permissions_and_pod_to_plan():
     replies, count = documents(), len(run_rights("pytorchjob"))
     assert only(judged("rights", replies=replies)).cause == (
         f"admin has all {count} permissions needed"
@@ -257,7 +257,7 @@ def test_a_watcher_needs_rights_of_its_own_and_is_planned_where_the_entry_has_on
     assert ("create", "batch", "jobs") in watcher_rights()
 
 
-def test_only_rights_of_the_kind_of_job_are_asked_for():
+def test_run_rights_cover_only_kind_of_job():
     assert ("create", "kubeflow.org", "pytorchjobs") in run_rights("pytorchjob")
     assert {resource for _, _, resource in run_rights("job")} >= {"jobs", "services"}
     assert not {"mpijobs", "services"} & {resource for _, _, resource in run_rights("pytorchjob")}
@@ -266,7 +266,7 @@ def test_only_rights_of_the_kind_of_job_are_asked_for():
 # ---------------------------------------------------------------- kind, plan
 
 
-def test_a_kind_that_is_not_served():
+def test_kind_check_reports_kind_that_cluster_does_not_serve():
     replies = documents()
     replies["kinds"]["pytorchjob"] = Reply(reason="NotFound", detail="not found")
     groups = replies["groups"][ALONE].document["groups"]
@@ -284,7 +284,7 @@ def test_a_kind_that_is_not_served():
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_every_flavor_is_well(flavor):
+def test_kind_check_passes_for_every_flavor(flavor):
     launcher = "mpirun" if flavor == "mpijob" else "torchrun"
     job = JobSpec(name="any", command=("true",), nodes=2, launcher=launcher)
     subject = subject_of(job, flavor=flavor)
@@ -296,7 +296,7 @@ def test_every_flavor_is_well(flavor):
 # ---------------------------------------------------------------- nodes, GPUs, room, image
 
 
-def test_nodes_that_are_not_well():
+def test_nodes_check_reports_not_ready_and_cordoned_nodes():
     replies = documents()
     for condition in node(replies)["status"]["conditions"]:
         if condition["type"] == "Ready":
@@ -308,7 +308,7 @@ def test_nodes_that_are_not_well():
     assert found[CLUSTER].level == "fail"
 
 
-def test_taints_and_selectors():
+def test_nodes_check_reports_untolerated_taint_and_missing_labels():
     replies = documents()
     node(replies)["spec"]["taints"] = [{"key": "team", "value": "b", "effect": "NoSchedule"}]
     found = {finding.host: finding for finding in judged("nodes", replies=replies)}
@@ -321,7 +321,7 @@ def test_taints_and_selectors():
     assert told.cause == "no node has the labels pool=h100"
 
 
-def test_a_node_short_of_disk():
+def test_nodes_check_reports_disk_pressure():
     replies = documents()
     for condition in node(replies)["status"]["conditions"]:
         if condition["type"] == "DiskPressure":
@@ -330,21 +330,21 @@ def test_a_node_short_of_disk():
     assert found[0].cause == "DiskPressure: its pods may be evicted"
 
 
-def test_gpus_that_are_there():
+def test_gpus_check_counts_gpus_and_skips_node_with_too_few():
     found = judged("gpus", replies=with_gpus(documents(), 8, 4))
     assert {f.host: (f.level, f.cause) for f in found} == {
         "node-1": ("ok", "8 GPUs"), "node-2": ("skip", "4 GPUs; a pod of the job needs 8"),
     }  # fmt: skip
 
 
-def test_gpus_that_are_not_well():
+def test_gpus_check_reports_unhealthy_gpus_of_device_plugin():
     replies = with_gpus(documents(), 7, capacity=8)
     job = JobSpec(name="any", command=("true",), gpus_per_node=4)
     found = judged("gpus", subject_of(job), replies)
     assert found[0].cause == "the device plugin reports 1 of 8 GPUs unhealthy"
 
 
-def test_a_cluster_without_a_device_plugin():
+def test_gpus_check_warns_cuda_job_when_no_node_offers_gpus():
     job = JobSpec(name="any", command=("true",), gpus_per_node=8, device="cuda")
     told = only(judged("gpus", subject_of(job)))
     assert told.level == "warn"
@@ -354,7 +354,7 @@ def test_a_cluster_without_a_device_plugin():
     assert only(judged("gpus")).level == "skip"
 
 
-def test_more_gpus_than_any_node_has():
+def test_gpus_check_warns_when_pod_needs_more_gpus_than_any_node():
     job = JobSpec(name="any", command=("true",), gpus_per_node=8, device="cuda")
     found = judged("gpus", subject_of(job), with_gpus(documents(), 4, 2))
     assert found[-1].cause.startswith("a pod of the job needs 8 GPUs, no node has more than 4. ")
@@ -364,7 +364,7 @@ def test_more_gpus_than_any_node_has():
 # ---------------------------------------------------------------- secrets, volumes
 
 
-def test_secrets_of_the_registry():
+def test_pull_secrets_check_reports_missing_secret():
     subject = subject_of(image_pull_secrets=("regcred", "other"))
     replies = documents()
     replies["pull-secrets"] = {
@@ -397,7 +397,7 @@ def claim(phase="Bound", modes=("ReadWriteMany",), storage="shared"):
         (FORBIDDEN, "skip", "no permission to list volume claims, so not at data"),
     ],
 )
-def test_volumes(reply, level, words):
+def test_volumes_check_judges_claim_phase_and_access_mode(reply, level, words):
     subject = subject_of(volumes=DATA)
     replies = documents() | {"claims": {"data": reply}}
     told = only(judged("volumes", subject, replies))
@@ -405,7 +405,7 @@ def test_volumes(reply, level, words):
     assert words in told.cause
 
 
-def test_a_volume_that_is_bound_when_the_first_pod_comes():
+def test_volumes_check_accepts_pending_claim_with_wait_for_first_consumer():
     subject = subject_of(volumes=DATA)
     replies = documents() | {"claims": {"data": claim("Pending")}}
     replies["classes"][ALONE].document["items"][0]["volumeBindingMode"] = "WaitForFirstConsumer"
@@ -413,7 +413,7 @@ def test_a_volume_that_is_bound_when_the_first_pod_comes():
     assert (told.level, told.cause) == ("ok", "claim data: ReadWriteMany, not bound yet")
 
 
-def test_one_node_may_keep_a_volume_to_itself():
+def test_volumes_check_accepts_read_write_once_for_one_node():
     alone = JobSpec(name="any", command=("true",))
     replies = documents() | {"claims": {"data": claim(modes=["ReadWriteOnce"])}}
     assert only(judged("volumes", subject_of(alone, volumes=DATA), replies)).level == "ok"
@@ -427,7 +427,7 @@ REFUSED = (
 )
 
 
-def test_pod_security_in_the_api_server_s_own_words():
+def test_admission_check_reports_pod_security_verdict_of_api_server():
     replies = documents()
     replies["namespace"][ALONE].document["metadata"]["labels"][
         "pod-security.kubernetes.io/enforce"
@@ -453,7 +453,7 @@ def test_pod_security_in_the_api_server_s_own_words():
     assert only(judged("admission", patched, replies)).level == "skip"
 
 
-def test_what_admission_refuses_is_told_in_its_words():
+def test_admission_check_quotes_refusal_of_each_object():
     replies = documents()
     said = 'pods "x" is forbidden: no PriorityClass with name high was found'
     replies["rehearsal"]["worker"] = Reply(reason="Forbidden", detail=said)
@@ -503,7 +503,7 @@ DENIED = 'admission webhook "policy.example" denied the request: pods need an ow
         ("PyTorchJob", "InternalError", "failed calling webhook: connection refused", "warn", None),
     ],
 )  # fmt: skip
-def test_a_submit_shows_the_api_server_s_words_with_a_remedy(of, reason, said, level, remedy):
+def test_admission_check_gives_level_and_remedy_for_refusal(of, reason, said, level, remedy):
     replies = documents()
     detail = f'pods "doctor-rehearsal-worker" is forbidden: {said}'
     replies["rehearsal"][of] = Reply(reason=reason, detail=detail)
@@ -519,7 +519,7 @@ def test_a_submit_shows_the_api_server_s_words_with_a_remedy(of, reason, said, l
 # ---------------------------------------------------------------- amounts
 
 
-def test_amounts():
+def test_quantities_are_parsed_and_container_limits_summed():
     assert parse_amount("500m") * 2 == 1
     assert parse_amount("nonsense") == 0
     pod = {
@@ -545,7 +545,7 @@ class Api(KubeTransport):
         return self.answers(path)
 
 
-def test_every_question_changes_nothing():
+def test_checks_send_only_reads_reviews_and_dry_runs_once():
     server = Api(lambda path: '{"items": []}')
     subject = subject_of(image_pull_secrets=("regcred",), volumes=DATA)
     run_checks(subject, server, CHECKS, lambda *_: None)
@@ -559,7 +559,7 @@ def test_every_question_changes_nothing():
     assert len(once) == len(set(once))
 
 
-def test_a_server_that_is_away_is_asked_once():
+def test_checks_ask_unreachable_api_server_only_once():
     def answer(path):
         raise Unavailable("the API server https://x does not answer: timed out")
 
@@ -570,7 +570,7 @@ def test_a_server_that_is_away_is_asked_once():
     assert report.findings[0].cause == "the API server https://x does not answer: timed out"
 
 
-def test_bad_input_is_no_finding():
+def test_checks_raise_bad_input_instead_of_finding():
     def answer(path):
         raise BadInput("context: kubeconfig has no context 'x'")
 
@@ -579,7 +579,7 @@ def test_bad_input_is_no_finding():
 
 
 @pytest.mark.parametrize("text", ["", "[]", "<html>", '"x"'])
-def test_what_is_not_readable_is_no_traceback(text):
+def test_checks_report_failure_for_unreadable_answers(text):
     server = Api(lambda path: text)
     report = run_checks(subject_of(), server, list(CHECKS), lambda *_: None)
     assert report.findings[0].level == "fail"
@@ -590,14 +590,14 @@ def test_what_is_not_readable_is_no_traceback(text):
     [{}, {"items": [1]}, {"items": [{}]}, {"items": [{"metadata": {"name": "x"}}]}, {"items": 7},
      {"items": [{"metadata": {"name": "x"}, "spec": {}, "status": {}}], "gitVersion": []}],
 )  # fmt: skip
-def test_answers_of_any_shape_are_no_traceback(document):
+def test_every_check_reports_on_answers_of_any_shape(document):
     server = Api(lambda path: json.dumps(document))
     subject = subject_of(volumes=DATA, image_pull_secrets=("x",))
     report = run_checks(subject, server, list(CHECKS), lambda *_: None)
     assert {finding.check for finding in report.findings} == set(report.checks)
 
 
-def test_only_what_the_checks_need_is_asked():
+def test_checks_request_only_needed_resources():
     server = Api(lambda path: '{"items": []}')
     checks = [check for check in CHECKS if check.name == "kind"]
     run_checks(subject_of(), server, checks, lambda *_: None)
@@ -606,7 +606,7 @@ def test_only_what_the_checks_need_is_asked():
     assert not any("persistentvolumeclaims" in path or "dryRun" in path for path in paths)
 
 
-def test_the_report_says_what_everything_is():
+def test_report_lists_cluster_and_nodes_in_summary():
     def answer(path):
         for answers in RECORDED.values():
             for reply in answers.values():
@@ -619,7 +619,7 @@ def test_the_report_says_what_everything_is():
     assert report.summary().startswith("k8s: cluster and 2 nodes, 10 checks: ")
 
 
-def test_checks_have_names_of_their_own():
+def test_check_names_are_unique_and_purposes_end_with_period():
     names = [check.name for check in CHECKS]
     assert len(set(names)) == len(names)
     assert all(check.purpose.endswith(".") for check in CHECKS)

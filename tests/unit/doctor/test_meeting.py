@@ -62,7 +62,7 @@ def left_on(port):
     return [words[3] for words in lines if any(end.endswith(f":{port:04X}") for end in words[1:3])]
 
 
-def test_all_reach_the_head_and_each_other(port):
+def test_meeting_hosts_reach_head_and_each_other(port):
     head, *others = together(port)
     assert (head.head_error, head.listen_error, head.arrived) == (None, None, ["h0", "h1", "h2"])
     assert head.peer_errors == {"h1": None, "h2": None}
@@ -70,19 +70,19 @@ def test_all_reach_the_head_and_each_other(port):
     assert others[1].peer_errors == {"h0": None, "h1": None}
 
 
-def test_every_host_measures_its_link_to_the_next(port):
+def test_meeting_measures_rate_from_each_host_to_next(port):
     found = together(port)
     for met, following in zip(found, ("h1", "h2", "h0"), strict=True):
         assert list(met.rates) == [following]
         assert met.rates[following] > 0
 
 
-def test_hosts_that_are_slow_to_answer_do_not_measure_themselves(port):
+def test_meeting_measures_no_rate_with_raised_time_factor(port):
     assert [met.rates for met in together(port, time_factor=1.5)] == [{}, {}, {}]
 
 
 @pytest.mark.parametrize(("pieces", "rate"), [(16, "fast"), (3, "slow"), (0, "none")])
-def test_a_rate_counts_what_comes_in_its_time(pieces, rate):
+def test_rate_counts_only_bytes_within_payload_time(pieces, rate):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         sender = threading.Thread(
@@ -103,7 +103,7 @@ def test_a_rate_counts_what_comes_in_its_time(pieces, rate):
         assert spent >= meeting.PAYLOAD_SECONDS
 
 
-def test_a_sender_that_goes_away_has_no_rate():
+def test_rate_raises_connection_error_when_sender_closes():
     ours, theirs = socket.socketpair()
     with ours:
         theirs.sendall(b"x")
@@ -112,13 +112,13 @@ def test_a_sender_that_goes_away_has_no_rate():
             meeting.rate_of(ours)
 
 
-def test_the_port_can_be_had_again_at_once(port):
+def test_meeting_leaves_port_free_at_once(port):
     together(port)
     assert left_on(port) == []
     assert LocalTransport().free_port("localhost", port) == port
 
 
-def test_without_the_mesh_nobody_waits_for_the_others(port):
+def test_meeting_without_mesh_check_tries_only_head(port):
     found = together(port, checks=["head-port"])
     assert [met.head_error for met in found] == [None, None, None]
     assert [met.peer_errors for met in found] == [None, None, None]
@@ -126,18 +126,18 @@ def test_without_the_mesh_nobody_waits_for_the_others(port):
     assert left_on(port) == []
 
 
-def test_a_host_alone_meets_itself(port):
+def test_meeting_of_single_host_reports_only_itself(port):
     (found,) = together(port, hosts=1)
     assert found == Met(head_error=None, listen_error=None, arrived=["h0"], peer_errors=None)
 
 
-def test_a_head_that_waits_in_vain_goes_home(port):
+def test_meeting_head_times_out_without_peers(port):
     found = told(started("h0", port, time_factor=0.1))
     assert found.arrived == ["h0"]
     assert found.peer_errors == {}
 
 
-def test_a_host_that_finds_no_head_says_why(port):
+def test_meeting_host_names_reason_when_head_is_unreachable(port):
     assert told(started("h1", port, time_factor=0.1)).head_error == "connection refused"
     nowhere = [["h0", NOWHERE], ["h1", "127.0.0.2"]]
     said = told(started("h1", port, addresses=nowhere, time_factor=0.1)).head_error
@@ -147,7 +147,7 @@ def test_a_host_that_finds_no_head_says_why(port):
     assert said == "its address does not resolve"
 
 
-def test_a_peer_that_cannot_be_reached_is_named(port):
+def test_meeting_names_unreachable_peer(port):
     hosts = [["h0", "127.0.0.1"], ["h1", "127.0.0.2"], ["h2", NOWHERE]]
     processes = [started(f"h{i}", port, addresses=hosts) for i in range(3)]
     found = [told(process) for process in processes]
@@ -186,13 +186,13 @@ def program(port, answer):
     [b"HTTP/1.0 400 Bad Request\r\n\r\n", b"", b"\xff\xfe\n", b"[]\n", b'{"token": "other"}\n',
      json.dumps({"x": "y" * 100}).encode()],
 )  # fmt: skip
-def test_another_program_at_the_port_is_not_taken_for_the_head(port, answer):
+def test_meeting_detects_foreign_program_on_port(port, answer):
     with program(port, answer):
         assert told(started("h0", port)).listen_error == "address already in use"
         assert told(started("h1", port)).head_error == "another program answers there"
 
 
-def test_the_head_of_another_examination_is_not_ours(port):
+def test_meeting_rejects_head_with_other_token(port):
     head = started("h0", port, token="theirs")
     try:
         assert told(started("h1", port, token="ours")).head_error == "another program answers there"
@@ -201,7 +201,7 @@ def test_the_head_of_another_examination_is_not_ours(port):
         head.communicate()
 
 
-def test_who_says_nothing_does_not_hold_the_head(port):
+def test_meeting_head_ignores_silent_connection(port):
     head = started("h0", port, hosts=2)
     silent = []
     for _ in range(200):

@@ -81,7 +81,7 @@ def doctor_level(levels):
 # ---------------------------------------------------------------- choosing
 
 
-def test_quick_leaves_out_what_is_not():
+def test_quick_option_leaves_out_slow_checks():
     everything = doctor.chosen(CHECKS, quick=False, only=None)
     quick = doctor.chosen(CHECKS, quick=True, only=None)
     assert everything == list(CHECKS)
@@ -90,14 +90,14 @@ def test_quick_leaves_out_what_is_not():
     }  # fmt: skip
 
 
-def test_only_may_name_what_is_not_quick():
+def test_only_option_includes_slow_check_despite_quick():
     found = doctor.chosen(CHECKS, quick=True, only=["mesh", "user"])
     assert [check.name for check in found] == [
         "user", "mesh",
     ]  # fmt: skip
 
 
-def test_an_unknown_check_is_told_the_nearest():
+def test_only_option_refuses_unknown_check_with_suggestion():
     with pytest.raises(BadInput, match="check 'clok' is unknown") as refused:
         doctor.chosen(CHECKS, quick=False, only=["user", "clok"])
     assert refused.value.hint == "did you mean clock?"
@@ -108,7 +108,7 @@ def test_an_unknown_check_is_told_the_nearest():
 # ---------------------------------------------------------------- for real
 
 
-def test_this_machine_as_three_hosts():
+def test_examine_passes_on_three_hosts_and_finds_addresses_and_port():
     hosts = Hosts()
     report = doctor.examine(
         subject(), hosts, only=["reachable", "user", "python", "clock", "interface", "head-port",
@@ -124,13 +124,13 @@ def test_this_machine_as_three_hosts():
     assert sorted(hosts.asked) == ["h0", "h0", "h1", "h1", "h2", "h2"]
 
 
-def test_one_round_trip_where_nobody_meets():
+def test_examine_visits_each_host_once_without_network_checks():
     hosts = Hosts()
     doctor.examine(subject(), hosts, only=QUIET)
     assert sorted(hosts.asked) == ["h0", "h1", "h2"]
 
 
-def test_every_check_sees_this_machine(tmp_path):
+def test_examine_runs_every_check_and_leaves_no_files(tmp_path):
     """No script fails here, and none leaves anything."""
     work, shared = tmp_path / "work dir", tmp_path / "shared"
     work.mkdir()
@@ -146,7 +146,7 @@ def test_every_check_sees_this_machine(tmp_path):
     assert os.listdir(shared) == []
 
 
-def test_no_process_is_left(tmp_path):
+def test_examine_leaves_no_process(tmp_path):
     before = set(os.listdir("/proc"))
     doctor.examine(subject(2, shared=str(tmp_path)), Hosts(), only=["mesh", "shared", "user"])
     mine = str(os.getpid())
@@ -169,7 +169,7 @@ def _runs_the_doctor(pid, mine):
 # ---------------------------------------------------------------- hosts that fail
 
 
-def test_a_dead_host_does_not_hold_the_others_and_is_not_asked_again():
+def test_examine_asks_dead_host_once_and_checks_others():
     hosts = Hosts(h1=fails(Unavailable("host h1 does not answer", hint="is it up?")))
     report = doctor.examine(subject(), hosts, only=["reachable", "user", "mesh"])
     assert level(report, "reachable", "h1") == "fail"
@@ -181,14 +181,14 @@ def test_a_dead_host_does_not_hold_the_others_and_is_not_asked_again():
     assert "host h1 does not answer" in refusal.message
 
 
-def test_without_the_head_nobody_meets_but_all_else_is_seen():
+def test_examine_skips_meeting_but_runs_other_checks_without_head():
     hosts = Hosts(h0=fails(SubmitFailed("sh on h0 did not end within 25 s")))
     report = doctor.examine(subject(), hosts, only=["user", "head-port", "mesh", "port"])
     assert level(report, "user", "h1") == "ok"
     assert level(report, "mesh", "h1") == level(report, "head-port", "h2") == "skip"
 
 
-def test_a_host_that_is_lost_on_the_way_is_told_so():
+def test_examine_reports_host_lost_before_second_visit():
     hosts = Hosts(h2=fails(Unavailable("host h2: the connection was lost"), 2))
     report = doctor.examine(subject(), hosts, only=["user", "interface"])
     assert level(report, "user", "h2") == "ok"
@@ -201,14 +201,14 @@ def test_a_host_that_is_lost_on_the_way_is_told_so():
     [says(), says("<html>proxy error</html>"), says("\0" * 100, "Segmentation fault", 139),
      says(stderr="This account is currently not available.", exit_code=1)],
 )  # fmt: skip
-def test_an_answer_that_is_none(answer):
+def test_examine_fails_python_check_on_garbage_answer(answer):
     report = doctor.examine(subject(), Hosts(h1=answer), only=["reachable", "python", "user"])
     assert level(report, "python", "h1") == "fail"
     assert level(report, "user", "h1") == "skip"
     assert level(report, "user", "h0") == "ok"
 
 
-def test_a_host_whose_output_is_cut_short_did_not_answer():
+def test_examine_treats_truncated_output_as_unreachable_host():
     class Torn(Hosts):
         def run(self, host, argv, **how):
             done = super().run(host, argv, **how)
@@ -222,7 +222,7 @@ def test_a_host_whose_output_is_cut_short_did_not_answer():
     ]  # fmt: skip
 
 
-def test_a_python_that_is_not_there_is_named_and_the_rest_is_seen():
+def test_examine_runs_other_checks_when_rank_python_is_missing():
     machines = (
         Machine(name="h0", python=sys.executable), Machine(name="h1", python="/nope/bin/python"),
     )  # fmt: skip
@@ -232,7 +232,7 @@ def test_a_python_that_is_not_there_is_named_and_the_rest_is_seen():
     assert level(report, "shm", "h1") == "ok"
 
 
-def test_what_is_no_clusterkit_error_is_not_hidden():
+def test_examine_raises_unexpected_exceptions():
     with pytest.raises(ZeroDivisionError):
         doctor.examine(subject(), Hosts(h1=fails(ZeroDivisionError())), only=["user"])
 
@@ -240,7 +240,7 @@ def test_what_is_no_clusterkit_error_is_not_hidden():
 # ---------------------------------------------------------------- the shared folder
 
 
-def test_a_folder_that_is_not_shared(tmp_path):
+def test_shared_check_fails_on_folder_local_to_one_host(tmp_path):
     """h1 has its own folder of the same name: a relative path, and another home."""
     for name in ("a", "b"):
         (tmp_path / name / "shared").mkdir(parents=True)
@@ -258,14 +258,14 @@ def test_a_folder_that_is_not_shared(tmp_path):
     assert os.listdir(tmp_path / "a" / "shared") == []
 
 
-def test_the_token_is_removed_though_the_second_visit_fails(tmp_path):
+def test_shared_token_is_removed_when_second_visit_fails(tmp_path):
     hosts = Hosts(h1=fails(ZeroDivisionError(), 2))
     with pytest.raises(ZeroDivisionError):
         doctor.examine(subject(2, shared=str(tmp_path)), hosts, only=["shared"])
     assert os.listdir(tmp_path) == []
 
 
-def test_an_old_token_of_a_killed_examination_goes_and_a_young_one_stays(tmp_path):
+def test_examine_removes_old_shared_token_and_keeps_recent_one(tmp_path):
     old, young = (tmp_path / f".clusterkit-doctor-shared-{name}" for name in ("old", "young"))
     other = tmp_path / "data"
     for path in (old, young, other):
@@ -279,7 +279,7 @@ def test_an_old_token_of_a_killed_examination_goes_and_a_young_one_stays(tmp_pat
 # ---------------------------------------------------------------- progress, what is found out
 
 
-def test_progress_names_who_is_waited_for():
+def test_progress_lists_awaited_hosts_per_phase():
     told = []
     doctor.examine(
         subject(2), Hosts(), only=["head-port"], progress=lambda *words: told.append(words)
@@ -290,7 +290,7 @@ def test_progress_names_who_is_waited_for():
     assert len(told) == 6
 
 
-def test_addresses_and_port_are_found_where_none_is_given():
+def test_completed_subject_takes_addresses_and_port_from_answers():
     def there(address):
         return {"eth1": {"mtu": 1500, "up": True, "speed": None, "addresses": [address]}}
 
@@ -314,7 +314,7 @@ def test_addresses_and_port_are_found_where_none_is_given():
 # ---------------------------------------------------------------- what backends say
 
 
-def test_the_local_machine_is_one_host(clusterkit_home):
+def test_local_backend_subject_is_one_host(clusterkit_home):
     job = JobSpec(name="j", program="t.py", nodes="1:2", gpus_per_node=4, device="cuda",
                   deepspeed={}, launcher="torchrun")  # fmt: skip
     found = backend("local").subject("here", LocalCluster(port=29500, python="/x/python"), job)
@@ -331,7 +331,7 @@ def test_the_local_machine_is_one_host(clusterkit_home):
     assert plain.hosts[0].python == sys.executable
 
 
-def test_the_hosts_of_a_cluster_over_ssh():
+def test_ssh_backend_subject_takes_hosts_that_job_uses():
     cluster = SshCluster(
         hosts=(Host(name="a", slots=4), Host(name="b", cluster_address="10.0.0.2"), Host(name="c")),
         workdir="~/w", shared="/s", python="/p", port=29500,
@@ -345,7 +345,7 @@ def test_the_hosts_of_a_cluster_over_ssh():
     assert found.needs == Needs(launcher="mpirun", without_torch="warn")
 
 
-def test_a_backend_without_a_doctor_says_so(tmp_path):
+def test_doctor_refuses_backend_without_checks(tmp_path):
     (tmp_path / "clusters.yaml").write_text("box: {backend: compose}\n")
     with pytest.raises(CapabilityError, match="backend compose has no doctor yet"):
         api.doctor(cluster="box", clusters_file=tmp_path / "clusters.yaml")

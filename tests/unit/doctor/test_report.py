@@ -45,11 +45,11 @@ def report(*findings, hosts=HOSTS, checks=("reachable", "clock", "packages")):
         (["", "x", "²"], ", x, ²"),
     ],
 )
-def test_names_that_count_up_become_ranges(hosts, text):
+def test_ranges_joins_consecutive_host_names(hosts, text):
     assert ranges(hosts) == text
 
 
-def test_all_of_them_are_called_so():
+def test_ranges_says_all_hosts_for_complete_list():
     assert ranges(HOSTS, HOSTS) == "all 64 hosts"
     assert ranges(HOSTS[:63], HOSTS) == "h0-h62"
     assert ranges(["h0", "h1"], ("h0", "h1")) == "h0, h1"
@@ -58,7 +58,7 @@ def test_all_of_them_are_called_so():
 # ---------------------------------------------------------------- the table
 
 
-def test_64_hosts_that_agree_are_one_column():
+def test_table_shows_64_agreeing_hosts_as_one_column():
     assert report().table() == (
         "           all 64 hosts\n"
         "reachable  ok            fine\n"
@@ -69,7 +69,7 @@ def test_64_hosts_that_agree_are_one_column():
     )
 
 
-def test_hosts_with_a_fault_stand_beside_the_others_and_the_fault_is_told_once():
+def test_table_gives_faulty_hosts_own_columns_and_states_fault_once():
     found = report(
         Finding("packages", "h6", "fail", "torch 2.12.0", "pip install torch==2.13.0"),
         Finding("packages", "h7", "fail", "torch 2.12.0", "pip install torch==2.13.0"),
@@ -90,7 +90,7 @@ def test_hosts_with_a_fault_stand_beside_the_others_and_the_fault_is_told_once()
     )
 
 
-def test_64_hosts_of_which_no_two_agree_still_fit_the_line():
+def test_table_of_64_differing_hosts_fits_line_width():
     checks = tuple(f"check-{i}" for i in range(64))
     found = report(
         *(Finding(checks[i], f"h{i}", "fail", f"cause {i}") for i in range(64)), checks=checks
@@ -103,12 +103,12 @@ def test_64_hosts_of_which_no_two_agree_still_fit_the_line():
 
 
 @pytest.mark.parametrize("width", [1, 20, 40, 80, 200])
-def test_any_width_gives_a_table(width):
+def test_table_renders_at_any_width(width):
     found = report(Finding("clock", "h1", "fail", "c"), Finding("packages", "h2", "warn", "p"))
     assert found.table(width=width).splitlines()[1].startswith("reachable  ok")
 
 
-def test_the_same_words_about_another_host_are_the_same_fault():
+def test_report_merges_faults_that_differ_only_in_host_name():
     found = report(
         *(
             Finding("reachable", host, "fail", f"host {host} does not answer", f"ssh {host} true")
@@ -120,7 +120,7 @@ def test_the_same_words_about_another_host_are_the_same_fault():
     assert table.count("does not answer") == 1
 
 
-def test_a_remedy_that_names_all_hosts_does_not_part_them():
+def test_report_merges_faults_with_remedy_that_names_all_hosts():
     remedy = "printf '%s' '10.0.0.1 h1' '10.0.0.2 h2' | sudo tee -a /etc/hosts"
     found = report(
         *(Finding("clock", host, "fail", "slow", remedy) for host in ("h1", "h2")),
@@ -129,7 +129,7 @@ def test_a_remedy_that_names_all_hosts_does_not_part_them():
     assert len(found.faults()) == 1
 
 
-def test_a_host_s_name_inside_another_word_is_no_problem():
+def test_report_leaves_host_name_within_word_unchanged():
     found = report(
         Finding("clock", "a", "fail", "a fault"), Finding("clock", "b", "fail", "a fault"),
         hosts=("a", "b"),
@@ -137,7 +137,7 @@ def test_a_host_s_name_inside_another_word_is_no_problem():
     assert [(fault.cause, hosts) for fault, hosts in found.faults()] == [("a fault", ["a", "b"])]
 
 
-def test_failures_come_before_warnings_in_the_order_of_the_checks():
+def test_report_orders_failures_before_warnings_by_check():
     found = report(
         Finding("packages", "h1", "fail", "p"),
         Finding("reachable", "h2", "warn", "r"),
@@ -146,7 +146,7 @@ def test_failures_come_before_warnings_in_the_order_of_the_checks():
     assert [fault.check for fault, _ in found.faults()] == ["clock", "packages", "reachable"]
 
 
-def test_several_faults_of_one_check_on_one_host_are_all_told():
+def test_table_lists_every_fault_of_one_check_on_one_host():
     found = report(Finding("clock", "h1", "warn", "one"), Finding("clock", "h1", "fail", "two"))
     table = found.table()
     assert "FAIL  clock on h1: two" in table
@@ -156,19 +156,19 @@ def test_several_faults_of_one_check_on_one_host_are_all_told():
     assert "warn" not in row
 
 
-def test_a_remedy_of_several_lines_stays_below_its_mark():
+def test_table_indents_multiline_remedy():
     found = report(Finding("clock", "h1", "fail", "c", "first\nsecond"))
     assert "\n  fix: first\n       second\n" in found.table()
 
 
-def test_colours_are_given_where_they_are_asked_for():
+def test_table_applies_given_style_to_levels():
     found = report(Finding("clock", "h1", "fail", "c"))
     table = found.table(style=lambda text, level: f"<{level}>{text}</>")
     assert "<fail>FAIL</>" in table
     assert "<ok>ok" in table
 
 
-def test_a_report_without_findings_is_well():
+def test_report_without_findings_is_ok():
     empty = Report(cluster="x", hosts=(), checks=(), findings=())
     assert (empty.ok, empty.worst, refusal(empty)) == (True, "skip", None)
     assert empty.table().strip() == "x: 0 hosts, 0 checks: all is well"
@@ -177,13 +177,13 @@ def test_a_report_without_findings_is_well():
 # ---------------------------------------------------------------- for programs
 
 
-def test_warnings_are_no_failure():
+def test_report_with_warning_is_ok_and_with_failure_is_not():
     assert report(Finding("clock", "h1", "warn", "c")).ok
     assert report(Finding("clock", "h1", "warn", "c")).worst == "warn"
     assert not report(Finding("clock", "h1", "fail", "c")).ok
 
 
-def test_the_document_holds_every_finding():
+def test_report_document_holds_every_finding():
     found = report(Finding("clock", "h1", "fail", "cause", "remedy"), hosts=("h0", "h1"))
     document = msgspec.json.decode(msgspec.json.encode(found.document()))
     assert document["ok"] is False
@@ -200,11 +200,11 @@ def test_the_document_holds_every_finding():
 # ---------------------------------------------------------------- refusals
 
 
-def test_nothing_is_refused_for_a_warning():
+def test_refusal_is_none_for_warnings():
     assert refusal(report(Finding("clock", "h1", "warn", "c"))) is None
 
 
-def test_a_submit_is_refused_with_the_same_words():
+def test_refusal_repeats_fault_and_remedy_of_table():
     found = report(Finding("packages", "h6", "fail", "torch 2.12.0", "pip install torch==2.13.0"))
     error = refusal(found)
     assert error.exit_code == EXIT_REFUSED
@@ -216,12 +216,12 @@ def test_a_submit_is_refused_with_the_same_words():
 
 
 @pytest.mark.parametrize("check", ["reachable", "host-key"])
-def test_a_host_that_does_not_answer_is_no_bad_input(check):
+def test_refusal_for_unreachable_host_or_key_exits_as_refused(check):
     found = report(Finding(check, "h6", "fail", "no"), checks=(check,))
     assert refusal(found).exit_code == EXIT_REFUSED
 
 
-def test_a_refusal_does_not_fill_the_screen():
+def test_refusal_truncates_long_fault_list():
     found = report(*(Finding("clock", host, "fail", f"{host}: x{host}y") for host in HOSTS[:3]),
                    *(Finding("packages", host, "fail", f"cause {i}") for i, host in
                      enumerate(HOSTS)))  # fmt: skip
@@ -238,10 +238,10 @@ def test_a_refusal_does_not_fill_the_screen():
     [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (512 << 20, "512 MiB"),
      (3 << 29, "1.5 GiB"), (10 << 40, "10 TiB")],
 )  # fmt: skip
-def test_bytes_as_people_say_them(count, text):
+def test_size_text_uses_binary_units(count, text):
     assert size_text(count) == text
 
 
-def test_control_characters_do_not_reach_the_terminal():
+def test_shortened_removes_control_characters_and_truncates():
     assert shortened("a\x1b[31mb\n\tc\0d\u2028e") == "a [31mb c d e"
     assert shortened("x" * 500, 20) == "x" * 17 + "..."

@@ -28,7 +28,7 @@ JOBS = sorted((ROOT / "jobs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_program_can_be_read_in_one_sitting(path: Path) -> None:
+def test_program_is_under_200_lines_without_clusterkit_import(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) < 200
     assert not re.search(r"^\s*(from|import) clusterkit\b", text, re.MULTILINE)
@@ -60,7 +60,7 @@ EACH_TIME = ("ddp_start", "sentiment")
         for name in STANDALONE
     ],
 )
-def test_a_program_runs_where_it_was_copied_without_clusterkit(name: str, tmp_path: Path) -> None:
+def test_copied_program_runs_without_clusterkit(name: str, tmp_path: Path) -> None:
     files, words, said = STANDALONE[name]
     folder = tmp_path / "mine"
     folder.mkdir()
@@ -88,14 +88,14 @@ def test_a_program_runs_where_it_was_copied_without_clusterkit(name: str, tmp_pa
     assert "start" in [event["event"] for event in events]
 
 
-def test_every_program_is_copied_and_run() -> None:
+def test_standalone_table_covers_every_program_file() -> None:
     assert {file for files, _, _ in STANDALONE.values() for file in files} == {
         path.name for path in FILES
     }
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
-def test_a_job_file_says_what_it_is_and_has_its_own_name(path: Path) -> None:
+def test_job_file_is_named_and_described(path: Path) -> None:
     job = loader.load_job(path)
     assert job.name == path.stem
     assert 10 < len(job.description) < 100
@@ -127,7 +127,7 @@ def parse(request: pytest.FixtureRequest, program, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("words", [["--batch", "0"], ["--batch", "x"], ["more"]])
-def test_a_wrong_flag_is_told_and_ends_with_2(parse, capsys, words: list[str]) -> None:
+def test_program_exits_2_on_wrong_flag(parse, capsys, words: list[str]) -> None:
     with pytest.raises(SystemExit) as leaving:
         parse(*words)
     assert leaving.value.code == 2
@@ -136,7 +136,7 @@ def test_a_wrong_flag_is_told_and_ends_with_2(parse, capsys, words: list[str]) -
     assert "Traceback" not in said
 
 
-def test_the_job_s_micro_batch_is_the_default(parse, monkeypatch, capsys) -> None:
+def test_program_takes_batch_default_from_job_environment(parse, monkeypatch, capsys) -> None:
     monkeypatch.setenv("CLUSTERKIT_MICRO_BATCH", "7")
     assert parse().batch == 7
     assert parse("--batch", "3").batch == 3
@@ -155,7 +155,7 @@ def test_the_job_s_micro_batch_is_the_default(parse, monkeypatch, capsys) -> Non
     ["--", "--samples", "9", "--epochs", "1"],
 ])  # fmt: skip
 @pytest.mark.parametrize("first", [["spawn"], ["--ranks", "3", "spawn"], ["spawn", "--ranks", "3"]])
-def test_arguments_of_ddp_pass_through_its_starter(
+def test_ddp_start_passes_arguments_through_to_ddp(
     program, monkeypatch: pytest.MonkeyPatch, first: list[str], words: list[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["ddp_start.py", *first, *words])
@@ -199,7 +199,7 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_proxy")
 @pytest.mark.parametrize("status", [200, 401, 404, 500])
-def test_a_hub_that_says_anything_is_there(
+def test_hub_counts_as_reachable_on_any_http_status(
     program, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     with hub(status) as (address, asked):
@@ -212,16 +212,14 @@ def test_a_hub_that_says_anything_is_there(
 @pytest.mark.parametrize(
     "endpoint", ["http://127.0.0.1:9", "nonsense", "http://no.such.host.invalid"]
 )
-def test_a_hub_that_says_nothing_is_not_there(
+def test_hub_counts_as_unreachable_without_answer(
     program, monkeypatch: pytest.MonkeyPatch, endpoint: str
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
     assert not program("classifier")._answers("owner/model")
 
 
-def test_a_folder_without_a_model_is_refused_before_anything_is_imported(
-    program, tmp_path: Path
-) -> None:
+def test_classifier_refuses_model_folder_without_config_json(program, tmp_path: Path) -> None:
     classifier = program("classifier")
     with pytest.raises(classifier.BadInput, match=r"holds no config\.json"):
         classifier.import_transformers(str(tmp_path))
@@ -251,7 +249,7 @@ def collate(rows: list[dict[str, Any]]) -> Any:
 
 @pytest.mark.parametrize("count", [1, 2, 7, 31, 64])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_validation_counts_every_row_once_however_many_ranks_share_it(
+def test_sentiment_evaluation_is_independent_of_rank_count(
     program, monkeypatch: pytest.MonkeyPatch, count: int, ranks: int
 ) -> None:
     sentiment = program("sentiment")
@@ -290,7 +288,7 @@ def ddp(program, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return program("ddp")
 
 
-def test_samples_that_were_not_all_seen_are_noticed(ddp, capsys) -> None:
+def test_ddp_sample_check_detects_missed_and_repeated_samples(ddp, capsys) -> None:
     ddp.check_samples(torch.ones(64, dtype=torch.int64), 32, 2, 1)
     assert capsys.readouterr().out == (
         "checked: 32 x 2 steps x 1 ranks = 64 samples, each seen once\n"
@@ -300,7 +298,7 @@ def test_samples_that_were_not_all_seen_are_noticed(ddp, capsys) -> None:
             ddp.check_samples(torch.tensor(seen), 2, 2, 1)
 
 
-def test_weights_that_differ_are_noticed(ddp, capsys) -> None:
+def test_ddp_weight_check_detects_differing_ranks(ddp, capsys) -> None:
     ddp.check_weights([[0.5, 1.0], [0.5, 1.0]])
     assert capsys.readouterr().out == "checked: all 2 ranks hold the same weights\n"
     with pytest.raises(RuntimeError, match="different weights"):
@@ -310,7 +308,7 @@ def test_weights_that_differ_are_noticed(ddp, capsys) -> None:
 # ---------------------------------------------------------------- collectives
 
 
-def test_a_wrong_result_is_called_wrong(program, capsys) -> None:
+def test_collectives_marks_wrong_result(program, capsys) -> None:
     collectives = program("collectives")
     one, two = torch.tensor([1, 2]), torch.tensor([1, 3])
     for held, must, right in (
@@ -331,7 +329,7 @@ def test_a_wrong_result_is_called_wrong(program, capsys) -> None:
     assert "WRONG on rank 1" in capsys.readouterr().out
 
 
-def test_one_rank_has_nobody_to_talk_to(program, monkeypatch, capsys) -> None:
+def test_collectives_and_rpc_refuse_single_rank(program, monkeypatch, capsys) -> None:
     for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     for name, complaint in (
@@ -344,7 +342,7 @@ def test_one_rank_has_nobody_to_talk_to(program, monkeypatch, capsys) -> None:
         assert f"{name}.py: error: {complaint}" in capsys.readouterr().err
 
 
-def test_an_operation_that_there_is_not_is_refused(program, monkeypatch, capsys) -> None:
+def test_collectives_refuses_unknown_operation(program, monkeypatch, capsys) -> None:
     launched = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # fmt: skip
     monkeypatch.setenv("CLUSTERKIT_DEVICE", "cpu")
@@ -356,7 +354,7 @@ def test_an_operation_that_there_is_not_is_refused(program, monkeypatch, capsys)
     assert "error: no operation 'all_redcue SUM'" in capsys.readouterr().err
 
 
-def test_data_parallel_refuses_a_second_node(program, monkeypatch, capsys) -> None:
+def test_data_parallel_refuses_two_nodes(program, monkeypatch, capsys) -> None:
     launched = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
                 "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # fmt: skip
     for name, value in launched.items():

@@ -48,25 +48,27 @@ HEAD = "label,review\n"
         ("1,nan bread was good\n0,bad", ["nan bread was good", "bad"], [1, 0], 0),
     ],
 )
-def test_rows_are_read_as_they_are_meant(reviews, file, text, texts, labels, dropped) -> None:
+def test_read_reviews_parses_quotes_gaps_and_labels(
+    reviews, file, text, texts, labels, dropped
+) -> None:
     found = reviews.read_reviews(file(HEAD + text))
     assert (found.texts, found.labels, found.dropped) == (texts, labels, dropped)
     assert found.classes == max(labels) + 1
 
 
-def test_other_columns_may_stand_beside_in_any_order(reviews, file) -> None:
+def test_read_reviews_accepts_extra_columns_in_any_order(reviews, file) -> None:
     found = reviews.read_reviews(file("id, Review ,stars,LABEL\n7,good,5,1\n8,bad,1,0\n"))
     assert (found.texts, found.labels) == (["good", "bad"], [1, 0])
 
 
-def test_other_separators_and_encodings_can_be_named(reviews, file) -> None:
+def test_read_reviews_accepts_named_separator_and_encoding(reviews, file) -> None:
     german = file("label;review\n1;gut, sehr\n0;schlecht\n")
     assert reviews.read_reviews(german, separator=";").texts == ["gut, sehr", "schlecht"]
     chinese = file("label,review\n1,很好\n0,很差\n".encode("gbk"))
     assert reviews.read_reviews(chinese, encoding="gbk").texts == ["很好", "很差"]
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_column(reviews, file) -> None:
+def test_read_reviews_ignores_byte_order_mark(reviews, file) -> None:
     marked = file("\ufefflabel,review\n1,good\n0,bad\n")
     assert reviews.read_reviews(marked).texts == ["good", "bad"]
 
@@ -99,7 +101,9 @@ def test_a_byte_order_mark_is_no_part_of_the_first_column(reviews, file) -> None
         (HEAD + "1," + "x" * 200_000 + "\n", "not CSV: field larger", None),
     ],
 )
-def test_what_is_no_such_file_is_one_clear_error(reviews, file, data, message, hint) -> None:
+def test_read_reviews_refuses_bad_file_with_message_and_hint(
+    reviews, file, data, message, hint
+) -> None:
     path = file(data)
     with pytest.raises(reviews.BadInput) as caught:
         reviews.read_reviews(path)
@@ -115,12 +119,12 @@ def test_what_is_no_such_file_is_one_clear_error(reviews, file, data, message, h
         ({"separator": ";"}, "separated by ,, not by ';'"),
     ],
 )
-def test_wrong_flags_are_named(reviews, file, options, message) -> None:
+def test_read_reviews_names_wrong_encoding_or_separator(reviews, file, options, message) -> None:
     with pytest.raises(reviews.BadInput, match=message):
         reviews.read_reviews(file(HEAD + "1,good\n"), **options)
 
 
-def test_a_file_that_is_not_there_is_named(reviews, tmp_path) -> None:
+def test_read_reviews_names_missing_file_and_directory(reviews, tmp_path) -> None:
     with pytest.raises(reviews.BadInput, match=r"nowhere\.csv: No such file"):
         reviews.read_reviews(tmp_path / "nowhere.csv")
     with pytest.raises(reviews.BadInput, match="Is a directory"):
@@ -128,14 +132,14 @@ def test_a_file_that_is_not_there_is_named(reviews, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", ",,", '"', "\n"])
-def test_a_separator_is_one_character(reviews, text) -> None:
+def test_separator_flag_accepts_one_character_or_tab(reviews, text) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         reviews._separator(text)
     assert [reviews._separator(word) for word in ("tab", "\\t", "\t", ";")] == ["\t"] * 3 + [";"]
 
 
 @given(st.integers(2, 500), st.floats(0.01, 0.99), st.integers(0, 2**40))
-def test_a_split_is_two_parts_that_depend_on_the_seed_alone(count, fraction, seed) -> None:
+def test_split_is_reproducible_partition_for_given_seed(count, fraction, seed) -> None:
     sys.path.insert(0, str(PROGRAMS))
     try:
         from reviews import BadInput, split  # every rank does this by itself
@@ -152,7 +156,7 @@ def test_a_split_is_two_parts_that_depend_on_the_seed_alone(count, fraction, see
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5, 2.0])
-def test_a_part_that_would_be_empty_is_refused(reviews, fraction) -> None:
+def test_split_refuses_fraction_that_leaves_part_empty(reviews, fraction) -> None:
     with pytest.raises(reviews.BadInput, match="--validation"):
         reviews.split(100, fraction, 0)
 
@@ -160,7 +164,7 @@ def test_a_part_that_would_be_empty_is_refused(reviews, fraction) -> None:
 # ---------------------------------------------------------------- the data set that is shipped
 
 
-def test_the_shipped_reviews_are_what_the_script_writes(
+def test_shipped_reviews_match_output_of_make_reviews(
     reviews, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["make_reviews.py", str(tmp_path / "reviews.csv")])
@@ -168,7 +172,7 @@ def test_the_shipped_reviews_are_what_the_script_writes(
     assert (tmp_path / "reviews.csv").read_bytes() == reviews.SHIPPED.read_bytes()
 
 
-def test_the_shipped_reviews_hold_what_real_ones_hold(reviews) -> None:
+def test_shipped_reviews_are_unique_balanced_and_quoted(reviews) -> None:
     found = reviews.read_reviews(reviews.SHIPPED)
     assert (len(found.texts), found.dropped, found.classes) == (2400, 5, 2)
     assert len(set(found.texts)) == 2400  # so none can be in both parts of a split

@@ -166,7 +166,7 @@ JOB = {
 }  # fmt: skip
 
 
-def test_an_apply_sends_files_then_the_job_and_makes_it_the_owner(server, applied, tmp_path):
+def test_apply_sends_configmap_then_job_and_sets_owner_reference(server, applied, tmp_path):
     applied(folder(tmp_path, JOB))
     first, second, third = server.asked
     assert first[:2] == (
@@ -191,7 +191,7 @@ def _body(asked):
     return yaml.safe_load(asked[2])
 
 
-def test_the_run_s_own_job_comes_last_and_owns_all(server, applied, tmp_path):
+def test_apply_creates_run_job_last_as_owner_of_all_objects(server, applied, tmp_path):
     watcher = {**JOB, "metadata": {"name": "r-1-watch"}}
     applied(folder(tmp_path, watcher, JOB))
     names = [asked[1].partition("?")[0].rpartition("/")[2] for asked in server.asked]
@@ -203,7 +203,9 @@ def test_the_run_s_own_job_comes_last_and_owns_all(server, applied, tmp_path):
         assert owner["name"] == "r-1"
 
 
-def test_every_request_waits_for_an_api_server_that_is_away(server, applied, tmp_path, monkeypatch):
+def test_apply_retries_every_request_while_api_server_is_unreachable(
+    server, applied, tmp_path, monkeypatch
+):
     """Whether a run of this id is there was asked once: the run was FAILED."""
     real, away = KubeTransport.request, set()
 
@@ -223,7 +225,7 @@ def test_every_request_waits_for_an_api_server_that_is_away(server, applied, tmp
     assert len(away) == 5
 
 
-def test_secrets_and_the_attempt_come_from_the_environment(server, applied, tmp_path):
+def test_apply_takes_secrets_and_attempt_from_environment(server, applied, tmp_path):
     files = folder(tmp_path, JOB)
     applied(files, attempt="3", TOKEN="s3cret\n🚀")
     sent = {found["kind"]: found for found in map(_body, server.asked[:3])}
@@ -237,7 +239,7 @@ def test_secrets_and_the_attempt_come_from_the_environment(server, applied, tmp_
     ]  # fmt: skip
 
 
-def test_a_trainer_that_has_not_heard_of_the_runtime_is_asked_again(server, applied, tmp_path):
+def test_apply_retries_trainjob_until_trainer_knows_runtime(server, applied, tmp_path):
     train = JOB | {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob"}
     path = "/apis/trainer.kubeflow.org/v1alpha1/namespaces/ns/trainjobs/r-1"
     refusal = {"reason": "Forbidden", "message": "trainingRuntime must be created before"}
@@ -246,7 +248,7 @@ def test_a_trainer_that_has_not_heard_of_the_runtime_is_asked_again(server, appl
     assert [asked[1].partition("?")[0] for asked in server.asked].count(path) == 2
 
 
-def test_a_refusal_is_told_in_the_server_s_own_words(server, applied, tmp_path):
+def test_apply_fails_with_api_server_message(server, applied, tmp_path):
     words = 'pods is forbidden: violates PodSecurity "restricted:latest"'
     server.answers["/apis/batch/v1/namespaces/ns/jobs/r-1"] = (
         403, {"reason": "Forbidden", "message": words},
@@ -261,9 +263,7 @@ def test_a_refusal_is_told_in_the_server_s_own_words(server, applied, tmp_path):
     [("/api/v1/namespaces/ns/configmaps/r-1", "ConfigMap"),
      ("/apis/batch/v1/namespaces/ns/jobs/r-1", "Job")],
 )  # fmt: skip
-def test_what_is_there_under_the_run_s_name_and_is_not_its_own_stays_as_it_is(
-    server, applied, tmp_path, path, kind
-):
+def test_apply_refuses_run_id_of_existing_foreign_object(server, applied, tmp_path, path, kind):
     for place in ("configmaps", "jobs"):
         found = path.rpartition("/")[0].rpartition("/")[2] == place
         root = "/api/v1" if place == "configmaps" else "/apis/batch/v1"
@@ -281,7 +281,7 @@ def test_what_is_there_under_the_run_s_name_and_is_not_its_own_stays_as_it_is(
     assert {asked[0] for asked in server.asked} == {"GET"}
 
 
-def test_what_a_run_has_made_is_its_own_when_it_is_made_again(server, applied, tmp_path):
+def test_apply_repeats_after_failed_creation_of_own_objects(server, applied, tmp_path):
     files = folder(tmp_path, JOB, ours=False)
     paths = ("/api/v1/namespaces/ns/configmaps/r-1", "/apis/batch/v1/namespaces/ns/jobs/r-1")
     for path in paths:
@@ -310,7 +310,7 @@ def api(config, transport):
         (502, ["not", "an", "object"], Refusal, "502", '["not", "an", "object"]'),
     ],
 )
-def test_what_the_server_refuses_is_raised_with_its_reason(
+def test_request_raises_exception_with_server_reason(
     status, answer, kind, reason, said, server, api
 ):
     server.answers["/x"] = (status, [(status, answer)])
@@ -321,7 +321,7 @@ def test_what_the_server_refuses_is_raised_with_its_reason(
     assert [asked[0] for asked in server.asked] == ["GET", "POST"]
 
 
-def test_what_is_not_there_is_none_and_can_be_deleted(server, api):
+def test_find_returns_none_and_delete_accepts_missing_object(server, api):
     server.answers["/x"] = (404, {"reason": "NotFound", "message": "no x"})
     assert api.find("/x") is None
     api.delete("/x?a=b")
@@ -329,7 +329,7 @@ def test_what_is_not_there_is_none_and_can_be_deleted(server, api):
     assert api.get("/y")
 
 
-def test_many_requests_at_once_are_nothing_to_warn_of(server, api, caplog):
+def test_40_concurrent_requests_log_no_warning(server, api, caplog):
     """urllib3 does of connections beyond those that it keeps."""
     server.together = threading.Barrier(40)
     with ThreadPoolExecutor(40) as pool:
@@ -337,7 +337,7 @@ def test_many_requests_at_once_are_nothing_to_warn_of(server, api, caplog):
     assert caplog.records == []
 
 
-def test_an_api_server_that_is_overloaded_is_asked_again_when_it_says(server, api):
+def test_request_retries_too_many_requests_answer(server, api):
     """Its fairness queues answer so, before they look at the request; kubectl asks again, too."""
     busy = (429, {"reason": "TooManyRequests", "message": "x"})
     server.retry_after = "0"
@@ -359,7 +359,7 @@ def rewritten(file, **changes):
     return file
 
 
-def test_requests_go_through_the_proxy_of_the_kubeconfig_but_for_no_proxy(
+def test_request_uses_kubeconfig_proxy_unless_no_proxy_matches(
     server, config, transport, monkeypatch
 ):
     proxy = f"http://127.0.0.1:{server.server_port}"
@@ -372,9 +372,7 @@ def test_requests_go_through_the_proxy_of_the_kubeconfig_but_for_no_proxy(
     assert len(server.asked) == 1
 
 
-def test_an_exec_plugin_is_asked_for_another_token_before_one_expires(
-    server, config, transport, tmp_path
-):
+def test_exec_plugin_runs_again_when_token_has_expired(server, config, transport, tmp_path):
     plugin, count = tmp_path / "plugin", tmp_path / "count"
     plugin.write_text(
         f'#!/bin/sh\necho x >>{count}\nprintf \'{{"apiVersion": "client.authentication.k8s.io/v1", '
@@ -420,7 +418,7 @@ def tls(server, tmp_path):
     ],
     ids=["by-its-name", "another-name", "another-authority"],
 )
-def test_the_server_s_certificate_is_checked_as_the_kubeconfig_says(
+def test_server_certificate_is_verified_by_kubeconfig(
     server, config, transport, tls, cluster, refusal
 ):
     address = f"https://127.0.0.1:{server.server_port}"
@@ -432,7 +430,7 @@ def test_the_server_s_certificate_is_checked_as_the_kubeconfig_says(
             transport.request(Context(config, "c"), "GET", "/x")
 
 
-def test_only_the_public_names_of_the_official_client_are_used():
+def test_code_uses_only_public_names_of_kubernetes_client():
     """Its request classes changed twice within five releases; what reads kubeconfigs did not."""
     folder = Path(api_server.__file__).parent
     sources = {path.name: path.read_text() for path in folder.glob("*.py")}
@@ -443,15 +441,13 @@ def test_only_the_public_names_of_the_official_client_are_used():
     )
 
 
-def test_credentials_that_are_not_accepted_are_named(server, api):
+def test_rejected_credentials_raise_unavailable(server, api):
     server.answers["/x"] = (401, {"reason": "Unauthorized", "message": "Unauthorized"})
     with pytest.raises(Unavailable, match="does not accept your credentials"):
         api.get("/x")
 
 
-def test_a_token_that_was_replaced_in_the_kubeconfig_is_read_again(
-    server, api, config, monkeypatch
-):
+def test_replaced_kubeconfig_token_is_read_again_after_401(server, api, config, monkeypatch):
     refused = (401, {"reason": "Unauthorized", "message": "Unauthorized"})
     server.answers["/x"] = (200, [refused, (200, {"a": 1}), refused, refused, (200, {"a": 1})])
     assert api.get("/y")
@@ -476,7 +472,9 @@ def test_a_token_that_was_replaced_in_the_kubeconfig_is_read_again(
     assert api.get("/y")
 
 
-def test_an_exec_plugin_s_certificate_is_asked_for_again(tmp_path, with_keys, monkeypatch):
+def test_connection_is_rebuilt_once_after_expired_client_certificate(
+    tmp_path, with_keys, monkeypatch
+):
     """It is refused in the handshake once it has expired."""
     asked = []
     plain = api_server.connect
@@ -493,7 +491,7 @@ def test_an_exec_plugin_s_certificate_is_asked_for_again(tmp_path, with_keys, mo
     transport.close()
 
 
-def test_connections_are_kept_alive(api, monkeypatch):
+def test_connections_enable_tcp_keepalive(api, monkeypatch):
     made, real = [], socket.socket.setsockopt
     monkeypatch.setattr(
         socket.socket, "setsockopt", lambda self, *of: made.append(of) or real(self, *of)
@@ -503,14 +501,14 @@ def test_connections_are_kept_alive(api, monkeypatch):
             (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)} <= set(made)  # fmt: skip
 
 
-def test_a_server_that_is_away_is_named(server, api):
+def test_request_to_unreachable_server_names_address(server, api):
     server.shutdown()
     server.server_close()
     with pytest.raises(Unreachable, match=r"http://127\.0\.0\.1:\d+ does not answer: .*refused"):
         api.get("/x")
 
 
-def test_other_commands_are_this_machine_s(transport):
+def test_transport_runs_commands_on_local_machine(transport):
     assert transport.run("localhost", ["echo", "here"]).stdout == "here\n"
 
 
@@ -529,7 +527,7 @@ def test_other_commands_are_this_machine_s(transport):
     ],
     ids=["missing", "broken", "empty", "text", "no-context"],
 )
-def test_a_kubeconfig_that_cannot_be_used_is_refused(text, context, words, tmp_path, monkeypatch):
+def test_unusable_kubeconfig_is_refused(text, context, words, tmp_path, monkeypatch):
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     file = tmp_path / "config"
     if text is not None:
@@ -563,7 +561,7 @@ def with_keys(tmp_path):
     return str(file)
 
 
-def test_many_connect_at_once_and_no_key_stays_on_the_disk(with_keys, tmp_path, monkeypatch):
+def test_concurrent_connects_leave_no_key_on_disk(with_keys, tmp_path, monkeypatch):
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -576,7 +574,7 @@ def test_many_connect_at_once_and_no_key_stays_on_the_disk(with_keys, tmp_path, 
 # ---------------------------------------------------------------- logs
 
 
-def test_a_log_goes_on_where_it_had_stopped_and_no_line_comes_twice(tmp_path):
+def test_log_writer_resumes_without_repeating_lines(tmp_path):
     ours = [f"2026-11-22T04:00:0{n}.000000Z 0 line {n}" for n in range(6)]
     cri = [f"2026-11-22T04:00:0{n}.123456789Z {line}\n".encode() for n, line in enumerate(ours)]
     with lines_of(tmp_path) as first:
@@ -588,7 +586,7 @@ def test_a_log_goes_on_where_it_had_stopped_and_no_line_comes_twice(tmp_path):
     assert log_in(tmp_path).splitlines() == ours
 
 
-def test_a_line_that_the_server_stamps_a_second_later_does_not_come_twice(tmp_path):
+def test_log_writer_drops_repeated_line_with_later_server_timestamp(tmp_path):
     ours = ["2026-11-22T04:00:00.999000Z 0 first", "2026-11-22T04:00:01.100000Z 0 second"]
     cri = b"".join(f"2026-11-22T04:00:01.2Z {line}\n".encode() for line in ours)
     for _ in range(2):
@@ -605,7 +603,7 @@ def log_in(folder):
     return (folder / "attempts" / "1" / "node-0" / "log").read_text()
 
 
-def test_the_same_words_twice_in_one_second_are_two_lines(tmp_path):
+def test_log_writer_keeps_equal_lines_of_same_second(tmp_path):
     line = b"2026-11-22T04:00:00.5Z 2026-11-22T04:00:00.500000Z 0 same\n"
     with lines_of(tmp_path) as lines:
         lines.feed(line)
@@ -614,7 +612,7 @@ def test_the_same_words_twice_in_one_second_are_two_lines(tmp_path):
     assert log_in(tmp_path).count("same") == 2
 
 
-def test_what_is_not_the_agent_s_gets_a_time_and_no_rank(tmp_path):
+def test_log_writer_stamps_foreign_line_with_server_time_and_no_rank(tmp_path):
     with lines_of(tmp_path) as lines:
         lines.feed(b"2026-11-22T04:00:00.123456789Z sh: not found\n")
         lines.feed(b"2026-11-22T04:00:00.5Z no newline")

@@ -82,7 +82,7 @@ def remarks(plan):
     ids=["entry", "both", "job"],
 )
 @pytest.mark.parametrize("there", [0, 4])
-def test_gpus_asked_for_by_number_are_taken_from_a_pool_at_zero(planned, there, entry, job):
+def test_plan_requests_numbered_gpus_that_no_node_has_yet(planned, there, entry, job):
     number = {} if entry else {"gpus_per_node": 8}
     plan = planned(node(there), node(), entry=entry, **job, **number)
     assert gpus_of(plan) == "8"
@@ -90,7 +90,7 @@ def test_gpus_asked_for_by_number_are_taken_from_a_pool_at_zero(planned, there, 
     assert f"no node has more than {there} {GPU} now" in remarks(plan)
 
 
-def test_gpus_that_are_there_need_no_remark(planned):
+def test_plan_adds_no_remark_when_node_has_gpus(planned):
     plan = planned(node(8), entry={"gpus": 8})
     assert gpus_of(plan) == "8"
     assert "now" not in remarks(plan)
@@ -109,7 +109,7 @@ def test_gpus_that_are_there_need_no_remark(planned):
         (["many"], {}, {}, "1"),
     ],
 )
-def test_threads_are_the_nodes_cores_over_its_gpus(planned, cores, entry, job, threads):
+def test_threads_per_rank_are_node_cores_divided_by_gpus(planned, cores, entry, job, threads):
     nodes = [node(8) for _ in cores]
     for each, amount in zip(nodes, cores, strict=True):
         each["status"]["allocatable"] |= {"cpu": amount} if amount else {}
@@ -117,7 +117,7 @@ def test_threads_are_the_nodes_cores_over_its_gpus(planned, cores, entry, job, t
     assert noted(plan, "threads_per_rank") == threads
 
 
-def test_auto_says_what_it_saw_and_what_to_write(planned):
+def test_auto_device_without_gpus_plans_cpu_and_suggests_gpus_key(planned):
     plan = planned(node(), node())
     assert gpus_of(plan) is None
     (device,) = (note for note in plan.notes if note.name == "device")
@@ -126,25 +126,25 @@ def test_auto_says_what_it_saw_and_what_to_write(planned):
     assert "`gpus: N`" in device.origin
 
 
-def test_cuda_without_a_number_says_what_to_write(planned):
+def test_cuda_job_without_gpu_count_is_refused_with_hint(planned):
     with pytest.raises(BadInput, match=f"device: cuda, but no node has {GPU} now") as caught:
         planned(node(), device="cuda")
     assert "`gpus: N` in the cluster entry" in caught.value.hint
 
 
-def test_a_job_for_more_gpus_than_the_entry_gives_a_pod_is_refused(planned):
+def test_plan_refuses_more_gpus_per_node_than_entry_gives_pod(planned):
     with pytest.raises(BadInput, match="gpus_per_node: 8, but a pod gets 4"):
         planned(node(8), entry={"gpus": 4}, gpus_per_node=8)
 
 
-def test_pods_with_gpus_tolerate_the_taint_of_nodes_that_have_them(planned):
+def test_only_gpu_pods_tolerate_gpu_taint(planned):
     tolerated = {"key": GPU, "operator": "Exists"}
     assert pod_of(planned(node(8, taints=[TAINT])))["tolerations"] == [tolerated]
     assert "tolerations" not in pod_of(planned(node(8, taints=[TAINT]), device="cpu"))
 
 
 @pytest.mark.parametrize("own", [{"key": GPU, "operator": "Exists"}, {"operator": "Exists"}])
-def test_a_toleration_of_the_entry_is_not_repeated(planned, own):
+def test_gpu_toleration_of_entry_is_not_repeated(planned, own):
     plan = planned(node(8, taints=[TAINT]), entry={"tolerations": (own,)})
     assert pod_of(plan)["tolerations"] == [own]
 
@@ -166,7 +166,7 @@ class Slow(ApiServer):
         return super().request(to, method, path)
 
 
-def test_what_a_plan_has_to_know_is_asked_at_once(clusterkit_home, monkeypatch):
+def test_probe_sends_its_requests_concurrently(clusterkit_home, monkeypatch):
     monkeypatch.setattr(api_server, "context_of", lambda cluster: ("lab", "default"))
     server, job = Slow(), JobSpec(name="any", command=("true",), nodes=2)
     backends.backend("kubernetes").probe(KubernetesCluster(), server, job)

@@ -43,7 +43,7 @@ TAINTED = [holds("DisruptionTarget", "True", reason="DeletionByTaintManager")]
         ({"metadata": {}}, None),
     ],
 )
-def test_since_when_a_pod_s_node_has_not_answered(told, since):
+def test_unreachable_since_reads_pod_conditions(told, since):
     assert unreachable_since(told) == since
 
 
@@ -67,9 +67,7 @@ def asked(monkeypatch):
 
 
 @pytest.mark.parametrize(("late", "removed"), [(29, 0), (31, 1)])
-def test_a_pod_is_removed_by_force_once_its_node_was_silent_for_so_long(
-    late, removed, asked, monkeypatch
-):
+def test_poll_force_deletes_pod_of_node_silent_past_limit(late, removed, asked, monkeypatch):
     silent, clock = {}, [1.0]
     monkeypatch.setattr(lost_pods.time, "monotonic", lambda: clock[0])
     # The time of day of the watcher's node counts for nothing.
@@ -84,7 +82,7 @@ def test_a_pod_is_removed_by_force_once_its_node_was_silent_for_so_long(
     assert rest == [("DELETE", "/pods/r-1", gone, JSON)][:removed]
 
 
-def test_pods_that_have_all_ended_are_nothing_to_stay_for(monkeypatch):
+def test_poll_stops_when_all_pods_have_ended(monkeypatch):
     ended = {"items": [pod(phase="Succeeded"), pod(phase="Failed")]}
     monkeypatch.setattr(lost_pods, "ask", lambda *_: ended)
     assert not poll("/pods", "run=r", 30.0, {})

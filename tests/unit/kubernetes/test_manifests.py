@@ -99,7 +99,7 @@ def launching(objects):
     return found
 
 
-def test_the_kinds_are_those_of_the_plan(both):
+def test_manifest_kinds_match_plan(both):
     objects, plan = both
 
     def kinds(documents):
@@ -111,20 +111,20 @@ def test_the_kinds_are_those_of_the_plan(both):
     assert kinds(objects) == kinds(yaml.safe_load_all(file_of(plan, "manifests.yaml")))
 
 
-def test_the_ranks_are_those_of_the_plan(both):
+def test_manifest_nodes_ranks_and_gpus_match_plan(both):
     objects, plan = both
     nodes, ranks, gpus = ranks_and_gpus(objects)
     assert (nodes, ranks, gpus) == (plan.topology["nodes"], plan.world_size, plan.world_size)
 
 
-def test_the_command_is_that_of_the_plan(both):
+def test_manifest_command_matches_plan(both):
     objects, plan = both
     words = launching(objects)["command"]
     own = words[words.index("jobs/train/gpt/train.py") :]
     assert f"python -u {' '.join(own)}\n" in file_of(plan, "rank.sh").replace("python3", "python")
 
 
-def test_the_environment_is_that_of_the_plan(both):
+def test_manifest_environment_matches_plan(both):
     objects, plan = both
     planned = documents_of(plan)
     theirs = dict(re.findall(r"(?m)^export (\w+)=(.*)", file_of(plan, "node.sh")))
@@ -141,7 +141,7 @@ def test_the_environment_is_that_of_the_plan(both):
     assert ours.get("CLUSTERKIT_CHECKPOINT_DIR", "/checkpoints") in mounts
 
 
-def test_what_pods_ask_for_and_may_do_is_that_of_the_plan(both):
+def test_manifest_resources_and_security_match_plan(both):
     objects, plan = both
     ours, theirs = containers(objects), containers(documents_of(plan))
     assert len(ours) == len(theirs)
@@ -161,35 +161,35 @@ def test_what_pods_ask_for_and_may_do_is_that_of_the_plan(both):
 
 
 @pytest.mark.parametrize("name", [*JOBS, "trainjob"])
-def test_every_object_has_the_labels_by_which_clusterkit_s_are_found(name):
+def test_manifest_objects_carry_managed_by_label(name):
     for each in documents(name):
         assert each["metadata"]["labels"]["app.kubernetes.io/managed-by"] == MANAGER
 
 
-def test_mpirun_hands_its_environment_on():
+def test_mpijob_mpirun_exports_its_whole_environment():
     command = launching(documents("mpijob"))["command"]
     handed = {after for word, after in pairwise(command) if word == "-x"}
     env = {each["name"] for each in launching(documents("mpijob"))["env"]}
     assert handed == env | {"MASTER_ADDR", "MASTER_PORT"}
 
 
-def test_deepspeed_reads_what_its_job_asks_for():
+def test_mpijob_deepspeed_config_matches_zero2_job():
     job = loader.load_job(ROOT / "jobs" / "zero2.yaml")
     wanted = {"train_batch_size": job.batch.global_size, **deepspeed_config(job.deepspeed, None)[0]}
     assert json.loads(documents("mpijob")[0]["data"]["deepspeed.json"]) == wanted
 
 
-def test_an_elastic_manifest_begins_with_as_few_nodes_as_its_job():
+def test_elastic_manifest_replica_range_matches_job_nodes():
     job = loader.load_job(ROOT / "jobs" / "elastic.yaml")
     policy = documents("pytorchjob-elastic")[0]["spec"]["elasticPolicy"]
     assert (policy["minReplicas"], policy["maxReplicas"]) == job.node_range
 
 
-def test_sshd_of_the_mpi_job_is_where_the_image_has_it():
+def test_mpijob_ssh_auth_mount_path_matches_image():
     assert documents("mpijob")[1]["spec"]["sshAuthMountPath"] == SSH_KEYS
 
 
-def test_the_role_has_the_rights_that_doctor_asks_for():
+def test_rbac_role_grants_permissions_that_doctor_checks():
     (role,) = documents("rbac")
     assert role["metadata"]["name"] == SUBMITTER
     assert role["rules"] == [
@@ -202,14 +202,14 @@ def test_the_role_has_the_rights_that_doctor_asks_for():
     ]
 
 
-def test_the_network_policy_leaves_the_watcher_to_the_api_server():
+def test_network_policy_excludes_watcher_pods():
     (policy,) = documents("networkpolicy")
     (rule,) = policy["spec"]["podSelector"]["matchExpressions"]
     assert rule == {"key": ROLE, "operator": "NotIn", "values": ["watcher"]}
 
 
 @pytest.mark.parametrize("overlay", ["cpu", "gpu"])
-def test_an_overlay_changes_what_the_manifests_have(overlay):
+def test_overlay_patches_gpu_resources_of_every_kind(overlay):
     (component,) = documents(f"overlays/{overlay}/kustomization")
     manifests = {each["kind"]: each for name in JOBS for each in documents(name)}
     patched = {}
@@ -266,7 +266,7 @@ def ranks_and_gpus(objects):
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="takes kubectl")
 @pytest.mark.parametrize("overlay", [None, "cpu", "gpu"])
 @pytest.mark.parametrize("name", JOBS)
-def test_a_manifest_starts_a_rank_for_every_gpu_that_it_asks_for(tmp_path, name, overlay):
+def test_kustomized_manifest_starts_one_rank_per_gpu(tmp_path, name, overlay):
     shutil.copytree(FOLDER, tmp_path / "k8s")
     told = {"resources": [f"{name}.yaml"]}
     told |= {"components": [f"overlays/{overlay}"]} if overlay else {}

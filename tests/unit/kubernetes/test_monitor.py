@@ -200,7 +200,7 @@ def log_of(handle):
     return (handle.folder.node_dir(handle.attempt, 0) / "log").read_text().splitlines()
 
 
-def test_a_pod_that_ends_is_seen_with_its_whole_log(server, transport, handle):
+def test_monitor_reports_failed_pod_with_complete_log(server, transport, handle):
     monitor = PodMonitor(handle, transport)
     try:
         deadline = time.monotonic() + 30
@@ -218,7 +218,7 @@ def test_a_pod_that_ends_is_seen_with_its_whole_log(server, transport, handle):
     assert read_known(handle)["demo-1-worker-0"].exit_code == 3
 
 
-def test_a_node_that_does_not_answer_for_a_moment_is_not_lost(server, transport, handle):
+def test_status_keeps_silent_node_running_within_lost_after(server, transport, handle):
     server.pod["status"]["conditions"] = [
         {"type": "Ready", "status": "False", "lastTransitionTime": "2026-11-22T04:00:00Z"},
         {"type": "ContainersReady", "status": "True"},
@@ -229,7 +229,7 @@ def test_a_node_that_does_not_answer_for_a_moment_is_not_lost(server, transport,
         assert seen.nodes[0].state is expected
 
 
-def test_whoever_deletes_the_namespace_ends_the_run(server, transport, handle):
+def test_monitor_reports_cancelled_when_namespace_is_deleted(server, transport, handle):
     """Also while its job is still there, which may go after its pods."""
     server.leaving = True
     server.end(143)
@@ -248,9 +248,7 @@ def test_whoever_deletes_the_namespace_ends_the_run(server, transport, handle):
     assert seen.nodes[0].reason == seen.removed
 
 
-def test_what_a_pod_shows_while_it_is_deleted_does_not_hide_why_it_never_began(
-    server, transport, handle
-):
+def test_observation_keeps_image_error_while_pod_is_deleted(server, transport, handle):
     """Its image could not be had; a kubelet says 137 of a container that it never made."""
     objects = RunObjects(handle.plan, transport)
     waits, leaves = pod(), pod()
@@ -279,7 +277,7 @@ def test_what_a_pod_shows_while_it_is_deleted_does_not_hide_why_it_never_began(
         write_removed(handle, Removed(frozenset({"demo-1-worker-0"}), complete=True))
 
 
-def test_what_was_not_seen_to_end_and_is_gone_has_ended_nobody_knows_how(server, transport, handle):
+def test_status_of_vanished_pod_depends_on_job_and_recorded_removal(server, transport, handle):
     """Somebody may have taken it up elsewhere, where it succeeded."""
     write_known(handle, read_pods(handle, RunObjects(handle.plan, transport), [server.pod]))
     server.deleted.append("pods")
@@ -292,9 +290,7 @@ def test_what_was_not_seen_to_end_and_is_gone_has_ended_nobody_knows_how(server,
     assert BACKEND.status(handle, transport).state is State.CANCELLED
 
 
-def test_a_pod_that_is_removed_by_force_from_a_node_that_does_not_answer_says_so(
-    server, transport, handle
-):
+def test_observation_names_lost_node_or_stop_grace_for_removed_pod(server, transport, handle):
     pods = read_pods(handle, RunObjects(handle.plan, transport), [server.pod])
     gone, name = known_after(pods, {}, handle.plan), frozenset(pods)
     for lost, reason in ((name, "NotReady: node node-1 of the cluster does not answer"),
@@ -309,7 +305,7 @@ HTML = b"<html><title>Sign in</title></html>"
 
 
 @pytest.mark.parametrize("answer", [HTML, b"<!doctype", {}, {"items": 3}, [], {"items": [3]}, None])
-def test_what_a_proxy_answers_is_unknown_and_the_run_goes_on(answer, server, transport, handle):
+def test_monitor_survives_garbage_answers_of_proxy(answer, server, transport, handle):
     monitor = PodMonitor(handle, transport)
     try:
         until(monitor, lambda seen: seen.state is State.RUNNING)
@@ -331,7 +327,7 @@ def test_what_a_proxy_answers_is_unknown_and_the_run_goes_on(answer, server, tra
     assert log_of(handle) == [LINE]
 
 
-def test_runs_that_a_proxy_hides_are_not_said_not_to_exist(server, transport, handle):
+def test_listing_raises_unavailable_on_proxy_answer(server, transport, handle):
     server.answer = b"{}"
     kube = handle.plan.native
     cluster = KubernetesCluster(kubeconfig=kube.kubeconfig, context="c", namespace="ns")
@@ -339,14 +335,14 @@ def test_runs_that_a_proxy_hides_are_not_said_not_to_exist(server, transport, ha
         BACKEND.listing(cluster, transport)
 
 
-def test_a_removal_that_only_a_proxy_has_heard_of_is_none(server, transport, handle):
+def test_delete_raises_unavailable_on_proxy_answer(server, transport, handle):
     for answer in (HTML, b"ok"):
         server.answer = answer
         with pytest.raises(Unavailable):
             RunObjects(handle.plan, transport).delete("/x")
 
 
-def test_a_watch_that_died_or_could_not_be_started_is_started_again(
+def test_monitor_restarts_watch_that_died_or_failed_to_start(
     server, transport, handle, monkeypatch
 ):
     run, started = PodWatch._run, []
@@ -371,7 +367,7 @@ def test_a_watch_that_died_or_could_not_be_started_is_started_again(
         monitor.close()
 
 
-def test_a_log_stream_that_freezes_is_opened_anew(server, transport, handle, monkeypatch):
+def test_monitor_reopens_frozen_log_stream(server, transport, handle, monkeypatch):
     monkeypatch.setattr(pod_log, "QUIET_SECONDS", 0.3)
     later = LINE.replace("hello", "later")
     server.hangs = f"{LINE[:26]}500Z {LINE}\n".encode()
@@ -385,9 +381,7 @@ def test_a_log_stream_that_freezes_is_opened_anew(server, transport, handle, mon
         monitor.close()
 
 
-def test_the_end_of_a_log_comes_although_its_stream_is_frozen(
-    server, transport, handle, monkeypatch
-):
+def test_monitor_reads_log_end_despite_frozen_stream(server, transport, handle, monkeypatch):
     """Behind a load balancer that has dropped the connection, and told neither side."""
     monkeypatch.setattr(pod_log, "LAST_SECONDS", 0.3)
     later = LINE.replace("hello", "later")
@@ -410,7 +404,7 @@ SILENT = [
 ]
 
 
-def test_a_clock_that_is_ahead_of_the_server_s_loses_no_pod(server, transport, handle, monkeypatch):
+def test_lost_after_ignores_clock_skew_with_api_server(server, transport, handle, monkeypatch):
     server.date = "Sun, 22 Nov 2026 04:00:20 GMT"
     server.pod["status"]["conditions"] = SILENT
     plan = msgspec.structs.replace(handle.plan, lost_after=30.0, replace_lost=True)
@@ -437,7 +431,7 @@ def test_a_clock_that_is_ahead_of_the_server_s_loses_no_pod(server, transport, h
         monitor.close()
 
 
-def test_a_node_is_not_lost_while_the_api_server_is_away(server, transport, handle, monkeypatch):
+def test_silent_node_is_not_lost_while_api_server_is_away(server, transport, handle, monkeypatch):
     server.pod["status"]["conditions"] = SILENT
     clock = [1000.0]
     monkeypatch.setattr(
@@ -462,7 +456,7 @@ STOPPED_WORDS = json.dumps({"exit_code": 143, "reason": STOPPED})
 
 @pytest.mark.parametrize("restarts", [0, 2])
 @pytest.mark.parametrize("how", ["gone", "foreground", "never seen"])
-def test_whoever_deletes_the_job_ends_the_run(how, restarts, server, transport, run_of):
+def test_monitor_reports_cancelled_when_job_is_deleted(how, restarts, server, transport, run_of):
     handle = run_of(restarts=restarts)
     if how == "never seen":
         server.deleted.append("pods")
@@ -485,7 +479,7 @@ def test_whoever_deletes_the_job_ends_the_run(how, restarts, server, transport, 
     assert seen.removed.startswith("NotFound: PyTorchJob demo-1 was deleted by a user, or the run")
 
 
-def test_a_job_that_is_not_served_for_a_moment_is_not_gone(server, transport, run_of):
+def test_status_stays_pending_while_job_kind_is_not_served(server, transport, run_of):
     handle = run_of(restarts=1)
     server.pod["metadata"] = server.pod["metadata"] | {"deletionTimestamp": "2026-11-22T04:00:00Z"}
     server.job = {"reason": "x"}
@@ -502,7 +496,7 @@ def test_a_job_that_is_not_served_for_a_moment_is_not_gone(server, transport, ru
     assert (seen.state, seen.removed) == (State.PENDING, None)
 
 
-def test_a_full_disk_keeps_nothing_in_the_cluster(server, transport, handle, monkeypatch):
+def test_remove_deletes_cluster_objects_despite_full_disk(server, transport, handle, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -518,7 +512,7 @@ def raising_full(*_):
     raise RunFolderError("No space left on device")
 
 
-def test_logs_that_were_not_read_are_before_their_pods_are_deleted(server, transport, handle):
+def test_remove_reads_remaining_logs_of_deleted_pods(server, transport, handle):
     server.end(0)
     remove(handle, transport)
     assert log_of(handle) == [LINE]
@@ -532,7 +526,7 @@ def event(message, at, kind="PyTorchJob", name="demo-1", reason="FailedCreatePod
     }  # fmt: skip
 
 
-def test_why_a_job_lacks_a_pod_is_said_although_it_has_others(server, transport, run_of):
+def test_status_names_event_that_keeps_pod_from_creation(server, transport, run_of):
     server.job = {"spec": {}, "status": {"active": 1}}
     server.events = [
         event("exceeded quota: two", 2), event("exceeded quota: one", 1),
@@ -547,7 +541,7 @@ def test_why_a_job_lacks_a_pod_is_said_although_it_has_others(server, transport,
     assert BACKEND.status(handle, transport).nodes[1].reason is None
 
 
-def test_what_an_mpijob_s_workers_wait_for_is_said_of_its_launcher(server, transport, run_of):
+def test_mpijob_status_names_image_error_of_workers(server, transport, run_of):
     handle = run_of(nodes=2, launcher="mpirun")
     waiting = {"waiting": {"reason": "ErrImageNeverPull"}}
     server.pod["metadata"] = server.pod["metadata"] | {
@@ -563,7 +557,7 @@ def test_what_an_mpijob_s_workers_wait_for_is_said_of_its_launcher(server, trans
     assert node.state is State.FAILED
 
 
-def test_a_log_is_brought_once_however_often_it_is_collected(server, transport, handle):
+def test_sync_collects_log_lines_only_once(server, transport, handle):
     server.end(0)
     for _ in range(2):
         BACKEND.sync(handle, transport)
@@ -588,7 +582,7 @@ def again(run_of, server):
     return run_of(restarts=2)
 
 
-def test_the_attempts_of_a_pod_have_their_own_logs_and_ends(server, transport, again):
+def test_sync_separates_logs_and_exits_by_attempt(server, transport, again):
     for _ in range(2):  # the second time from where it was
         BACKEND.sync(again, transport)
     assert (texts(again, 1), texts(again, 2)) == (["hello"], ["again"])
@@ -602,7 +596,7 @@ def test_the_attempts_of_a_pod_have_their_own_logs_and_ends(server, transport, a
     ]  # fmt: skip
 
 
-def test_a_pod_that_takes_another_s_place_goes_on_with_the_run_s_attempt(transport, again, server):
+def test_sync_assigns_replacement_pod_log_to_current_attempt(transport, again, server):
     BACKEND.sync(again, transport)
     server.pod["metadata"] = server.pod["metadata"] | {"uid": "new"}
     later = "2026-11-22T04:00:09.000000Z"
@@ -611,13 +605,13 @@ def test_a_pod_that_takes_another_s_place_goes_on_with_the_run_s_attempt(transpo
     assert (texts(again, 1), texts(again, 2)) == (["hello"], ["again", "waiting", "back"])
 
 
-def test_what_an_agent_knows_of_an_end_is_a_cause(transport, server, run_of):
+def test_status_includes_cause_reported_by_agent(transport, server, run_of):
     server.log += [next_attempt(2, causes=["hang: no progress for 6 s"])]
     (cause,) = BACKEND.status(run_of(restarts=2), transport).causes
     assert (cause.node, cause.words) == (0, "hang: no progress for 6 s")
 
 
-def test_status_says_which_attempt_goes_on_in_the_pods(transport, again):
+def test_status_names_next_attempt_of_running_pods(transport, again):
     seen = BACKEND.status(again, transport)
     assert seen.next_attempt == 2
     assert (seen.nodes[0].state, seen.nodes[0].exit_code) == (State.FAILED, 7)
@@ -633,7 +627,7 @@ def until(monitor, right):
     return seen
 
 
-def test_a_log_that_the_cluster_does_not_begin_to_send_is_asked_for_again(
+def test_monitor_requests_log_again_when_first_request_hangs(
     server, transport, handle, monkeypatch
 ):
     """The API server itself waits two minutes for a node that was just lost; until then no pod in
@@ -653,7 +647,7 @@ def heard(handle):
     return log.exists() and log.stat().st_size > 0
 
 
-def test_a_pod_is_followed_from_attempt_to_attempt(server, transport, run_of):
+def test_monitor_follows_same_pod_into_next_attempt(server, transport, run_of):
     handle = run_of(restarts=1)
     monitor = PodMonitor(handle, transport)
     try:
@@ -675,7 +669,7 @@ def test_a_pod_is_followed_from_attempt_to_attempt(server, transport, run_of):
     assert (seen.state, seen.next_attempt) == (State.SUCCEEDED, None)
 
 
-def test_a_removal_ends_all_that_the_run_has_and_remembers_whom_it_ended(server, transport, handle):
+def test_remove_deletes_run_objects_and_records_ended_pods(server, transport, handle):
     for _ in range(2):
         remove(handle, transport)
     assert {"pytorchjobs/demo-1", "pods", "configmaps/demo-1"} <= set(server.deleted)
@@ -683,16 +677,14 @@ def test_a_removal_ends_all_that_the_run_has_and_remembers_whom_it_ended(server,
     assert (found.ended, found.complete) == (frozenset({"demo-1-worker-0"}), True)
 
 
-def test_a_run_that_made_nothing_removes_nothing_of_another_s_with_its_id(
-    server, transport, handle
-):
+def test_remove_spares_objects_that_run_did_not_create(server, transport, handle):
     handle.folder.file(OWNS_CLUSTER_OBJECTS).unlink()
     remove(handle, transport)
     assert server.deleted == []
     assert removed_pods(handle) is None
 
 
-def test_a_server_that_is_away_is_named(server, transport, handle):
+def test_remove_and_monitor_name_unreachable_api_server(server, transport, handle):
     server.shutdown()
     server.server_close()
     with pytest.raises(Unavailable, match="could not end run demo-1: the API server"):

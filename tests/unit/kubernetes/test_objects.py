@@ -27,7 +27,7 @@ KEYS = st.text(st.characters(exclude_categories=("Cs", "Cc", "Zl", "Zp")), min_s
         SCALARS, lambda inner: st.lists(inner) | st.dictionaries(KEYS, inner), max_leaves=8
     )
 )
-def test_what_is_applied_is_yaml_whatever_characters_it_holds(value):
+def test_as_yaml_round_trips_any_value(value):
     assert yaml.safe_load(as_yaml({"value": value})) == {"value": value}
     assert json.loads(json.dumps(value)) == value
 
@@ -41,7 +41,7 @@ def test_what_is_applied_is_yaml_whatever_characters_it_holds(value):
         ("a" * 46, "a" * 46),
     ],
 )
-def test_a_name_is_one_that_a_service_may_have(run_id, name):
+def test_object_name_is_valid_service_name(run_id, name):
     found = object_name(run_id)
     assert len(f"{found}-node-0-12345") <= 63
     assert found[0].isalpha()
@@ -53,7 +53,7 @@ def test_a_name_is_one_that_a_service_may_have(run_id, name):
         assert found != object_name(run_id[:-1] + "z")
 
 
-def test_dollars_come_through_kubernetes_expansion():
+def test_literal_survives_kubernetes_variable_expansion():
     # expansion.Expand of k8s.io/kubernetes: `$$` is a dollar, `$(NAME)` a variable.
     def expanded(text):
         return text.replace("$$", "\0").replace("$(HOME)", "/root").replace("\0", "$")
@@ -63,11 +63,11 @@ def test_dollars_come_through_kubernetes_expansion():
 
 
 @pytest.mark.parametrize("good", ["1", "500m", "16Gi", "0.5", "8G", "1Ti"])
-def test_amounts(good):
+def test_quantity_accepts_kubernetes_amounts(good):
     assert quantity("memory", good) == good
 
 
 @pytest.mark.parametrize("bad", ["", "16 Gi", "16GB", "lots", "-1", "1e3e", "Gi", "1gi"])
-def test_what_is_no_amount_is_refused_with_its_key(bad):
+def test_quantity_refuses_bad_amount_with_key(bad):
     with pytest.raises(BadInput, match=r"\Amemory: "):
         quantity("memory", bad)

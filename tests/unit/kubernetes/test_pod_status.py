@@ -127,7 +127,7 @@ def waiting(reason, message=""):
         (document("Unknown"), (State.UNKNOWN, None, "Kubernetes reports its pod as 'Unknown'")),
     ],
 )  # fmt: skip
-def test_what_a_pod_means(told, expected):
+def test_node_status_follows_pod_phase_and_exit(told, expected):
     assert seen(told) == expected
 
 
@@ -160,20 +160,20 @@ PULLS = waiting("ImagePullBackOff", "dial tcp: lookup x: no such host")
     ],
 )
 @pytest.mark.parametrize("other", [RUNS, DONE, FAULT, PULLS])
-def test_the_state_of_another_container_is_not_the_node_s(other, told, expected, init, policy):
+def test_node_status_ignores_state_of_other_containers(other, told, expected, init, policy):
     for rejoin in (None, GOES_ON):
         found = seen(beside(told, other, init=init, policy=policy), rejoin=rejoin)
         assert found == expected
 
 
-def test_a_node_that_runs_does_while_a_sidecar_waits_for_its_image():
+def test_node_status_ignores_sidecar_that_waits_for_image():
     told = beside(document("Pending", RUNS, conditions=[SCHEDULED]), PULLS)
     assert seen(told, now=T0 + 1000) == (State.RUNNING, None, None)
     told = beside(document("Pending", ended(3, words_of(3)), conditions=[SCHEDULED]), PULLS)
     assert seen(told, now=T0 + 1000)[:2] == (State.FAILED, 3)
 
 
-def test_a_node_s_own_container_is_read_whatever_is_beside_it():
+def test_read_pod_takes_values_of_training_container():
     pod = read_pod(beside(document(state=RUNS), RUNS), INDEX)
     assert (pod.container, pod.restarts, pod.memory_limit) == ("pytorch", 0, "200Mi")
     pod = read_pod(
@@ -183,13 +183,13 @@ def test_a_node_s_own_container_is_read_whatever_is_beside_it():
 
 
 @pytest.mark.parametrize("policy", ["OnFailure", "Always"])
-def test_a_container_that_the_kubelet_starts_again_has_not_ended(policy):
+def test_node_runs_while_kubelet_restarts_its_container(policy):
     told = document(state=ended(1, words_of(1)))
     told["spec"]["restartPolicy"] = policy
     assert seen(told, replaced=True) == (State.RUNNING, None, None)
 
 
-def test_what_an_init_container_waits_for_is_what_the_node_waits_for():
+def test_node_status_names_what_init_container_waits_for():
     told = document("Pending", waiting("PodInitializing"), conditions=[SCHEDULED])
     told = beside(told, PULLS, "istio-init", init=True)
     words = "ImagePullBackOff: image mesh/proxy:1 cannot be pulled: the registry does not answer"
@@ -204,7 +204,7 @@ def test_what_an_init_container_waits_for_is_what_the_node_waits_for():
     )
 
 
-def test_an_init_container_that_failed_is_why_a_node_never_began():
+def test_node_fails_with_exit_code_of_failed_init_container():
     told = beside(document("Failed", waiting("PodInitializing")), FAULT, "fetch", init=True)
     words = "Init:Error: init container fetch failed with exit code 3"
     assert seen(told) == (State.FAILED, None, words)
@@ -271,11 +271,11 @@ SLOW = "failed to sync secret cache: timed out waiting for the condition"
         ),
     ],
 )  # fmt: skip
-def test_what_a_pod_waits_for_is_said(told, words, state):
+def test_node_status_names_what_pending_pod_waits_for(told, words, state):
     assert seen(told, now=T0 + 40) == (state, None, words)
 
 
-def test_an_image_is_waited_for_only_so_long():
+def test_node_fails_when_image_pull_exceeds_60_seconds():
     told = document("Pending", waiting("ImagePullBackOff", "not found"), conditions=[SCHEDULED])
     assert seen(told, now=T0 + 59)[0] is State.PENDING
     assert seen(told, now=T0 + 61)[0] is State.FAILED
@@ -294,7 +294,7 @@ def test_an_image_is_waited_for_only_so_long():
         ),
     ],
 )
-def test_why_the_cluster_removes_a_pod_is_told_from_a_delete(reason, words):
+def test_disruption_reason_explains_removed_pod(reason, words):
     why = {"type": "DisruptionTarget", "status": "True", "reason": reason, "message": "by pod x"}
     told = document("Failed", ended(143, words_of(143, "stopped on request")), conditions=[why])
     assert seen(told) == (State.FAILED, 143, words)
@@ -303,7 +303,7 @@ def test_why_the_cluster_removes_a_pod_is_told_from_a_delete(reason, words):
     assert causes([read_pod(told, INDEX)], {"r-worker-0"}) == ()
 
 
-def test_no_pod_is_judged_by_what_was_seen_of_it_last():
+def test_status_of_missing_pod_follows_last_observation():
     running, done = document(state=RUNS), document("Succeeded", ended(0, words_of(0)))
     assert seen(None) == (State.PENDING, None, None)
     assert seen(None, waits="a quota") == (State.PENDING, None, "a quota")
@@ -322,7 +322,7 @@ def test_no_pod_is_judged_by_what_was_seen_of_it_last():
     assert seen(None, removed_by_clusterkit=True) == (State.CANCELLED, None, "it had not begun")
 
 
-def test_a_pod_in_another_s_place_is_a_failure_unless_the_run_is_elastic():
+def test_replaced_pod_fails_node_unless_pods_are_replaceable():
     before, now = document(state=RUNS), document(state=RUNS, uid="u2")
     assert seen(now, before) == (State.FAILED, None, "its pod was replaced: it was deleted")
     assert seen(now, before, replaced=True) == (State.RUNNING, None, None)
@@ -344,14 +344,14 @@ REMOVED = "its pod was removed; another pod replaces it"
         document("Failed", ended(143), meta=LEAVING),
     ],
 )
-def test_in_the_place_of_a_pod_that_is_taken_away_another_is_waited_for(told):
+def test_rejoining_node_is_pending_until_removed_pod_is_replaced(told):
     assert seen(told, rejoin=GOES_ON) == (State.PENDING, None, REMOVED)
     assert seen(None, told, rejoin=GOES_ON) == (State.PENDING, None, REMOVED)
     now = document(state=RUNS, uid="u2")
     assert seen(now, told, rejoin=GOES_ON) == (State.RUNNING, None, None)
 
 
-def test_one_that_is_gone_without_a_trace_is_waited_for_too():
+def test_rejoining_node_is_pending_when_pod_vanished():
     before = document(state=RUNS)
     assert seen(None, before, rejoin=GOES_ON) == (State.PENDING, None, REMOVED)
     assert seen(None, None, rejoin=GOES_ON) == (State.PENDING, None, None)
@@ -369,18 +369,18 @@ def test_one_that_is_gone_without_a_trace_is_waited_for_too():
         (document("Failed", ended(143, STOPPED), reason="DeadlineExceeded"), 143),
     ],
 )
-def test_a_pod_that_fails_by_itself_is_a_failure_although_others_would_be_waited_for(told, code):
+def test_failed_pod_fails_node_despite_rejoin(told, code):
     for pods in ((told, None), (None, told)):
         assert seen(*pods, rejoin=GOES_ON)[:2] == (State.FAILED, code)
 
 
-def test_one_that_has_done_its_work_stays_done():
+def test_succeeded_pod_stays_succeeded_after_deletion():
     done = document("Succeeded", ended(0, words_of(0)), meta=LEAVING)
     assert seen(done, rejoin=GOES_ON)[:2] == (State.SUCCEEDED, 0)
     assert seen(None, done, rejoin=GOES_ON)[:2] == (State.SUCCEEDED, 0)
 
 
-def test_one_whose_node_is_gone_is_removed_by_force_or_somebody_is_told_to():
+def test_pod_on_lost_node_is_replaced_or_status_names_delete_command():
     told = document(state=RUNS, conditions=[TAINTED], meta=LEAVING)
     silent = "NotReady: node node-1 of the cluster does not answer"
     assert seen(told, lost=True, rejoin=GOES_ON) == (
@@ -394,12 +394,12 @@ def test_one_whose_node_is_gone_is_removed_by_force_or_somebody_is_told_to():
     )
 
 
-def test_what_clusterkit_itself_ends_is_not_waited_for():
+def test_rejoining_node_is_cancelled_when_clusterkit_removed_pod():
     told = document("Failed", ended(143, STOPPED), meta=LEAVING)
     assert seen(told, rejoin=GOES_ON, removed_by_clusterkit=True)[0] is State.CANCELLED
 
 
-def test_the_record_of_a_pod_keeps_the_keys_that_pods_json_has_had():
+def test_pod_record_reads_older_pods_json():
     pod = read_pod(document("Pending", waiting("InvalidImageName"), conditions=[SCHEDULED]), INDEX)
     written = msgspec.to_builtins(pod)
     assert (written["words"], written["hopeless"]) == (
@@ -412,18 +412,18 @@ def test_the_record_of_a_pod_keeps_the_keys_that_pods_json_has_had():
     assert msgspec.convert(old, Pod) == pod
 
 
-def test_of_several_pods_of_a_node_the_last_counts():
+def test_by_node_takes_newest_pod_of_node():
     old = read_pod(document(meta={"name": "b", "creationTimestamp": AT}), INDEX)
     new = read_pod(document(meta={"name": "a", "creationTimestamp": "2026-11-22T04:00:01Z"}), INDEX)
     assert by_node([new, old]) == by_node([old, new]) == {0: new}
 
 
-def test_what_clusterkit_itself_has_ended_is_cancelled():
+def test_node_is_cancelled_when_clusterkit_removed_its_pod():
     told = document("Failed", ended(143, words_of(143, "stopped on request")))
     assert seen(told, removed_by_clusterkit=True) == (State.CANCELLED, 143, "stopped on request")
 
 
-def test_a_lost_node_is_named():
+def test_status_names_lost_kubernetes_node():
     told = document(state=RUNS)
     assert seen(told, lost=True) == (
         State.UNKNOWN,
@@ -434,7 +434,7 @@ def test_a_lost_node_is_named():
     assert seen(None, told, lost=True, removed_by_clusterkit=True) == (State.FAILED, None, gone)
 
 
-def test_a_worker_is_no_node_and_a_launcher_is_node_0():
+def test_read_pod_gives_worker_no_node_and_launcher_node_0():
     worker = document()
     worker["metadata"]["labels"]["clusterkit/role"] = "worker"
     assert read_pod(worker, INDEX).node is None
@@ -446,7 +446,7 @@ def test_a_worker_is_no_node_and_a_launcher_is_node_0():
 @pytest.mark.parametrize(
     "status", [[], None, "text", {"conditions": 3}, {"containerStatuses": [3]}]
 )
-def test_a_document_that_means_nothing_is_unknown_and_no_exception(status):
+def test_malformed_pod_status_reads_as_unknown(status):
     told = document()
     told["status"] = status
     assert seen(told)[0] is State.UNKNOWN
@@ -456,7 +456,7 @@ def event(reason, message="", **related):
     return {"reason": reason, "message": message, "related": related or None}
 
 
-def test_a_preempted_pod_s_events_say_for_whom():
+def test_cause_from_events_names_preempting_pod():
     other = event("Preempted", kind="Pod", name="urgent", namespace="theirs")
     assert cause_from_events([other, event("Killing", "Stopping container x")], "ours") == (
         "Preempted: by pod urgent of namespace theirs, whose priority is higher"
@@ -466,7 +466,7 @@ def test_a_preempted_pod_s_events_say_for_whom():
     assert cause_from_events([event("Preempted"), event("Killing", name="x")], "ours") is None
 
 
-def test_a_pod_whose_probe_failed_is_told_which_and_why():
+def test_cause_from_events_quotes_failed_liveness_probe():
     events = [
         event("Unhealthy", "Readiness probe failed: no"),
         event("Unhealthy", "Liveness probe failed: cat: /tmp/alive: No such file or directory\n"),
@@ -503,7 +503,7 @@ def test_a_pod_whose_probe_failed_is_told_which_and_why():
         ),
     ],
 )  # fmt: skip
-def test_the_events_are_asked_for_where_they_may_say_more(told, expected):
+def test_events_are_needed_only_for_unexplained_or_disrupted_pods(told, expected):
     assert needs_events(read_pod(told, INDEX, T0)) is expected
 
 
@@ -514,7 +514,7 @@ def worker_and_launcher(launcher, **meta):
     return {each.name: each for each in pods}
 
 
-def test_a_worker_that_is_deleted_under_its_launcher_is_the_cause():
+def test_causes_name_mpi_worker_deleted_before_its_exit():
     """Of which mpirun and gloo only say that a connection broke."""
     before = worker_and_launcher(RUNS)
     found = updated(before, worker_and_launcher(RUNS, **LEAVING), replaceable=False)
@@ -527,7 +527,7 @@ def test_a_worker_that_is_deleted_under_its_launcher_is_the_cause():
     assert causes(over.values()) == ()
 
 
-def test_why_a_pod_never_began_stays_known_while_it_is_removed():
+def test_image_error_stays_known_while_pod_is_removed():
     stuck = document("Pending", waiting("ErrImageNeverPull"), conditions=[SCHEDULED])
     words = seen(stuck)[2]
     for shown in (
@@ -543,7 +543,7 @@ def test_why_a_pod_never_began_stays_known_while_it_is_removed():
             )
 
 
-def test_a_node_that_is_lost_has_the_remedy_of_a_cluster():
+def test_cause_of_lost_node_hints_kubectl_describe_node():
     pod = read_pod(document(state=RUNS), INDEX)
     pod = msgspec.structs.replace(pod, state=PodState.UNREACHABLE)
     (cause,) = causes([pod])

@@ -38,7 +38,7 @@ GPU = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
          ({"key": "a", "value": "b"},), False),
     ],
 )  # fmt: skip
-def test_gpus_are_counted_only_where_pods_may_go(spec, tolerations, usable):
+def test_node_is_usable_only_when_schedulable_and_taints_tolerated(spec, tolerations, usable):
     assert may_be_used({"spec": spec}, KubernetesCluster(tolerations=tolerations)) is usable
 
 
@@ -56,7 +56,7 @@ class Nodes(KubeTransport):
         return json.dumps({"items": self.nodes})
 
 
-def test_a_kubeconfig_that_cannot_be_read_is_one_clear_error(tmp_path, no_gpus):
+def test_probe_refuses_unreadable_kubeconfig(tmp_path, no_gpus):
     file = tmp_path / "kubeconfig"
     file.write_text("{broken: [")
     entry = KubernetesCluster(kubeconfig=str(file))
@@ -64,20 +64,20 @@ def test_a_kubeconfig_that_cannot_be_read_is_one_clear_error(tmp_path, no_gpus):
         backends.backend("kubernetes").probe(entry, KubeTransport(), None)
 
 
-def test_who_may_not_even_ask_may_do_nothing():
+def test_forbidden_access_review_counts_as_missing_permission():
     server = ClusterServer(KubernetesCluster(namespace="team"), Nodes())
     with pytest.raises(Unavailable, match="you may not list pods in namespace team"):
         probe._require([("list", "", "pods")], server, hint="")
 
 
-def test_without_the_official_client_it_is_named(monkeypatch):
+def test_probe_without_kubernetes_package_names_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     with pytest.raises(Unavailable, match="needs the package kubernetes") as error:
         backends.backend("kubernetes").probe(KubernetesCluster(), KubeTransport(), None)
     assert "clusterkit[kubernetes]" in error.value.hint
 
 
-def test_places_are_nodes_that_may_be_used():
+def test_capacity_counts_only_usable_matching_nodes():
     def node(labels=None, **spec):
         return {"metadata": {"labels": labels or {}}, "spec": spec, "status": {}}
 
@@ -90,7 +90,7 @@ def test_places_are_nodes_that_may_be_used():
         backend.capacity(KubernetesCluster(), Nodes())
 
 
-def test_a_program_of_clusterkit_s_own_comes_with_the_run(make_facts):
+def test_plan_ships_bandwidth_program_with_run(make_facts):
     job = msgspec.structs.replace(bandwidth.job_of(bandwidth.choose()), nodes=2)
     facts = msgspec.structs.replace(
         make_facts(),

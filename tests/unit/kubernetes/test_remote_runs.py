@@ -63,7 +63,7 @@ def condition(kind, status="True", at="2026-11-22T07:00:00Z"):
         ({"conditions": ["garbage", None]}, "PENDING"),
     ],
 )  # fmt: skip
-def test_the_state_of_a_job(status, state):
+def test_state_of_job_follows_its_conditions(status, state):
     assert state_of({"status": status}) == state
 
 
@@ -78,7 +78,7 @@ def told(run="ddp-1", **status):
     }  # fmt: skip
 
 
-def test_what_is_read_of_a_job():
+def test_read_gives_remote_run_of_job_object():
     found = read(told(conditions=[condition("Succeeded")]), FLAVORS["pytorchjob"])
     assert found == RemoteRun(
         run="ddp-1", job="ddp", state=State.SUCCEEDED, kind="PyTorchJob", attempt=3, pods=4,
@@ -88,7 +88,7 @@ def test_what_is_read_of_a_job():
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_how_many_nodes_every_kind_of_job_asks_for(flavor):
+def test_read_counts_pods_of_every_flavor(flavor):
     launcher = "mpirun" if flavor == "mpijob" else "torchrun"
     job = JobSpec(name="any", command=("true",), nodes=3, launcher=launcher)
     objects = seen_of(subject_of(job, flavor=flavor), documents()).objects
@@ -114,7 +114,7 @@ def server_of(answers):
     return Server(Context(None, None), "x", Api(answers))
 
 
-def test_one_request_for_each_kind_and_kinds_that_are_not_served_are_none():
+def test_listing_asks_once_per_kind_and_skips_unserved_kinds():
     old, new = told("old"), told("new")
     new["metadata"]["creationTimestamp"] = "2026-11-22T07:00:00Z"
     api = Api({"pytorchjobs": {"items": [old, new]}, "/jobs": {"items": []}})
@@ -142,7 +142,7 @@ def config_map(make_facts, **cluster):
     return plan, text
 
 
-def test_the_record_holds_what_a_plan_is_made_of_and_nothing_of_its_machine(make_facts):
+def test_recovered_record_rebuilds_plan_without_local_paths(make_facts):
     plan, text = config_map(make_facts)
     for word in ("secret-context", "/home/ada"):
         assert word not in text
@@ -176,13 +176,13 @@ def test_the_record_holds_what_a_plan_is_made_of_and_nothing_of_its_machine(make
         ({"metadata": {}, "data": {RECORD: '{"job": 7}'}}, RunFolderError),
     ],
 )
-def test_a_record_that_cannot_be_had(held, error):
+def test_recover_fails_with_hint_when_record_is_unavailable(held, error):
     with pytest.raises(error) as refused:
         recover(server_of({"configmaps/ddp-1": held}), "ddp-1")
     assert refused.value.hint
 
 
-def test_a_copied_project_is_read_from_its_own_config_map(make_facts):
+def test_recover_reads_copied_project_from_its_config_map(make_facts):
     job = JobSpec(name="x", command=("true",))
     entry = KubernetesCluster(code="copied")
     kube = KubernetesFacts(version="1", context="", namespace="")
@@ -195,7 +195,7 @@ def test_a_copied_project_is_read_from_its_own_config_map(make_facts):
         recover(server_of({"x-2-code": NotFound, "x-2": held}), "x-2")
 
 
-def test_other_backends_remember_nothing(clusterkit_home):
+def test_local_backend_lists_no_runs_and_refuses_attach(clusterkit_home):
     assert api.runs_of("local") == []
     with pytest.raises(CapabilityError, match="keep no record"):
         api.attach("x", cluster="local")

@@ -162,9 +162,7 @@ def documents_of(plan):
         ("mpijob", True, {}, "ends the run (mpirun starts all ranks at once)"),
     ],
 )
-def test_the_plan_says_whether_a_lost_pod_is_replaced_and_why(
-    flavor, full, changes, words, planned
-):
+def test_plan_notes_whether_lost_pod_is_replaced_and_why(flavor, full, changes, words, planned):
     plan = planned(flavor, full=full, **changes)
     (note,) = (str(note) for note in plan.notes if note.name == "lost_pod")
     assert words in note
@@ -177,7 +175,7 @@ def test_the_plan_says_whether_a_lost_pod_is_replaced_and_why(
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_a_topology_key_keeps_a_run_s_pods_together_and_leaves_its_watcher_out(flavor, planned):
+def test_topology_key_sets_pod_affinity_except_on_watcher(flavor, planned):
     wanted = {
         "topologyKey": "rack",
         "labelSelector": {
@@ -194,7 +192,7 @@ def test_a_topology_key_keeps_a_run_s_pods_together_and_leaves_its_watcher_out(f
         assert affinity == (None if watcher else {"podAffinity": {required: [wanted]}})
 
 
-def test_a_lost_node_keeps_the_watcher_no_longer_than_the_pods_that_it_removes(planned):
+def test_watcher_and_worker_tolerate_lost_node_for_lost_after_seconds(planned):
     """It may be on the same node; nobody removes them before there is another watcher."""
     found = documents_of(planned("pytorchjob", full=True, lost_after=5.0, watcher=True))
     watcher, worker = templates(found)
@@ -204,7 +202,7 @@ def test_a_lost_node_keeps_the_watcher_no_longer_than_the_pods_that_it_removes(p
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_a_watcher_is_opted_for_and_may_delete_the_run_s_own_pods_alone(flavor, planned):
+def test_watcher_is_opt_in_and_may_delete_only_pods_of_run(flavor, planned):
     def roles(**more):
         found = documents_of(planned(flavor, full=True, **more))
         return [each["rules"] for each in found if each["kind"] == "Role"]
@@ -222,7 +220,7 @@ def test_a_watcher_is_opted_for_and_may_delete_the_run_s_own_pods_alone(flavor, 
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_the_cluster_ends_pods_whose_agents_have_not_kept_the_time_limit(flavor, planned):
+def test_pod_deadline_is_time_limit_plus_grace_and_one_hour(flavor, planned):
     """Counted for each pod from its own start, and an hour later than the agents do it."""
 
     def deadlines(**job):
@@ -233,7 +231,7 @@ def test_the_cluster_ends_pods_whose_agents_have_not_kept_the_time_limit(flavor,
     assert set(deadlines()) == {None}
 
 
-def test_every_pod_of_an_mpijob_unpacks_a_project_that_was_copied(planned, tmp_path):
+def test_mpijob_launcher_and_workers_unpack_copied_project(planned, tmp_path):
     project = Project(root=str(tmp_path), digest="d", files=1, bytes=1, how="all")
     plan = planned("mpijob", code="copied", project=project)
     unpack = "tar -xzf /run/clusterkit/demo-1/code/project.tar.gz -C /run/clusterkit/demo-1/project"
@@ -246,7 +244,7 @@ def test_every_pod_of_an_mpijob_unpacks_a_project_that_was_copied(planned, tmp_p
     assert "/run/clusterkit/demo-1/code" in [each["mountPath"] for each in worker["volumeMounts"]]
 
 
-def test_deepspeed_starts_an_mpijob_s_ranks_by_way_of_mpirun(planned):
+def test_mpijob_with_deepspeed_launcher_starts_ranks_by_openmpi(planned):
     plan = planned("mpijob", launcher="deepspeed")
     node = next(file for file in plan.files if file.path.endswith("node.sh")).text
     assert "--launcher openmpi '--launcher_args=--mca btl_tcp_if_include lo " in node
@@ -259,7 +257,7 @@ def test_deepspeed_starts_an_mpijob_s_ranks_by_way_of_mpirun(planned):
     assert "await demo-1-worker-1.demo-1.ns.svc" in pod
 
 
-def test_only_what_does_not_import_ahead_waits_for_a_name_before_its_agent_starts(planned):
+def test_pod_awaits_rendezvous_name_only_without_preload(planned):
     def waits(**job):
         files = planned("job", **job).files
         return "await demo-1-0.demo-1" in next(f.text for f in files if f.path.endswith("pod.sh"))
@@ -274,7 +272,7 @@ def test_only_what_does_not_import_ahead_waits_for_a_name_before_its_agent_start
     ("flavor", "launcher"),
     [("mpijob", "torchrun"), ("mpijob", "forkserver"), ("pytorchjob", "mpirun"), ("job", "mpirun")],
 )
-def test_launchers_that_a_kind_of_job_cannot_run(flavor, launcher, planned):
+def test_plan_refuses_launcher_that_flavor_cannot_run(flavor, launcher, planned):
     with pytest.raises(
         BadInput, match=f"flavor: {flavor} cannot run launcher {launcher}"
     ) as refused:
@@ -283,7 +281,7 @@ def test_launchers_that_a_kind_of_job_cannot_run(flavor, launcher, planned):
     assert refused.value.hint == f"flavor: auto, or --set launcher={other}"
 
 
-def test_an_elastic_run_keeps_to_torchrun_s_own_way(planned):
+def test_elastic_run_plans_no_rejoin(planned):
     plan = planned("pytorchjob", full=True, nodes="2:4")
     assert not plan.rejoin
     assert noted(plan, "lost_pod") is None
@@ -292,7 +290,7 @@ def test_an_elastic_run_keeps_to_torchrun_s_own_way(planned):
 
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "full"])
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_a_plan_s_manifests_are_what_the_kinds_allow(flavor, full, planned):
+def test_planned_manifests_match_kind_schemas(flavor, full, planned):
     documents = documents_of(planned(flavor, full=full, secrets=("TOKEN",)))
     assert documents
     for document in documents:
@@ -315,7 +313,7 @@ class ApiServer(KubeTransport):
         return json.dumps({"apiVersion": "v1", "kind": "K", "metadata": {"name": "n", "uid": "u"}})
 
 
-def test_the_documented_entries_for_rdma_give_pods_what_they_say(make_facts, tmp_path):
+def test_documented_rdma_entries_set_device_user_and_capabilities(make_facts, tmp_path):
     text = (ROOT / "docs/kubernetes.md").read_text().partition("### RDMA")[2]
     (tmp_path / "clusters.yaml").write_text(text.partition("```yaml\n")[2].partition("```")[0])
     kube = KubernetesFacts(version="v1", context="c", namespace="ns", kinds=("PyTorchJob",))
@@ -341,7 +339,7 @@ def test_the_documented_entries_for_rdma_give_pods_what_they_say(make_facts, tmp
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="takes kubectl")
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_what_is_sent_is_what_kubectl_makes_of_the_files(flavor, planned, tmp_path):
+def test_submitted_objects_match_kubectl_kustomize_output(flavor, planned, tmp_path):
     plan, server = planned(flavor, full=True, home=str(tmp_path)), ApiServer()
     backends.backend("kubernetes").submit(plan, server)
     folder = Path(plan.files[0].path).parent
@@ -360,7 +358,7 @@ def test_what_is_sent_is_what_kubectl_makes_of_the_files(flavor, planned, tmp_pa
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_the_job_is_created_last_and_then_owns_all(flavor, planned):
+def test_plan_steps_create_secret_first_and_job_last_as_owner(flavor, planned):
     watcher = flavor == "pytorchjob"
     *first, job, owned = planned(flavor, full=True, secrets=("TOKEN",), watcher=watcher).steps
     assert [step.kind for step in (*first, job, owned)] == ["request"] * (4 if watcher else 3)
@@ -378,7 +376,7 @@ def test_the_job_is_created_last_and_then_owns_all(flavor, planned):
     [path for path in BY_HAND if path.stem != "kustomization"],
     ids=lambda path: path.name,
 )
-def test_the_manifests_by_hand_are_what_the_kinds_allow(path):
+def test_shipped_manifests_match_kind_schemas(path):
     for document in yaml.safe_load_all(path.read_text()):
         assert list(complaints(document)) == []
 
@@ -396,7 +394,7 @@ def test_the_manifests_by_hand_are_what_the_kinds_allow(path):
         ("job", lambda d: d["metadata"]["labels"].update(a=1), "labels.a: 1 is no str"),
     ],
 )
-def test_the_check_itself_finds_what_is_wrong(flavor, break_it, complaint, planned):
+def test_schema_check_finds_wrong_fields(flavor, break_it, complaint, planned):
     documents = documents_of(planned(flavor))
     document = next(one for one in documents if not one["metadata"]["name"].endswith("-watch"))
     break_it(document)
@@ -404,7 +402,7 @@ def test_the_check_itself_finds_what_is_wrong(flavor, break_it, complaint, plann
     assert (found == []) if complaint is None else (complaint in " ".join(found))
 
 
-def test_every_manifest_by_hand_passes_pod_security_restricted():
+def test_shipped_manifests_meet_restricted_pod_security():
     pods = 0
     for path in BY_HAND:
         for document in yaml.safe_load_all(path.read_text()):

@@ -21,7 +21,7 @@ from clusterkit.jobfile import loader
         {"overhead": {"memory": 100}},
     ],
 )
-def test_what_pods_have_is_taken(patch):
+def test_check_patch_accepts_valid_pod_fields(patch):
     check_patch(patch)
 
 
@@ -39,13 +39,13 @@ def test_what_pods_have_is_taken(patch):
         ({"zzzz": 1}, "patch: zzzz: pods have no such key", "a pod's spec"),
     ],
 )
-def test_what_they_do_not_have_is_refused_by_name(patch, words, hint):
+def test_check_patch_refuses_unknown_key_or_wrong_type(patch, words, hint):
     with pytest.raises(BadInput, match=words) as error:
         check_patch(patch)
     assert hint in (error.value.hint or "")
 
 
-def test_amounts_may_be_numbers(tmp_path):
+def test_entry_resources_accept_numbers(tmp_path):
     file = tmp_path / "clusters.yaml"
     file.write_text(
         "k8s: {backend: kubernetes, resources: {cpu: 4, a/b: 0.5, c/d: '1e3', e/f: 2Gi}}"
@@ -56,7 +56,7 @@ def test_amounts_may_be_numbers(tmp_path):
 
 
 @pytest.mark.parametrize("amount", ["-1", "true", "[4]", ".nan"])
-def test_what_is_no_amount_is_refused_in_its_place(amount, tmp_path):
+def test_check_entry_refuses_bad_resource_amount(amount, tmp_path):
     file = tmp_path / "clusters.yaml"
     file.write_text(f"k8s:\n  backend: kubernetes\n  resources:\n    cpu: {amount}\n")
     with pytest.raises(BadInput, match="cpu"):

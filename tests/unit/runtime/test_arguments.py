@@ -20,7 +20,9 @@ def no_clusterkit(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_a_flag_wins_over_the_environment_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_flag_overrides_environment_and_environment_overrides_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert choose_batch(Parser(None).parse_args([]), DP) == Batch(32, 16, 1, 2)
     monkeypatch.setenv("CLUSTERKIT_GLOBAL_BATCH", "48")
     monkeypatch.setenv("CLUSTERKIT_MICRO_BATCH", "8")
@@ -29,7 +31,7 @@ def test_a_flag_wins_over_the_environment_over_the_default(monkeypatch: pytest.M
     assert choose_batch(args, DP) == Batch(16, 8, 1, 2)
 
 
-def test_checkpoints_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_settings_come_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"DIR": "/c", "EVERY": "5", "KEEP": "0", "RESUME": "never"}.items():
         monkeypatch.setenv(f"CLUSTERKIT_CHECKPOINT_{name}", value)
     args = Parser(None).parse_args([])
@@ -48,18 +50,18 @@ def test_checkpoints_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
         (["--strat", "ddp"], "unrecognized arguments: --strat ddp"),
     ],
 )
-def test_bad_flags_are_bad_input(argv: list[str], message: str) -> None:
+def test_parser_raises_bad_input_for_bad_flag(argv: list[str], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         Parser(None).parse_args(argv)
 
 
-def test_a_bad_environment_is_bad_input_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parser_raises_bad_input_for_bad_environment_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTERKIT_CHECKPOINT_EVERY", "often")
     with pytest.raises(BadInput, match="--checkpoint-every: 'often' is not a whole number"):
         Parser(None).parse_args([])
 
 
-def test_the_number_format_follows_the_device_unless_said() -> None:
+def test_dtype_follows_device_unless_flag_is_given() -> None:
     def dtype(device: torch.device, *argv: str) -> str:
         args = Parser(None).parse_args([*argv])
         return choose_strategy(args, choose_batch(args, DP), device, DP).dtype
@@ -69,13 +71,13 @@ def test_the_number_format_follows_the_device_unless_said() -> None:
     assert dtype(CUDA, "--dtype", "fp32") == "fp32"
 
 
-def test_deepspeed_needs_a_config() -> None:
+def test_deepspeed_strategy_requires_config() -> None:
     args = Parser(None).parse_args(["--strategy", "deepspeed"])
     with pytest.raises(BadInput, match="--strategy deepspeed needs a config"):
         choose_strategy(args, choose_batch(args, DP), CPU, DP)
 
 
-def test_a_deepspeed_config_may_hold_the_batch(tmp_path: Path) -> None:
+def test_batch_comes_from_deepspeed_config_and_conflicts_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8}')
     how = ["--strategy", "deepspeed", "--deepspeed-config", str(path)]
@@ -93,7 +95,7 @@ def test_a_deepspeed_config_may_hold_the_batch(tmp_path: Path) -> None:
         choose_batch(Parser(None).parse_args(how), DP)
 
 
-def test_only_the_data_dimension_shares_the_batch() -> None:
+def test_batch_is_divided_only_by_data_dimension_of_mesh() -> None:
     args = Parser(None).parse_args(["--strategy", "tp", "--mesh", "tp=2"])
     four = Ranks(rank=0, local_rank=0, node_rank=0, size=4, local_size=4)
     mesh = choose_mesh(args, four, {"name": "tiny", "layers": 2, "heads": 4, "context": 8})
@@ -101,7 +103,7 @@ def test_only_the_data_dimension_shares_the_batch() -> None:
     assert choose_batch(args, mesh) == Batch(32, 16, 1, 2)
 
 
-def test_a_mesh_over_nodes_is_warned_of_by_rank_0_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_rank_0_warns_of_tp_mesh_across_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     args = Parser(None).parse_args(["--strategy", "tp", "--mesh", "tp=4"])
     for rank in (0, 1):
         ranks = Ranks(rank=rank, local_rank=rank, node_rank=0, size=4, local_size=2)
@@ -110,7 +112,7 @@ def test_a_mesh_over_nodes_is_warned_of_by_rank_0_alone(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(("strategy", "mesh"), [("fsdp", Mesh(shard=2)), ("pp", Mesh(pp=2))])
-def test_what_does_not_scale_the_loss_refuses_fp16(strategy: str, mesh: Mesh) -> None:
+def test_fsdp_and_pp_refuse_fp16_without_loss_scaling(strategy: str, mesh: Mesh) -> None:
     args = Parser(None).parse_args(["--strategy", strategy, "--dtype", "fp16"])
     with pytest.raises(BadInput, match=f"--dtype fp16: --strategy {strategy} does not scale"):
         choose_strategy(args, choose_batch(args, mesh), CPU, mesh)
@@ -118,7 +120,7 @@ def test_what_does_not_scale_the_loss_refuses_fp16(strategy: str, mesh: Mesh) ->
     assert choose_strategy(args, choose_batch(args, mesh), CPU, mesh).dtype == "bf16"
 
 
-def test_a_pipeline_has_a_micro_batch_for_each_stage_or_is_refused() -> None:
+def test_pipeline_needs_one_micro_batch_per_stage_with_1f1b() -> None:
     args = Parser(None).parse_args(["--strategy", "pp"])
     mesh = Mesh(pp=3)
     assert choose_batch(args, mesh) == Batch(30, 10, 3, 1)

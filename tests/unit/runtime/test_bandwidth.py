@@ -40,7 +40,7 @@ def world(rank: int = 0, size: int = 4) -> World:
 # ---------------------------------------------------------------- one file that stands alone
 
 
-def test_it_needs_the_standard_library_and_torch_alone() -> None:
+def test_bandwidth_program_imports_only_stdlib_and_torch() -> None:
     imported = set()
     for node in ast.walk(ast.parse(PROGRAM.read_text())):
         if isinstance(node, ast.Import):
@@ -51,7 +51,7 @@ def test_it_needs_the_standard_library_and_torch_alone() -> None:
     assert imported - sys.stdlib_module_names == {"torch"}
 
 
-def test_both_sides_speak_of_the_same_things() -> None:
+def test_program_and_orchestrator_share_collectives_and_dtypes() -> None:
     assert list(COLLECTIVES) == list(orchestrator.FACTORS)
     assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == orchestrator.ITEMSIZES
 
@@ -62,7 +62,7 @@ def test_both_sides_speak_of_the_same_things() -> None:
     size=st.integers(10_000, 1 << 40),
     pairwise=st.booleans(),
 )
-def test_both_sides_expect_the_same_memory(
+def test_program_and_orchestrator_expect_same_memory(
     names: list[str], ranks: int, size: int, pairwise: bool
 ) -> None:
     mine = bandwidth.needed_bytes(
@@ -89,7 +89,7 @@ def test_both_sides_expect_the_same_memory(
     itemsize=st.sampled_from([1, 2, 4, 8]),
     ranks=st.integers(2, 1000),
 )
-def test_elements_fit_into_the_size_and_divide(
+def test_whole_elements_fit_size_and_divide_by_ranks(
     name: str, size: int, itemsize: int, ranks: int
 ) -> None:
     elements = bandwidth.whole_elements(name, size, itemsize, ranks)
@@ -114,21 +114,21 @@ def test_elements_fit_into_the_size_and_divide(
         (1e-6, {"warmup": 2, "iterations": 1}, (0, 1)),
     ],
 )
-def test_slow_operations_are_repeated_less_unless_a_number_is_given(
+def test_iteration_counts_shrink_for_slow_operations_unless_given(
     seconds: float, fields: dict[str, int], counts: tuple[int, int]
 ) -> None:
     assert options(**fields).counts(seconds) == counts
 
 
 @given(iterations=st.integers(1, 100), passes=st.integers(1, 3))
-def test_the_passes_share_the_iterations_out(iterations: int, passes: int) -> None:
+def test_passes_share_all_iterations(iterations: int, passes: int) -> None:
     asked = options(iterations=iterations)
     parts = [asked.counts(1.0, number=number, passes=passes)[1] for number in range(passes)]
     assert sum(parts) == iterations
 
 
 @given(players=st.integers(2, 65))
-def test_in_a_tournament_everybody_meets_everybody_once(players: int) -> None:
+def test_tournament_pairs_every_two_players_once(players: int) -> None:
     rounds = bandwidth.tournament(players)
     assert len(rounds) == players - 1 + players % 2
     for pairs in rounds:
@@ -149,7 +149,7 @@ def test_in_a_tournament_everybody_meets_everybody_once(players: int) -> None:
         (0.01, "all_reduce", [64]),  # refused with its figures
     ],
 )
-def test_on_gpus_sizes_go_on_as_far_as_memory_allows(
+def test_sizes_grow_on_gpus_up_to_free_memory(
     monkeypatch: pytest.MonkeyPatch, free: float, name: str, last: list[int]
 ) -> None:
     monkeypatch.setattr(
@@ -163,7 +163,7 @@ def test_on_gpus_sizes_go_on_as_far_as_memory_allows(
     assert bandwidth.grown(world(), asked) == asked
 
 
-def test_between_gpus_two_ranks_exchange_messages_without_a_communicator_of_their_own(
+def test_messages_between_gpus_use_batched_isend_irecv(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done: list[tuple[str, int]] = []
@@ -185,7 +185,7 @@ def test_between_gpus_two_ranks_exchange_messages_without_a_communicator_of_thei
 
 
 @given(size=st.integers(1, 300), elements=st.integers(1, 500))
-def test_each_element_s_sum_comes_from_one_rank(size: int, elements: int) -> None:
+def test_shares_of_ranks_sum_to_total_with_one_rank_per_element(size: int, elements: int) -> None:
     index = torch.arange(elements)
     shares = torch.stack([bandwidth.share(rank, size, index) for rank in range(size)])
     assert torch.equal(shares.sum(0), bandwidth.total(size, index))
@@ -193,7 +193,7 @@ def test_each_element_s_sum_comes_from_one_rank(size: int, elements: int) -> Non
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_what_is_sent_is_exact_in_every_type_and_tells_ranks_apart(name: str) -> None:
+def test_sent_values_are_exact_except_in_float8_and_differ_by_rank(name: str) -> None:
     index = torch.arange(4096)
     sent = [bandwidth.value(rank, index) for rank in range(112)]
     for one in sent:
@@ -205,7 +205,7 @@ def test_what_is_sent_is_exact_in_every_type_and_tells_ranks_apart(name: str) ->
 
 @pytest.mark.parametrize("elements", [1, 5, 1000])
 @pytest.mark.parametrize("name", DTYPES)
-def test_every_wrong_element_is_counted(
+def test_count_wrong_counts_every_wrong_element(
     monkeypatch: pytest.MonkeyPatch, name: str, elements: int
 ) -> None:
     monkeypatch.setattr(bandwidth, "_CHUNK", 7)
@@ -217,7 +217,7 @@ def test_every_wrong_element_is_counted(
     assert bandwidth.count_wrong(tensor, lambda index: bandwidth.value(3, index)) == 1
 
 
-def test_not_a_number_is_wrong() -> None:
+def test_count_wrong_counts_nan() -> None:
     tensor = torch.full((3,), float("nan"))
     assert bandwidth.count_wrong(tensor, lambda index: bandwidth.value(0, index)) == 3
 
@@ -232,7 +232,7 @@ class Alike(World):
         return [value * times for value in values]
 
 
-def test_the_time_is_the_mean_of_the_ranks_and_the_median_of_the_iterations(
+def test_measured_time_is_median_over_iterations_of_rank_means(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[int] = []
@@ -256,7 +256,7 @@ def test_the_time_is_the_mean_of_the_ranks_and_the_median_of_the_iterations(
     }  # fmt: skip
 
 
-def test_the_latency_is_half_the_quickest_round_trip_of_the_smallest_size(
+def test_pair_latency_is_half_of_fastest_round_trip(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Seconds of each pass: making the connection, getting warm and measuring, for each size.
@@ -281,7 +281,7 @@ def test_the_latency_is_half_the_quickest_round_trip_of_the_smallest_size(
 # ---------------------------------------------------------------- real ranks
 
 
-def test_every_collective_is_measured_and_right(launch: Any) -> None:
+def test_three_ranks_measure_every_collective_without_wrong_elements(launch: Any) -> None:
     done = launch("--sizes", "1,1000,50000", ranks=3, program=PROGRAM)
     assert done.codes == [0, 0, 0], done.stderr
     assert done.stdout[1:] == ["", ""]
@@ -312,7 +312,7 @@ def test_every_collective_is_measured_and_right(launch: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_other_types_come_out_right_as_well(launch: Any, dtype: str) -> None:
+def test_collectives_are_correct_in_bfloat16_and_int8(launch: Any, dtype: str) -> None:
     done = launch(
         "--sizes", "4096", "--dtype", dtype, "--iterations", "2", "--warmup", "2",
         ranks=2, program=PROGRAM,
@@ -324,14 +324,14 @@ def test_other_types_come_out_right_as_well(launch: Any, dtype: str) -> None:
     assert {row["elements"] for row in rows} == {4096 // DTYPES[dtype].itemsize}
 
 
-def test_a_size_that_rounds_to_another_is_measured_once(launch: Any) -> None:
+def test_sizes_that_round_alike_are_measured_once(launch: Any) -> None:
     done = launch("--sizes", "1,2,3,9", "--collectives", "broadcast", ranks=2, program=PROGRAM)
     assert [row["size"] for row in done.of("bench_row")] == [4, 8]
     assert done.of("bench_setup")[0]["measurements"] == 2
 
 
 @pytest.mark.parametrize("flags", [[], ["--sequential"]])
-def test_all_pairs_of_nodes_are_measured_both_ways(launch: Any, flags: list[str]) -> None:
+def test_pairwise_measures_all_node_pairs_in_both_directions(launch: Any, flags: list[str]) -> None:
     done = launch(
         "--pairwise", "--sizes", "64,20000", "--iterations", "5", *flags,
         ranks=3, program=PROGRAM, env=NODES,
@@ -353,7 +353,7 @@ def test_all_pairs_of_nodes_are_measured_both_ways(launch: Any, flags: list[str]
     assert report.pairs.judgement
 
 
-def test_the_first_rank_of_each_node_stands_for_it(launch: Any) -> None:
+def test_pairwise_measures_first_rank_of_each_node(launch: Any) -> None:
     done = launch(
         "--pairwise", "--sizes", "64", ranks=4, program=PROGRAM, env={"LOCAL_WORLD_SIZE": "2"}
     )
@@ -386,7 +386,7 @@ def spoilt(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
-def test_a_collective_that_computes_nonsense_is_found_out(
+def test_broken_collective_is_reported_with_wrong_elements(
     launch: Any, spoilt: Callable[[str], Path]
 ) -> None:
     lazy = "import dataclasses\nreal = bandwidth.COLLECTIVES['broadcast']\n" \
@@ -401,7 +401,7 @@ def test_a_collective_that_computes_nonsense_is_found_out(
     }  # fmt: skip
 
 
-def test_memory_that_runs_out_after_all_is_said_in_words(
+def test_out_of_memory_during_measurement_is_error_without_traceback(
     launch: Any, spoilt: Callable[[str], Path]
 ) -> None:
     blind = spoilt("bandwidth.available_memory = lambda: None")
@@ -411,7 +411,7 @@ def test_memory_that_runs_out_after_all_is_said_in_words(
     assert "error: not enough memory on " in done.stderr[done.codes.index(1)]
 
 
-def test_more_memory_than_is_free_is_refused_at_once(launch: Any) -> None:
+def test_size_beyond_free_memory_is_refused_before_setup(launch: Any) -> None:
     done = launch("--sizes", f"1,{1 << 45}", ranks=2, program=PROGRAM)
     assert done.codes == [1, 1]
     assert f"for {1 << 45} bytes: the buffers take 134217728 MiB, " in done.stderr[0]
@@ -421,7 +421,7 @@ def test_more_memory_than_is_free_is_refused_at_once(launch: Any) -> None:
 @pytest.mark.parametrize(
     ("flags", "name"), [(["--collectives", "broadcast"], "broadcast"), ([], "all_reduce")]
 )
-def test_a_type_that_gloo_does_not_take_is_refused_by_name(
+def test_dtype_unsupported_by_gloo_is_refused_by_name(
     launch: Any, flags: list[str], name: str
 ) -> None:
     done = launch("--sizes", "64", "--dtype", "float8_e4m3fn", *flags, ranks=2, program=PROGRAM)
@@ -431,7 +431,7 @@ def test_a_type_that_gloo_does_not_take_is_refused_by_name(
         assert "Traceback" not in text
 
 
-def test_pairs_need_two_nodes(launch: Any) -> None:
+def test_pairwise_refuses_single_node(launch: Any) -> None:
     done = launch("--pairwise", "--sizes", "64", ranks=2, program=PROGRAM)
     assert done.codes == [1, 1]
     assert "error: --pairwise measures between nodes, and this run has one" in done.stderr[0]
@@ -452,7 +452,7 @@ def test_pairs_need_two_nodes(launch: Any) -> None:
         ),
     ],
 )  # fmt: skip
-def test_an_environment_that_is_no_rank_s_is_explained(
+def test_bandwidth_program_explains_missing_or_bad_rank_environment(
     launch: Any, environment: dict[str, str], said: str
 ) -> None:
     done = launch("--sizes", "1", program=PROGRAM, env=environment)
@@ -471,7 +471,7 @@ def test_an_environment_that_is_no_rank_s_is_explained(
         (["--sizes", "1", "--dtype", "bool"], "invalid choice: 'bool'"),
     ],
 )
-def test_arguments_are_checked(
+def test_bandwidth_parser_exits_2_on_bad_arguments(
     capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -492,7 +492,7 @@ def test_arguments_are_checked(
         (0, None, 0, 1, None),
     ],
 )
-def test_a_gpu_is_taken_by_local_rank_or_is_missing(
+def test_choose_device_takes_gpu_by_local_rank_or_refuses(
     monkeypatch: pytest.MonkeyPatch,
     gpus: int,
     visible: str | None,

@@ -70,7 +70,7 @@ def server(started: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
     return started
 
 
-def test_files_of_any_size_and_name_come_and_go(
+def test_bucket_stores_and_removes_files_of_any_size_and_name(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PART", 5 << 20)  # no server takes smaller ones but the last
@@ -91,7 +91,7 @@ def test_files_of_any_size_and_name_come_and_go(
     assert held.sizes() == {}
 
 
-def test_a_list_may_have_many_pages(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bucket_listing_follows_all_pages(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     held = Bucket("s3://runs/pages")
     names = {f"{number}/{name}" for number in range(3) for name in ("a", "b")}
     for name in names:
@@ -119,7 +119,7 @@ def test_a_list_may_have_many_pages(server: Server, monkeypatch: pytest.MonkeyPa
         ("gs://runs/x", {}, "checkpoint folder gs://runs/x: only s3://BUCKET/PREFIX is known"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_one_sentence(
+def test_bucket_names_bad_url_credential_or_endpoint(
     started: Server, url: str, env: dict[str, str | None], said: str
 ) -> None:
     given = {key: value for key, value in {**started.env, **env}.items() if value is not None}
@@ -128,7 +128,9 @@ def test_what_is_wrong_is_one_sentence(
     assert caught.value.message == said
 
 
-def test_a_server_that_is_not_there_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bucket_raises_unavailable_when_server_refuses_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "_AGAIN", (0.0,))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
@@ -139,7 +141,7 @@ def test_a_server_that_is_not_there_is_tried_again(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("how", [["--checkpoint-async"], []])
-def test_a_run_is_saved_pruned_and_resumed(
+def test_run_saves_prunes_and_resumes_checkpoints_in_bucket(
     launch, server: Server, how: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(server.env, "TMPDIR", str(tmp_path))
@@ -159,7 +161,7 @@ def test_a_run_is_saved_pruned_and_resumed(
     assert list(tmp_path.glob("checkpoints-*")) == []
 
 
-def test_a_wrong_key_ends_a_run_before_its_ranks_meet(launch, server: Server) -> None:
+def test_wrong_bucket_key_fails_every_rank(launch, server: Server) -> None:
     env = {**server.env, "AWS_SECRET_ACCESS_KEY": "no"}
     result = launch(*SHORT, ranks=2, env=env)
     assert result.codes == [1, 1]

@@ -55,7 +55,7 @@ def steps(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_was_saved_comes_back(folder: Path) -> None:
+def test_checkpoint_restores_saved_state(folder: Path) -> None:
     checkpoints(folder).save(5, Fake("hello").write, WORLD, {"loss": 0.1})
     found = checkpoints(folder).find(ALONE)
     assert found is not None
@@ -65,7 +65,7 @@ def test_what_was_saved_comes_back(folder: Path) -> None:
     assert strategy.word == "hello"
 
 
-def test_random_numbers_go_on_where_they_were(folder: Path) -> None:
+def test_checkpoint_restores_random_state(folder: Path) -> None:
     path = checkpoints(folder).save(1, Fake().write, WORLD)
     expected = (random.random(), float(torch.rand(1)))
     found = Checkpoint.read(path)
@@ -74,7 +74,9 @@ def test_random_numbers_go_on_where_they_were(folder: Path) -> None:
     assert (random.random(), float(torch.rand(1))) == expected
 
 
-def test_saving_and_resuming_are_reported(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_save_and_resume_print_events(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = checkpoints(folder).save(5, Fake().write, WORLD)
     found = Checkpoint.read(path)
     assert found is not None
@@ -87,20 +89,22 @@ def test_saving_and_resuming_are_reported(folder: Path, capfd: pytest.CaptureFix
     assert resumed == {"event": "resumed", "step": 5, "path": str(path)}
 
 
-def test_nothing_there_is_a_start_from_the_beginning(folder: Path) -> None:
+def test_find_returns_none_without_checkpoints(folder: Path) -> None:
     assert checkpoints(folder).find(ALONE) is None
     assert checkpoints(None).find(ALONE) is None
     assert not checkpoints(None).due(1, last=True)
 
 
 @pytest.mark.parametrize(("every", "due"), [(0, [6]), (2, [2, 4, 6]), (4, [4, 6])])
-def test_when_to_save(folder: Path, every: int, due: list[int]) -> None:
+def test_checkpoint_is_due_every_n_steps_and_at_end(
+    folder: Path, every: int, due: list[int]
+) -> None:
     here = checkpoints(folder, every=every)
     assert [step for step in range(1, 7) if here.due(step, last=step == 6)] == due
 
 
 @pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3]), (1, [3]), (2, [2, 3])])
-def test_only_the_newest_are_kept(folder: Path, keep: int, left: list[int]) -> None:
+def test_checkpoint_keep_prunes_oldest(folder: Path, keep: int, left: list[int]) -> None:
     for step in (1, 2, 3):
         checkpoints(folder, keep=keep).save(step, Fake().write, WORLD)
     assert steps(folder) == [f"step-{step:08d}" for step in left]
@@ -124,7 +128,7 @@ def lose_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [tear_manifest, lose_manifest, cut_file, lose_file])
-def test_a_torn_checkpoint_is_passed_over(folder: Path, damage: Any) -> None:
+def test_torn_checkpoint_is_skipped_and_refused_by_path(folder: Path, damage: Any) -> None:
     here = checkpoints(folder)
     here.save(1, Fake("older").write, WORLD)
     torn = here.save(2, Fake("newer").write, WORLD)
@@ -136,7 +140,7 @@ def test_a_torn_checkpoint_is_passed_over(folder: Path, damage: Any) -> None:
         checkpoints(folder, resume=str(torn)).find(ALONE)
 
 
-def test_a_crash_while_saving_leaves_the_one_before(
+def test_failed_save_leaves_previous_checkpoint(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = checkpoints(folder)
@@ -152,7 +156,7 @@ def test_a_crash_while_saving_leaves_the_one_before(
     assert steps(folder) == ["step-00000001", "step-00000002"]
 
 
-def test_the_draft_is_durable_before_it_is_named(
+def test_checkpoint_files_are_synced_before_rename(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
@@ -167,7 +171,7 @@ def test_the_draft_is_durable_before_it_is_named(
     assert done[named + 1 :] == ["sync checkpoints"]
 
 
-def test_never_begins_anew_and_then_counts_as_the_newest(folder: Path) -> None:
+def test_resume_never_starts_over_and_its_checkpoint_is_newest(folder: Path) -> None:
     checkpoints(folder).save(200, Fake("old run").write, WORLD)
     anew = checkpoints(folder, resume="never")
     assert anew.find(ALONE) is None
@@ -177,13 +181,13 @@ def test_never_begins_anew_and_then_counts_as_the_newest(folder: Path) -> None:
     assert found.step == 100
 
 
-def test_a_checkpoint_of_the_same_step_is_replaced(folder: Path) -> None:
+def test_checkpoint_of_same_step_is_replaced(folder: Path) -> None:
     for word in ("one", "two"):
         path = checkpoints(folder).save(1, Fake(word).write, WORLD)
     assert (path / "part" / "word").read_text() == "two"
 
 
-def test_a_path_resumes_from_that_one(folder: Path) -> None:
+def test_resume_path_selects_that_checkpoint(folder: Path) -> None:
     first = checkpoints(folder).save(1, Fake().write, WORLD)
     checkpoints(folder).save(2, Fake().write, WORLD)
     found = checkpoints(None, resume=str(first)).find(ALONE)
@@ -191,20 +195,20 @@ def test_a_path_resumes_from_that_one(folder: Path) -> None:
     assert found.step == 1
 
 
-def test_another_model_is_refused_by_name(folder: Path) -> None:
+def test_checkpoint_of_other_model_is_refused(folder: Path) -> None:
     checkpoints(folder).save(1, Fake().write, WORLD)
     other = checkpoints(folder, model={"name": "small", "layers": 6})
     with pytest.raises(BadInput, match=r"holds the model name=tiny, layers=2, .* name=small"):
         other.find(ALONE)
 
 
-def test_another_strategy_is_refused_by_name(folder: Path) -> None:
+def test_checkpoint_of_other_strategy_is_refused(folder: Path) -> None:
     checkpoints(folder).save(1, Fake().write, WORLD)
     with pytest.raises(BadInput, match="was saved by fake, this run uses ddp"):
         checkpoints(folder, strategy="ddp").find(ALONE)
 
 
-def test_another_number_of_ranks_is_refused_only_where_it_must_be(folder: Path) -> None:
+def test_checkpoint_of_other_world_size_is_refused_unless_any_is_allowed(folder: Path) -> None:
     two = Ranks(rank=1, local_rank=1, node_rank=0, size=2, local_size=2)
     checkpoints(folder).save(1, Fake().write, WORLD)
     with pytest.raises(BadInput, match=r"saved by 1 ranks, now there are 2; fake divides") as error:
@@ -214,7 +218,7 @@ def test_another_number_of_ranks_is_refused_only_where_it_must_be(folder: Path) 
     assert checkpoints(folder).find(two) is not None
 
 
-def test_nodes_that_see_different_checkpoints_are_told(
+def test_load_refuses_ranks_that_found_different_checkpoints(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = checkpoints(folder).save(1, Fake().write, WORLD)
@@ -242,7 +246,7 @@ class Slow(Fake):
         self.writing.set_result(None)
 
 
-def test_a_checkpoint_written_in_the_background_counts_once_all_is_there(folder: Path) -> None:
+def test_background_checkpoint_counts_only_when_complete(folder: Path) -> None:
     here, strategy = checkpoints(folder), Slow()
     assert not here.written()
     here.save(1, strategy.write, WORLD)
@@ -258,7 +262,7 @@ def test_a_checkpoint_written_in_the_background_counts_once_all_is_there(folder:
     here.finish(WORLD)  # and there is nothing more to do
 
 
-def test_the_next_save_waits_for_the_one_before(folder: Path) -> None:
+def test_next_save_finishes_previous_background_save(folder: Path) -> None:
     here, strategy = checkpoints(folder), Slow()
     here.save(1, strategy.write, WORLD)
     strategy.complete()
@@ -266,7 +270,7 @@ def test_the_next_save_waits_for_the_one_before(folder: Path) -> None:
     assert steps(folder) == ["step-00000001", "step-00000002"]
 
 
-def test_a_background_write_that_fails_is_told_and_leaves_the_one_before(folder: Path) -> None:
+def test_failed_background_save_raises_and_leaves_previous_checkpoint(folder: Path) -> None:
     here, strategy = checkpoints(folder), Slow()
     here.save(1, Fake().write, WORLD)
     here.save(2, strategy.write, WORLD)
@@ -280,7 +284,7 @@ def test_a_background_write_that_fails_is_told_and_leaves_the_one_before(folder:
 @pytest.mark.parametrize(
     "error", [RuntimeError("size mismatch\nfor a"), KeyError("model"), EOFError(), OSError("gone")]
 )
-def test_files_that_cannot_be_read_are_one_clear_error(
+def test_unreadable_checkpoint_files_raise_one_line_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     path = checkpoints(folder).save(1, Fake().write, WORLD)
@@ -292,7 +296,9 @@ def test_files_that_cannot_be_read_are_one_clear_error(
     assert "\n" not in told.value.message
 
 
-def test_a_lost_rank_is_no_unreadable_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_error_during_load_is_raised_unchanged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = checkpoints(folder).save(1, Fake().write, WORLD)
     found = Checkpoint.read(path)
     assert found is not None
@@ -302,7 +308,7 @@ def test_a_lost_rank_is_no_unreadable_file(folder: Path, monkeypatch: pytest.Mon
         checkpoints(folder).load(found, Fake().read, WORLD)
 
 
-def test_what_can_be_converted_may_come_from_another_number_of_ranks(folder: Path) -> None:
+def test_convertible_checkpoint_of_other_world_size_is_found(folder: Path) -> None:
     two = Ranks(rank=1, local_rank=1, node_rank=0, size=2, local_size=2)
     checkpoints(folder).save(1, Fake().write, WORLD)
     found = checkpoints(folder, converts=True).find(two)

@@ -24,14 +24,14 @@ def batches(rank: int = 0, size: int = 1, *, seed: int = 0, micro: int = 2) -> B
     return Batches(TEXT, seed, sizes, CPU, rank)
 
 
-def test_the_standard_library_is_the_same_text_every_time() -> None:
+def test_standard_library_text_is_reproducible() -> None:
     text = read_text()
     assert len(text) == STANDARD_LIBRARY_BYTES
     assert text == read_text()
     assert b"def __init__(self" in text
 
 
-def test_a_folder_is_its_files_in_sorted_order(tmp_path: Path) -> None:
+def test_folder_text_joins_visible_files_in_sorted_order(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "1").write_bytes(b"second ")
     (tmp_path / "a").write_bytes(b"first ")
@@ -41,7 +41,7 @@ def test_a_folder_is_its_files_in_sorted_order(tmp_path: Path) -> None:
     assert read_text(str(tmp_path / "c")) == b"third"
 
 
-def test_text_that_is_not_there_is_one_clear_error(tmp_path: Path) -> None:
+def test_missing_or_empty_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"--data .*/missing: No such file"):
         read_text(str(tmp_path / "missing"))
     empty = read_text(str(tmp_path))
@@ -49,7 +49,7 @@ def test_text_that_is_not_there_is_one_clear_error(tmp_path: Path) -> None:
         split(as_tokens(empty), 8, "it")
 
 
-def test_the_shortest_text_that_will_do() -> None:
+def test_split_needs_90_tokens_for_context_of_8() -> None:
     with pytest.raises(BadInput, match="at least 90"):
         split(as_tokens(bytes(89)), 8, "it")
     text = split(as_tokens(bytes(90)), 8, "it")
@@ -59,7 +59,7 @@ def test_the_shortest_text_that_will_do() -> None:
     assert tokens.shape == targets.shape == (1, 8)
 
 
-def test_targets_are_the_tokens_one_later() -> None:
+def test_targets_are_tokens_shifted_by_one() -> None:
     for tokens, targets in batches().of_step(1):
         assert tokens.shape == targets.shape == (2, 16)
         assert tokens.dtype == torch.int64
@@ -67,7 +67,7 @@ def test_targets_are_the_tokens_one_later() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_micro_batches_do_not_depend_on_the_number_of_ranks(size: int) -> None:
+def test_micro_batches_are_independent_of_rank_count(size: int) -> None:
     alone = batches().of_step(7)
     together = [pair for rank in range(size) for pair in batches(rank, size).of_step(7)]
     assert len(together) == len(alone) == 4
@@ -75,20 +75,20 @@ def test_micro_batches_do_not_depend_on_the_number_of_ranks(size: int) -> None:
         assert torch.equal(tokens, expected)
 
 
-def test_samples_do_not_depend_on_the_micro_batch() -> None:
+def test_samples_are_independent_of_micro_batch() -> None:
     small = torch.cat([tokens for tokens, _ in batches(micro=1).of_step(3)])
     large = torch.cat([tokens for tokens, _ in batches(micro=8).of_step(3)])
     assert torch.equal(small, large)
 
 
-def test_another_step_or_seed_is_other_samples() -> None:
+def test_samples_differ_by_step_and_seed() -> None:
     first = batches().of_step(1)[0][0]
     assert torch.equal(first, batches().of_step(1)[0][0])
     assert not torch.equal(first, batches().of_step(2)[0][0])
     assert not torch.equal(first, batches(seed=1).of_step(1)[0][0])
 
 
-def test_evaluation_never_sees_the_training_text() -> None:
+def test_held_out_batches_never_contain_training_text() -> None:
     tokens = torch.cat([torch.zeros(900, dtype=torch.uint8), torch.ones(100, dtype=torch.uint8)])
     text = split(tokens, 16, "it")
     here = Batches(text, 0, solve(data_parallel=1, global_size=64), CPU)
@@ -96,7 +96,7 @@ def test_evaluation_never_sees_the_training_text() -> None:
     assert all(int(pair[0].min()) == 1 for pair in here.held_out())
 
 
-def test_ranks_with_other_text_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_same_names_rank_with_other_text(monkeypatch: pytest.MonkeyPatch) -> None:
     check_same(TEXT, world())
     monkeypatch.setattr(World, "gather", lambda self, value: [value, value, (7, 0)])
     with pytest.raises(BadInput, match=r"rank 2 trains on other text \(7 tokens\) than rank 0"):
@@ -115,7 +115,7 @@ def tokens(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_token_files_give_the_samples_of_their_text(tokens: Path) -> None:
+def test_token_files_give_same_samples_as_text(tokens: Path) -> None:
     whole, files = split(as_tokens(bytes(range(250)) * 4), 16, "it"), read(str(tokens), 16, 256)
     assert (files.training.dtype, len(files.training), len(files.held_out)) == (
         torch.uint16, 900, 100,
@@ -127,7 +127,9 @@ def test_token_files_give_the_samples_of_their_text(tokens: Path) -> None:
     assert read(str(tokens / "train.bin"), 16, 256).training[249] == 249
 
 
-def test_two_bytes_hold_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_writes_two_byte_tokens_and_refuses_larger_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Tokenizer:
         size = 0
 
@@ -149,7 +151,7 @@ def test_two_bytes_hold_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         prepare(b"text", tmp_path, "some")
 
 
-def test_a_torn_token_file_is_refused(tokens: Path) -> None:
+def test_truncated_token_file_is_refused(tokens: Path) -> None:
     train = tokens / "train.bin"
     train.write_bytes(train.read_bytes()[:-2])
     with pytest.raises(BadInput, match=r"train\.bin is truncated, .*: 1798 bytes, not the 1800 of"):
@@ -167,7 +169,7 @@ def test_a_torn_token_file_is_refused(tokens: Path) -> None:
         read(str(tokens), 16)
 
 
-def test_tokens_of_another_vocabulary_are_refused(tokens: Path) -> None:
+def test_token_file_with_larger_vocabulary_than_model_is_refused(tokens: Path) -> None:
     with pytest.raises(BadInput, match="has a vocabulary of 256, the model one of 200"):
         read(str(tokens), 16, 200)
     (tokens / "meta.json").unlink()

@@ -33,7 +33,7 @@ def load(
     [("cuda", "13.0", False), ("cuda", "11.8", True), ("cuda", "13.1", True),
      ("cuda", None, True), ("cpu", "13.0", True)],
 )  # fmt: skip
-def test_deepspeed_compiles_adam_only_with_the_nvcc_of_torch_s_cuda(
+def test_deepspeed_compiles_adam_only_with_nvcc_of_torch_cuda(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, release: str | None, ours: bool
 ) -> None:
     """Debian's is 11.8 or 12.4, which does not know what torch asks of it: torch's own then."""
@@ -51,21 +51,21 @@ def test_deepspeed_compiles_adam_only_with_the_nvcc_of_torch_s_cuda(
 
 
 @pytest.mark.parametrize("given", [{}, {"train_batch_size": "auto"}, {"train_batch_size": 64}])
-def test_batch_numbers_are_filled_in(tmp_path: Path, given: dict[str, Any]) -> None:
+def test_config_batch_numbers_are_filled_in(tmp_path: Path, given: dict[str, Any]) -> None:
     config = load(tmp_path, given)
     assert config["train_batch_size"] == 64
     assert config["train_micro_batch_size_per_gpu"] == 8
     assert config["gradient_accumulation_steps"] == 2
 
 
-def test_the_config_of_24_micro_batches(tmp_path: Path) -> None:
+def test_config_takes_micro_batch_24_with_accumulation_6(tmp_path: Path) -> None:
     batch = solve(data_parallel=1, global_size=144, micro=24)
     config = load(tmp_path, {"zero_optimization": {"stage": 2}}, batch)
     numbers = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     assert [config[name] for name in numbers] == [144, 24, 6]
 
 
-def test_clipping_is_always_explicit(tmp_path: Path) -> None:
+def test_config_gradient_clipping_is_always_explicit(tmp_path: Path) -> None:
     assert load(tmp_path, {})["gradient_clipping"] == 1.0
     assert load(tmp_path, {}, clip=0.0)["gradient_clipping"] == 0.0
     assert load(tmp_path, {"gradient_clipping": 0.5})["gradient_clipping"] == 0.5
@@ -117,7 +117,7 @@ def test_clipping_is_always_explicit(tmp_path: Path) -> None:
         ({"bf16": {"enabled": True}}, {"dtype": "fp32"}, "bf16 is enabled, but --dtype says fp32"),
     ],
 )
-def test_contradictions_are_refused(
+def test_contradictory_deepspeed_config_is_refused(
     tmp_path: Path, config: object, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(BadInput, match=message):
@@ -125,7 +125,7 @@ def test_contradictions_are_refused(
 
 
 @pytest.mark.parametrize("missing", ["library", "header"])
-def test_nvme_without_libaio_says_what_to_install(
+def test_nvme_offload_without_libaio_names_package_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
@@ -143,7 +143,7 @@ def test_nvme_without_libaio_says_what_to_install(
     assert load(tmp_path, config)["zero_optimization"]["offload_optimizer"] == nvme
 
 
-def test_a_monitor_without_its_package_is_refused(
+def test_enabled_monitor_without_package_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -152,7 +152,7 @@ def test_a_monitor_without_its_package_is_refused(
     assert load(tmp_path, {"wandb": {"enabled": False}})["wandb"] == {"enabled": False}
 
 
-def test_auto_is_the_programs_number(tmp_path: Path) -> None:
+def test_auto_values_are_filled_from_program_schedule(tmp_path: Path) -> None:
     given = {
         "optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.95], "weight_decay": "auto"}},
         "scheduler": {
@@ -166,7 +166,7 @@ def test_auto_is_the_programs_number(tmp_path: Path) -> None:
     assert config["scheduler"]["params"] == {"total_num_steps": 200, "warmup_num_steps": 5}
 
 
-def test_batch_numbers_of_the_config_count_where_nothing_else_is_said(tmp_path: Path) -> None:
+def test_batch_numbers_reads_config_and_ignores_auto(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"train_batch_size": 64, "train_micro_batch_size_per_gpu": "auto"}')
     assert batch_numbers(path) == {"global_size": 64}
@@ -175,14 +175,14 @@ def test_batch_numbers_of_the_config_count_where_nothing_else_is_said(tmp_path: 
         batch_numbers(path)
 
 
-def test_a_table_of_what_travelled() -> None:
+def test_comms_table_lists_operation_size_count_and_times() -> None:
     entry = {"count": 6, "total_latency_ms": 12.0, "avg_latency_ms": 2.0}
     head, line = comms_table({"all_reduce": {4096: entry}}).splitlines()
     assert head.split() == ["operation", "bytes", "count", "total", "ms", "mean", "ms"]
     assert line.split() == ["all_reduce", "4096", "6", "12.00", "2.000"]
 
 
-def test_only_stage_3_is_built_divided(tmp_path: Path) -> None:
+def test_zero_2_refuses_divided_model_construction(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="ZeRO-2 has whole ones"):
         on_mesh(load(tmp_path, {"zero_optimization": {"stage": 2}}), Mesh(), divided=True)
 
@@ -196,14 +196,14 @@ def test_only_stage_3_is_built_divided(tmp_path: Path) -> None:
         (1, Mesh(pp=2, tp=2), "cuts either layers or stages"),
     ],
 )
-def test_a_mesh_that_deepspeed_cannot_use_is_refused(
+def test_mesh_that_deepspeed_cannot_use_is_refused(
     tmp_path: Path, stage: int, mesh: Mesh, message: str
 ) -> None:
     with pytest.raises(BadInput, match=message):
         on_mesh(load(tmp_path, {"zero_optimization": {"stage": stage}}), mesh)
 
 
-def test_autotp_says_how_many_slices_once(tmp_path: Path) -> None:
+def test_autotp_size_follows_mesh_and_conflict_is_refused(tmp_path: Path) -> None:
     config = load(tmp_path, {"zero_optimization": {"stage": 1}})
     cut = on_mesh(config, Mesh(tp=2))
     assert cut["tensor_parallel"] == {"autotp_size": 2}
@@ -213,12 +213,12 @@ def test_autotp_says_how_many_slices_once(tmp_path: Path) -> None:
         on_mesh(config, Mesh(tp=2))
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+def test_missing_deepspeed_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="No such file"):
         load_config(tmp_path / "none.json", batch=SIXTY_FOUR_ON_FOUR)
 
 
-def test_the_number_format_comes_from_either_side(tmp_path: Path) -> None:
+def test_precision_comes_from_config_or_dtype_flag(tmp_path: Path) -> None:
     assert precision(load(tmp_path, {})) == "fp32"
     assert precision(load(tmp_path, {}, dtype="bf16")) == "bf16"
     assert precision(load(tmp_path, {"fp16": {"enabled": True, "loss_scale": 0}})) == "fp16"
@@ -227,14 +227,14 @@ def test_the_number_format_comes_from_either_side(tmp_path: Path) -> None:
     assert filled["fp16"] == {"initial_scale_power": 8, "enabled": True}
 
 
-def test_the_name_tells_what_a_checkpoint_depends_on(tmp_path: Path) -> None:
+def test_strategy_name_includes_zero_stage_and_precision(tmp_path: Path) -> None:
     two = load(tmp_path, {"zero_optimization": {"stage": 2}})
     assert name(two, Mesh()) == "deepspeed zero-2"
     assert name(load(tmp_path, {}, dtype="bf16"), Mesh()) == "deepspeed zero-0 bf16"
 
 
 @pytest.mark.parametrize("pipeline", [False, True])
-def test_a_step_reads_no_number_back_from_the_gpu(pipeline: bool) -> None:
+def test_engine_step_reads_no_value_back_from_gpu(pipeline: bool) -> None:
     """It would wait until the GPU has done all that it was given, in every step."""
     with FakeTensorMode():  # whose tensors have no value to read
         loss = torch.zeros((), device="cuda:0")

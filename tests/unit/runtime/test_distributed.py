@@ -45,19 +45,19 @@ SLURM = {
 
 
 @pytest.mark.parametrize("environ", [TORCHRUN, OPEN_MPI, SLURM], ids=["torchrun", "mpi", "slurm"])
-def test_every_launcher_gives_the_same_ranks(environ: dict[str, str]) -> None:
+def test_read_ranks_agrees_for_torchrun_mpi_and_slurm(environ: dict[str, str]) -> None:
     assert read_ranks(environ) == Ranks(rank=5, local_rank=1, node_rank=1, size=8, local_size=4)
 
 
-def test_clusterkit_s_node_rank_wins_over_torchrun_s_group() -> None:
+def test_node_rank_overrides_torchrun_group_rank() -> None:
     assert read_ranks(TORCHRUN | {"NODE_RANK": "1", "GROUP_RANK": "0"}).node_rank == 1
 
 
-def test_a_lone_process_is_a_world_of_one() -> None:
+def test_read_ranks_without_launcher_gives_world_size_1() -> None:
     assert read_ranks({}) == Ranks(rank=0, local_rank=0, node_rank=0, size=1, local_size=1)
 
 
-def test_a_pod_without_local_ranks_holds_one_rank() -> None:
+def test_read_ranks_without_local_rank_assumes_one_rank_per_node() -> None:
     ranks = read_ranks({"RANK": "2", "WORLD_SIZE": "3", **ADDRESS})
     assert ranks == Ranks(rank=2, local_rank=0, node_rank=2, size=3, local_size=1)
 
@@ -73,14 +73,16 @@ def test_a_pod_without_local_ranks_holds_one_rank() -> None:
         ({"MASTER_PORT": ""}, "MASTER_PORT is not set"),
     ],
 )
-def test_a_broken_environment_is_named(change: dict[str, str | None], message: str) -> None:
+def test_read_ranks_refuses_bad_environment_by_name(
+    change: dict[str, str | None], message: str
+) -> None:
     environ = {key: value for key, value in (TORCHRUN | change).items() if value is not None}
     with pytest.raises(BadInput, match=message):
         read_ranks(environ)
 
 
 @pytest.mark.parametrize("environ", [OPEN_MPI, SLURM], ids=["mpi", "slurm"])
-def test_mpi_and_slurm_must_be_told_where_to_meet(environ: dict[str, str]) -> None:
+def test_mpi_and_slurm_ranks_require_master_port(environ: dict[str, str]) -> None:
     without = {key: value for key, value in environ.items() if key != "MASTER_PORT"}
     with pytest.raises(BadInput, match="MASTER_PORT is not set, and 8 ranks need it"):
         read_ranks(without)
@@ -89,7 +91,7 @@ def test_mpi_and_slurm_must_be_told_where_to_meet(environ: dict[str, str]) -> No
 LONE = Ranks(rank=0, local_rank=0, node_rank=0, size=1, local_size=1)
 
 
-def test_the_device_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choose_device_follows_clusterkit_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTERKIT_DEVICE", "cpu")
     assert choose_device(LONE) == torch.device("cpu")
     monkeypatch.setenv("CLUSTERKIT_DEVICE", "tpu")
@@ -109,7 +111,7 @@ def test_the_device_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         (0, None, 0, 1, None),
     ],
 )
-def test_each_rank_takes_its_own_gpu(
+def test_choose_device_gives_each_rank_its_own_gpu_or_refuses(
     monkeypatch: pytest.MonkeyPatch,
     gpus: int,
     visible: str | None,
@@ -130,7 +132,7 @@ def test_each_rank_takes_its_own_gpu(
         assert choose_device(ranks) == torch.device("cuda", index)
 
 
-def test_ranks_that_nccl_finds_on_one_gpu_are_told_how_many_there_are(
+def test_duplicate_gpu_error_of_nccl_names_ranks_and_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What a rank sees does not tell whether its one GPU is also another's."""
@@ -153,7 +155,7 @@ def test_ranks_that_nccl_finds_on_one_gpu_are_told_how_many_there_are(
         pass
 
 
-def test_the_timeout_must_be_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distributed_refuses_timeout_that_is_not_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTERKIT_TIMEOUT", "soon")
     with (
         pytest.raises(BadInput, match="CLUSTERKIT_TIMEOUT is 'soon'"),
@@ -162,7 +164,7 @@ def test_the_timeout_must_be_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-def test_ranks_that_do_not_come_are_missed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rendezvous_timeout_names_rank_and_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))  # distributed() writes into it
     for name, value in {
         "CLUSTERKIT_TIMEOUT": "0.2",
@@ -178,7 +180,7 @@ def test_ranks_that_do_not_come_are_missed_by_name(monkeypatch: pytest.MonkeyPat
         pass
 
 
-def test_a_world_of_one_needs_no_collective() -> None:
+def test_world_of_one_needs_no_collective() -> None:
     world = World(**vars(LONE), device=torch.device("cpu"), backend="gloo")
     assert world.mean(torch.tensor(2.5), True, torch.tensor([0.1]), 0) == [
         2.5, 1.0, float(torch.tensor(0.1)), 0.0,
@@ -205,7 +207,7 @@ class Copies(TorchDispatchMode):
         return done
 
 
-def test_a_step_s_numbers_leave_and_reach_a_gpu_without_holding_up_the_host(
+def test_mean_later_copies_to_and_from_gpu_without_blocking(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # needs a driver
@@ -233,7 +235,7 @@ def test_run_ends_with_the_exit_code(result: object, code: int | None) -> None:
     assert leaving.value.code == code
 
 
-def test_an_explained_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explained_error_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def main() -> int:
         raise BadInput("--steps x: not a number", hint="--help")
 
@@ -242,7 +244,7 @@ def test_an_explained_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == "error: --steps x: not a number (--help)\n"
 
 
-def test_an_interrupt_is_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_keyboard_interrupt_exits_130_without_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     def main() -> int:
         raise KeyboardInterrupt
 
@@ -278,7 +280,7 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
-def test_two_ranks_meet_and_leave_cleanly(launch, program: Path) -> None:
+def test_two_ranks_meet_and_exit_0(launch, program: Path) -> None:
     result = launch(-1, ranks=2, program=program)
     assert result.codes == [0, 0]
     assert result.stdout == ["[0.5] [0, 10]\n"] * 2
@@ -286,7 +288,7 @@ def test_two_ranks_meet_and_leave_cleanly(launch, program: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_a_failing_rank_shows_its_traceback_first(launch, program: Path, bad: int) -> None:
+def test_failing_rank_prints_its_own_traceback(launch, program: Path, bad: int) -> None:
     result = launch(bad, ranks=2, program=program)
     assert result.codes == [1, 1]
     assert result.stderr[bad].count("Traceback") == 1
@@ -294,7 +296,7 @@ def test_a_failing_rank_shows_its_traceback_first(launch, program: Path, bad: in
     assert "gloo/transport" in result.stderr[1 - bad]
 
 
-def test_a_peer_s_death_after_a_stop_signal_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_peer_after_stop_signal_exits_143(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_stop_requested", True)
 
     def main() -> int:
@@ -305,7 +307,7 @@ def test_a_peer_s_death_after_a_stop_signal_is_no_news(monkeypatch: pytest.Monke
     assert leaving.value.code == 128 + signal.SIGTERM
 
 
-def test_a_second_signal_to_stop_does_not_end_a_rank_that_saves(
+def test_second_sigterm_does_not_end_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Slurm signals every process of a job, the agent its ranks as well, upon its own."""

@@ -15,7 +15,7 @@ from ranks import BadInput
 SHORT = ["--steps", "3", "--global-batch", "8", "--micro-batch", "2", "--context", "16"]
 
 
-def test_every_strategy_exports_the_same_model(
+def test_every_strategy_exports_same_weights(
     launch, zero: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     ways = {
@@ -44,7 +44,7 @@ def test_every_strategy_exports_the_same_model(
         model.load_state_dict(exported["ddp"])  # another context
 
 
-def test_a_hugging_face_model_loads_in_transformers(
+def test_exported_hugging_face_model_loads_in_transformers(
     launch, zero: Callable[..., list[str]], llama: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -60,7 +60,7 @@ def test_a_hugging_face_model_loads_in_transformers(
     assert again.losses()[1] < done.losses()[1]  # it goes on from what was learnt
 
 
-def test_what_is_no_checkpoint_or_no_known_model_is_refused(launch, tmp_path: Path) -> None:
+def test_export_refuses_incomplete_checkpoint_or_unknown_model(launch, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="is not a complete checkpoint"):
         export(tmp_path, tmp_path / "o")
     launch(*SHORT, "--checkpoint-dir", tmp_path / "c")
@@ -78,7 +78,7 @@ def test_what_is_no_checkpoint_or_no_known_model_is_refused(launch, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("mesh", "how"), [("pp=2", "pipeline"), ("tp=2", "tensor parallelism")])
-def test_what_deepspeed_divided_itself_is_refused(
+def test_export_refuses_model_divided_by_deepspeed(
     launch, zero: Callable[..., list[str]], tmp_path: Path, mesh: str, how: str
 ) -> None:
     flags = [*zero(1), "--mesh", mesh, "--checkpoint-dir", tmp_path / "c"]

@@ -35,12 +35,12 @@ SHORT = ["--steps", "4", "--global-batch", "8", "--micro-batch", "2", "--context
     ("name", "parameters"),
     [("tiny", 437_760), ("124m", 124_439_808), ("355m", 354_823_168), ("774m", 774_030_080)],
 )
-def test_presets_have_the_sizes_of_their_names(name: str, parameters: int) -> None:
+def test_gpt_preset_parameter_counts_match_names(name: str, parameters: int) -> None:
     with torch.device("meta"):
         assert count_parameters(models.GPT(models.PRESETS[name])) == parameters
 
 
-def test_the_loss_starts_at_that_of_guessing() -> None:
+def test_initial_loss_is_close_to_uniform_guess() -> None:
     torch.manual_seed(0)
     model = models.GPT(models.PRESETS["tiny"])
     tokens, targets = torch.randint(0, 256, (2, 4, 64))
@@ -49,7 +49,7 @@ def test_the_loss_starts_at_that_of_guessing() -> None:
     assert loss.item() == pytest.approx(5.545, abs=0.15)  # ln 256
 
 
-def test_a_token_does_not_see_later_ones() -> None:
+def test_attention_is_causal() -> None:
     torch.manual_seed(0)
     attention = models.Attention(models.PRESETS["tiny"])
     x = torch.randn(1, 8, 128)
@@ -59,7 +59,7 @@ def test_a_token_does_not_see_later_ones() -> None:
     assert not torch.equal(attention(x)[:, 5:], attention(changed)[:, 5:])
 
 
-def test_biases_and_norms_are_not_decayed() -> None:
+def test_adamw_decays_matrices_but_not_biases_and_norms() -> None:
     args = argparse.Namespace(weight_decay=0.1, learning_rate=1.0)
     matrices, vectors = speed.adamw(models.GPT(models.PRESETS["tiny"]), args).param_groups
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
@@ -67,7 +67,7 @@ def test_biases_and_norms_are_not_decayed() -> None:
     assert {p.dim() for p in vectors["params"]} == {1}
 
 
-def test_the_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
+def test_learning_rate_warms_up_and_falls_to_one_tenth() -> None:
     args = argparse.Namespace(learning_rate=1.0, warmup=10, steps=110)
     rates = [train.scheduled(step, args) for step in range(1, 111)]
     assert rates[:10] == pytest.approx([step / 10 for step in range(1, 11)])
@@ -76,12 +76,12 @@ def test_the_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
     assert rates[-1] == pytest.approx(0.1)
 
 
-def test_no_warm_up_and_one_step() -> None:
+def test_learning_rate_without_warmup_and_one_step_is_one_tenth() -> None:
     args = argparse.Namespace(learning_rate=1.0, warmup=0, steps=1)
     assert train.scheduled(1, args) == pytest.approx(0.1)
 
 
-def test_one_rank_says_all_a_launcher_reads(launch) -> None:
+def test_one_rank_prints_all_launcher_events(launch) -> None:
     result = launch(*SHORT, "--eval-every", "3")
     assert (result.codes, result.stderr) == ([0], [""])
     (start,) = result.of("start")
@@ -190,7 +190,7 @@ def alone(warm, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 
 
 @pytest.mark.parametrize("name", DIVIDED)
-def test_the_numbers_agree_however_the_ranks_share_the_work(
+def test_losses_agree_across_strategies_and_optimizer_state_is_divided(
     whole: Callable[[str], Whole], alone: list[dict[str, Any]], name: str
 ) -> None:
     run, held = whole(name).result, DIVIDED[name][2]
@@ -209,7 +209,7 @@ def test_the_numbers_agree_however_the_ranks_share_the_work(
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_pipeline_tells_its_bubble_and_computes_the_same(
+def test_pipeline_reports_bubble_and_matches_losses_of_one_rank(
     launch, alone: list[dict[str, Any]], schedule: str
 ) -> None:
     result = launch(*SHORT, "--strategy", "pp", "--schedule", schedule, ranks=2)
@@ -223,14 +223,14 @@ def test_a_pipeline_tells_its_bubble_and_computes_the_same(
 
 
 @pytest.mark.thorough
-def test_the_ends_of_a_long_pipeline_share_a_weight(launch) -> None:
+def test_three_stage_pipeline_matches_losses_of_one_rank(launch) -> None:
     how = [*SHORT, "--model", "small"]
     one, three = launch(*how), launch(*how, "--strategy", "pp", ranks=3)
     assert three.codes == [0, 0, 0], three.stderr
     assert three.losses() == pytest.approx(one.losses(), abs=TOLERANCE)
 
 
-def test_recomputed_activations_change_no_number(launch) -> None:
+def test_activation_checkpointing_leaves_losses_unchanged(launch) -> None:
     plain = launch(*SHORT)
     again = launch(*SHORT, "--activation-checkpointing")
     assert again.codes == [0], again.stderr
@@ -244,7 +244,7 @@ def test_recomputed_activations_change_no_number(launch) -> None:
         for name in DIVIDED
     ],
 )
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
+def test_resumed_run_repeats_uninterrupted_losses_exactly(
     launch, whole: Callable[[str], Whole], name: str
 ) -> None:
     run, ranks = whole(name), DIVIDED[name][1]
@@ -267,7 +267,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(
         pytest.param("tp", 2, marks=pytest.mark.thorough),
     ],
 )
-def test_a_run_is_resumed_on_another_number_of_ranks(
+def test_run_resumes_on_different_rank_count(
     launch, whole: Callable[[str], Whole], name: str, ranks: int
 ) -> None:
     run = whole(name)
@@ -278,7 +278,7 @@ def test_a_run_is_resumed_on_another_number_of_ranks(
 
 
 @pytest.mark.parametrize("name", [pytest.param("zero-2", marks=pytest.mark.thorough), "zero-3"])
-def test_where_the_ranks_each_keep_a_part_another_number_is_refused(
+def test_zero_checkpoint_refuses_different_rank_count(
     launch, whole: Callable[[str], Whole], name: str
 ) -> None:
     alone = launch(*whole(name).args)
@@ -289,7 +289,7 @@ def test_where_the_ranks_each_keep_a_part_another_number_is_refused(
 
 # With stage 2 tests/live/test_parity.py shows it.
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.thorough), 3])
-def test_a_universal_checkpoint_resumes_on_another_number_of_ranks(
+def test_universal_checkpoint_resumes_on_different_rank_count(
     launch, zero: Callable[..., list[str]], tmp_path: Path, stage: int
 ) -> None:
     how = [*SHORT, *zero(stage), "--checkpoint-dir", tmp_path / "c"]
@@ -309,14 +309,14 @@ def test_a_universal_checkpoint_resumes_on_another_number_of_ranks(
         lost.unlink()  # which the next one notices, and converts anew
 
 
-def test_a_finished_run_has_nothing_left_to_do(launch, tmp_path: Path) -> None:
+def test_finished_run_trains_no_step_when_repeated(launch, tmp_path: Path) -> None:
     how = [*SHORT, "--checkpoint-dir", tmp_path / "c"]
     first, again = launch(*how), launch(*how)
     assert (again.codes, again.losses()) == ([0], {})
     assert again.of("end") == first.of("end")
 
 
-def test_a_loss_that_is_no_number_ends_the_run_where_that_was_asked_for(launch) -> None:
+def test_nan_loss_fails_run_only_with_stop_at_nan(launch) -> None:
     how = [*SHORT, "--learning-rate", "1e30", "--warmup", "0"]
     assert launch(*how).codes == [0]
     result = launch(*how, "--stop-at-nan")
@@ -324,7 +324,7 @@ def test_a_loss_that_is_no_number_ends_the_run_where_that_was_asked_for(launch) 
     assert "error: the loss is nan at step " in result.stderr[0]
 
 
-def test_a_stop_signal_saves_and_leaves(launch, tmp_path: Path) -> None:
+def test_sigterm_to_one_rank_saves_checkpoint_and_exits_143(launch, tmp_path: Path) -> None:
     def stop(event: dict[str, object], ranks: list[Any]) -> None:
         if event["event"] == "metrics" and event["step"] == 2:
             ranks[1].send_signal(signal.SIGTERM)
@@ -354,7 +354,7 @@ def test_a_stop_signal_saves_and_leaves(launch, tmp_path: Path) -> None:
         (["--zero-init"], "--zero-init does nothing with --strategy ddp"),
     ],
 )
-def test_bad_input_is_one_line(
+def test_training_program_prints_one_line_for_bad_input(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     args: list[str],
@@ -370,14 +370,14 @@ def test_bad_input_is_one_line(
     assert captured.out == ""
 
 
-def test_two_ranks_complain_in_one_voice(launch) -> None:
+def test_two_ranks_refuse_indivisible_batch_without_events(launch) -> None:
     result = launch("--global-batch", "7", ranks=2)
     assert result.codes == [1, 1]
     assert result.stderr[0].startswith("error: batch: global 7 is not a multiple of 2 ranks (")
     assert result.events == []
 
 
-def test_training_with_ddp_imports_nothing_heavy(launch, tmp_path: Path) -> None:
+def test_ddp_training_imports_no_heavy_modules(launch, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import runpy, sys\n"
@@ -393,7 +393,7 @@ def test_training_with_ddp_imports_nothing_heavy(launch, tmp_path: Path) -> None
     assert (result.codes, result.stderr) == ([0], [""])
 
 
-def test_the_folder_runs_where_it_was_copied(tmp_path: Path) -> None:
+def test_copied_gpt_folder_trains_without_clusterkit(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     shutil.copytree(GPT.parent, folder, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "clusterkit.py").write_text("raise ImportError('there is no clusterkit here')")
@@ -410,13 +410,13 @@ def test_the_folder_runs_where_it_was_copied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(GPT.parent.glob("*.py")), ids=lambda path: path.name)
-def test_a_file_is_short_and_needs_nothing_of_clusterkit(path: Path) -> None:
+def test_program_file_is_under_300_lines_without_clusterkit_import(path: Path) -> None:
     text = path.read_text()
     assert not re.search(r"^\s*(from|import) clusterkit\b", text, re.MULTILINE)
     assert text.count("\n") < 300
 
 
-def test_what_estimate_knows_of_the_presets_is_what_they_are() -> None:
+def test_estimate_presets_match_model_shapes() -> None:
     for name, shape in models.PRESETS.items():
         assert published.PRESETS[name] == {
             "model_type": "gpt2", "n_layer": shape.layers, "n_head": shape.heads,
@@ -425,7 +425,7 @@ def test_what_estimate_knows_of_the_presets_is_what_they_are() -> None:
     assert published.PRESETS.keys() == models.PRESETS.keys()
 
 
-def test_a_hugging_face_model_trains_on_bytes(launch, zero, llama: Path) -> None:
+def test_hugging_face_model_trains_on_bytes_and_refuses_pipeline(launch, zero, llama: Path) -> None:
     result = launch("--model", llama, *SHORT, *zero(3))
     assert result.codes == [0], result.stderr
     assert result.losses()[1] == pytest.approx(5.545, abs=0.15)

@@ -9,7 +9,7 @@ import pytest
 
 
 @pytest.mark.parametrize("kind", ["GPT2Config", "GemmaConfig", "LlamaConfig"])
-def test_without_a_tokenizer_the_tokens_are_bytes(
+def test_model_without_tokenizer_uses_bytes_as_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -76,7 +76,7 @@ GPT = {"name": "tiny", "layers": 2, "heads": 4, "context": 64}
         ("3d", "tp=2,pp=2", 8, Mesh(pp=2, shard=2, tp=2)),
     ],
 )
-def test_what_is_left_out_is_worked_out(
+def test_mesh_fills_in_missing_dimensions(
     strategy: str, text: str | None, ranks: int, expected: Mesh
 ) -> None:
     assert choose(strategy, text, ranks=ranks, local_ranks=min(ranks, 4)) == expected
@@ -109,9 +109,7 @@ def test_what_is_left_out_is_worked_out(
         ("3d", "pp=1,dp=8,tp=1", 8, r"--strategy 3d with pp=1,tp=1 divides nothing"),
     ],
 )
-def test_a_mesh_that_makes_no_sense_is_refused(
-    strategy: str, text: str | None, ranks: int, message: str
-) -> None:
+def test_invalid_mesh_is_refused(strategy: str, text: str | None, ranks: int, message: str) -> None:
     with pytest.raises(BadInput, match=message) as error:
         choose(strategy, text, ranks=ranks, local_ranks=ranks)
     assert error.value.hint or "twice" in error.value.message
@@ -126,20 +124,20 @@ def test_a_mesh_that_makes_no_sense_is_refused(
         ("3d", Mesh(pp=2, tp=8), False, r"--mesh tp=8"),
     ],
 )
-def test_a_model_that_does_not_divide_is_refused(
+def test_model_that_mesh_cannot_divide_is_refused(
     strategy: str, mesh: Mesh, sequence: bool, message: str
 ) -> None:
     with pytest.raises(BadInput, match=message):
         check_model(strategy, mesh, GPT, sequence=sequence)
 
 
-def test_a_sequence_that_does_not_divide_is_refused() -> None:
+def test_sequence_parallel_refuses_context_indivisible_by_tp() -> None:
     with pytest.raises(BadInput, match=r"--sequence-parallel: 63 tokens do not divide by tp=2"):
         check_model("tp", Mesh(tp=2), GPT | {"context": 63}, sequence=True)
     check_model("tp", Mesh(tp=2), GPT | {"context": 63}, sequence=False)
 
 
-def test_a_model_of_unknown_layers_can_only_be_sharded() -> None:
+def test_model_of_unknown_layers_accepts_fsdp_and_refuses_pp() -> None:
     stranger = {"name": "owner/model"}
     check_model("fsdp", Mesh(shard=4), stranger, sequence=False)
     with pytest.raises(BadInput, match=r"--strategy pp cannot cut owner/model"):
@@ -159,7 +157,7 @@ def test_a_model_of_unknown_layers_can_only_be_sharded() -> None:
         ("fsdp", Mesh(shard=2), 1, []),
     ],
 )
-def test_what_is_allowed_and_probably_a_mistake_is_said(
+def test_mesh_warns_of_probable_mistakes(
     strategy: str, mesh: Mesh, local_ranks: int, said: list[str]
 ) -> None:
     warnings = meshes.warnings(strategy, mesh, local_ranks=local_ranks)
@@ -171,13 +169,13 @@ def test_what_is_allowed_and_probably_a_mistake_is_said(
 @pytest.mark.parametrize(
     "mesh", [Mesh(pp=2, replicate=3, shard=2, tp=2), Mesh(tp=4), Mesh(pp=3, tp=2), Mesh(shard=5)]
 )
-def test_ranks_of_a_slice_share_samples_and_stages_share_replicas(mesh: Mesh) -> None:
+def test_mesh_maps_ranks_to_stage_then_replica_then_tp(mesh: Mesh) -> None:
     places = [(mesh.stage(rank), mesh.replica(rank)) for rank in range(mesh.size)]
     expected = product(range(mesh.pp), range(mesh.dp), range(mesh.tp))
     assert places == [(stage, replica) for stage, replica, _ in expected]
 
 
-def test_a_mesh_names_what_is_divided() -> None:
+def test_mesh_text_names_divided_dimensions() -> None:
     assert str(Mesh(pp=2, shard=2, tp=2)) == "pp=2,dp=2,tp=2"
     assert str(Mesh(replicate=2, shard=4)) == "replicate=2,shard=4"
     assert str(Mesh()) == "dp=1"
@@ -230,7 +228,7 @@ print("the same")
     ],
     ids=str,
 )
-def test_a_rank_has_the_part_that_it_would_have_of_the_whole_model_and_never_held_more(
+def test_rank_builds_only_its_part_of_whole_model(
     launch, tmp_path, strategy: str, mesh: Mesh, rank: int
 ) -> None:
     program = tmp_path / "program.py"
@@ -241,7 +239,7 @@ def test_a_rank_has_the_part_that_it_would_have_of_the_whole_model_and_never_hel
 
 
 @pytest.mark.parametrize("rank", [0, 20, 63])
-def test_a_pipeline_of_64_ranks_makes_no_process_groups_beside_the_mesh_s(
+def test_pipeline_of_64_ranks_makes_no_extra_process_groups(
     monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     """All ranks take part in making each, one after the other: tens of seconds."""

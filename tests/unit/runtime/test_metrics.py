@@ -16,14 +16,14 @@ def records(capfd: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
     return [json.loads(line.removeprefix(MARK)) for line in capfd.readouterr().out.splitlines()]
 
 
-def test_a_line_is_the_mark_and_one_json_object(capfd: pytest.CaptureFixture[str]) -> None:
+def test_report_prints_mark_and_one_json_object(capfd: pytest.CaptureFixture[str]) -> None:
     report("metrics", step=3, loss=0.1 + 0.2)
     line = capfd.readouterr().out
     assert line == '@clusterkit {"event": "metrics", "step": 3, "loss": 0.30000000000000004}\n'
     assert parse_mark(line) == {"event": "metrics", "step": 3, "loss": 0.1 + 0.2}
 
 
-def test_a_line_is_one_write_after_what_was_printed(
+def test_report_flushes_stdout_and_writes_line_in_one_write(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writes = []
@@ -36,7 +36,9 @@ def test_a_line_is_one_write_after_what_was_printed(
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_json_has_no_nan(value: float, capfd: pytest.CaptureFixture[str]) -> None:
+def test_report_writes_non_finite_values_as_null(
+    value: float, capfd: pytest.CaptureFixture[str]
+) -> None:
     report("metrics", loss=value)
     assert records(capfd) == [{"event": "metrics", "loss": None}]
 
@@ -53,16 +55,16 @@ def test_json_has_no_nan(value: float, capfd: pytest.CaptureFixture[str]) -> Non
         f'say {MARK}{{"event": "end"}}',
     ],
 )
-def test_other_and_torn_lines_are_no_records(line: str) -> None:
+def test_parse_mark_rejects_other_and_truncated_lines(line: str) -> None:
     assert parse_mark(line) is None
 
 
-def test_the_process_started_a_moment_ago() -> None:
+def test_process_start_time_is_recent_and_stable() -> None:
     assert 0 <= time.time() - module._process_started_at() < 3600
     assert module._process_started_at() == pytest.approx(module._process_started_at(), abs=0.05)
 
 
-def test_one_phase_ends_where_the_next_begins(
+def test_reporter_phase_ends_where_next_phase_begins(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter([103.0, 104.5, 110.0])
@@ -78,7 +80,7 @@ def test_one_phase_ends_where_the_next_begins(
     ]
 
 
-def test_only_rank_0_speaks(capfd: pytest.CaptureFixture[str]) -> None:
+def test_reporter_prints_nothing_when_speaks_is_false(capfd: pytest.CaptureFixture[str]) -> None:
     reporter = Reporter(speaks=False)
     reporter.phase("rendezvous")
     reporter.event("start")
@@ -86,7 +88,7 @@ def test_only_rank_0_speaks(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_whoever_reads_the_log_of_a_program_that_was_started_by_hand_has_a_line_for_each_step(
+def test_reporter_prints_readable_step_line_only_when_started_by_hand(
     by_hand: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CLUSTERKIT_RUN_ID", raising=False)

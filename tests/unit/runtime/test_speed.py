@@ -21,7 +21,7 @@ SLOW, MORE = pytest.mark.thorough, ("ddp", "tp", "pp")  # of a whole model at on
 SHORT = ["--global-batch", "8", "--micro-batch", "2", "--context", "16"]
 
 
-def test_a_token_costs_what_palm_s_appendix_says() -> None:
+def test_flops_per_token_follows_palm_appendix() -> None:
     with torch.device("meta"):
         parameters = count_parameters(GPT(PRESETS["124m"]))
     facts = {"layers": 12, "width": 768, "context": 1024}
@@ -42,7 +42,7 @@ RECORDED = {
 """What the hosts of tests/data/gpu have; another one there has to be added here."""
 
 
-def test_every_recorded_gpu_has_its_dense_peak_or_none() -> None:
+def test_every_recorded_gpu_has_dense_peak_or_none() -> None:
     files = (ROOT / "tests" / "data" / "gpu").glob("*.txt")
     names = {name for file in files for name in re.findall(r"GPU-[\w-]+, (.+?),", file.read_text())}
     teras = {
@@ -68,7 +68,7 @@ def test_every_recorded_gpu_has_its_dense_peak_or_none() -> None:
         (["NVIDIA L400"] * 2, None),
     ],
 )
-def test_mfu_is_of_the_gpus_dense_peaks_and_of_an_unknown_one_there_is_none(
+def test_mfu_uses_dense_gpu_peaks_and_is_absent_for_unknown_gpu(
     monkeypatch: pytest.MonkeyPatch, names: list[str], peak: float | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[0])
@@ -81,13 +81,13 @@ def test_mfu_is_of_the_gpus_dense_peaks_and_of_an_unknown_one_there_is_none(
     assert "mfu" not in speed.Meter({}, 100, 16, "fp32", world).measured(1e9)
 
 
-def test_on_cpus_there_is_no_mfu() -> None:
+def test_meter_reports_no_mfu_on_cpu() -> None:
     world = World(0, 0, 0, 1, 1, device=CPU, backend="gloo")
     assert speed.Meter({}, 100, 16, "bf16", world).measured(1e9) == {}
 
 
 @pytest.mark.parametrize(("kind", "what"), [("cpu", r"a C\+\+ compiler"), ("cuda", "a C compiler")])
-def test_without_a_compiler_nothing_is_compiled(
+def test_compile_is_refused_without_compiler(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, what: str
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -97,7 +97,7 @@ def test_without_a_compiler_nothing_is_compiled(
         speed.check_compiler(torch.device(kind))
 
 
-def test_a_profile_holds_three_steps_of_every_rank(launch, tmp_path: Path) -> None:
+def test_profile_holds_three_steps_of_every_rank(launch, tmp_path: Path) -> None:
     folder = tmp_path / "traces"
     done = launch(*SHORT, "--steps", "8", "--profile", folder, ranks=2)
     assert done.codes == [0, 0], done.stderr
@@ -110,7 +110,7 @@ def test_a_profile_holds_three_steps_of_every_rank(launch, tmp_path: Path) -> No
 @pytest.mark.needs("g++")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("strategy", ["fsdp", *(pytest.param(x, marks=SLOW) for x in MORE)])
-def test_what_was_compiled_computes_the_same(launch, strategy: str) -> None:
+def test_compiled_model_computes_same_losses(launch, strategy: str) -> None:
     how = [*SHORT, "--steps", "4", "--strategy", strategy]
     plain, compiled = launch(*how, ranks=2), launch(*how, "--compile", ranks=2, patience=600)
     assert compiled.codes == [0, 0], compiled.stderr

@@ -64,7 +64,7 @@ class Attribute:
         return getattr, (self.of, self.name)
 
 
-def test_of_attributes_only_members_of_enums_are_read(tmp_path: Path) -> None:
+def test_metadata_unpickler_allows_getattr_of_enum_members_only(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
 
     def read(what: Any) -> Any:
@@ -116,7 +116,7 @@ def ranks_of(strategy: str | int) -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_checkpoint_with_code_in_it_is_refused_and_the_code_not_run(
+def test_checkpoint_with_embedded_code_is_refused_and_code_never_runs(
     launch, saved: Callable[[Any], Path], tmp_path: Path, name: str
 ) -> None:
     strategy, file, replace = CASES[name]

@@ -25,7 +25,7 @@ def texts(found):
     return [each["text"] for each in found["lines"]]
 
 
-def test_all_of_a_log_is_reached_backwards_each_line_once(log, monkeypatch):
+def test_log_pages_read_backwards_cover_each_line_once(log, monkeypatch):
     monkeypatch.setattr(logs, "_CHUNK", 1000)
     path = log([(0, f"line {number} " + "x" * (number % 150)) for number in range(3 * LINES)])
     found, all_texts = page(path), []
@@ -37,7 +37,7 @@ def test_all_of_a_log_is_reached_backwards_each_line_once(log, monkeypatch):
     assert [text.split()[1] for text in all_texts] == [str(number) for number in range(3 * LINES)]
 
 
-def test_what_came_since_is_given_once_and_whole(log):
+def test_log_page_after_position_returns_only_new_whole_lines(log):
     path = log([(0, "one")])
     found = page(path)
     with path.open("ab") as file:
@@ -49,12 +49,12 @@ def test_what_came_since_is_given_once_and_whole(log):
     assert texts(page(path, after=news["after"])) == ["not whole"]
 
 
-def test_a_line_that_is_not_whole_waits(log):
+def test_log_page_omits_incomplete_last_line(log):
     path = log([(0, "one")], f"{STAMP} 0 half".encode())
     assert texts(page(path)) == ["one"]
 
 
-def test_whoever_is_far_behind_begins_at_the_end_again(log, monkeypatch):
+def test_log_page_far_behind_skips_to_end(log, monkeypatch):
     monkeypatch.setattr(logs, "_MOST_NEW", 100)
     path = log([(0, f"{number}") for number in range(50)])
     found = page(path, after=0)
@@ -62,14 +62,14 @@ def test_whoever_is_far_behind_begins_at_the_end_again(log, monkeypatch):
     assert texts(found)[-1] == "49"
 
 
-def test_a_log_that_was_cut_is_read_anew(log):
+def test_log_page_of_truncated_log_starts_anew(log):
     found = page(log([(0, "long before")] * 3))
     again = page(log([(0, "new")]), after=found["after"])
     assert again["skipped"]
     assert texts(again) == ["new"]
 
 
-def test_a_rank_and_a_word_are_found_wherever_they_stand(log, monkeypatch):
+def test_log_page_filters_by_rank_and_literal_search_text(log, monkeypatch):
     monkeypatch.setattr(logs, "_CHUNK", 1000)
     path = log([(number % 3, f"text {number}") for number in range(2000)])
     assert (
@@ -85,7 +85,7 @@ def test_a_rank_and_a_word_are_found_wherever_they_stand(log, monkeypatch):
     assert texts(page(path, search=".*")) == []
 
 
-def test_what_a_marked_line_is_shown_as_is_found(log):
+def test_log_search_matches_displayed_text_of_marked_lines(log):
     marks = ['{"event": "metrics", "step": 108, "loss": 2.25}',
              '{"event":"metrics","step":109,"loss":2.5}']  # fmt: skip
     path = log([(0, f"@clusterkit {mark}") for mark in marks] + [(0, "step_108")])
@@ -94,13 +94,13 @@ def test_what_a_marked_line_is_shown_as_is_found(log):
 
 
 @pytest.mark.parametrize("blanks", [" " * 12, " : , : , : ,"])
-def test_blanks_that_are_looked_for_take_no_time(log, blanks):
+def test_log_search_with_many_blanks_does_not_backtrack(log, blanks):
     path = log([(0, f"a{' ' * 60}z"), (0, "loss:  3")])
     assert texts(page(path, search=f"a{blanks}y")) == []
     assert texts(page(path, search="loss  3")) == ["loss:  3"]
 
 
-def test_a_word_that_stands_nowhere_holds_nobody_up(log, monkeypatch):
+def test_log_search_stops_at_scan_limit_without_match(log, monkeypatch):
     monkeypatch.setattr(logs, "_CHUNK", 1000)
     path = log([(0, "found")] + [(0, "text")] * 1000)
     found = logs.page(path, search="found", most=LINES, scan=5000)
@@ -109,7 +109,7 @@ def test_a_word_that_stands_nowhere_holds_nobody_up(log, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [SHOWN + 1, 1 << 20, 3 << 20])
-def test_a_long_line_is_cut_and_given_whole_when_asked_for(log, size):
+def test_long_log_line_is_cut_and_returned_whole_on_request(log, size):
     path = log([(0, "before"), (3, "x" * size), (0, "after")])
     found = page(path)
     assert [each["rank"] for each in found["lines"]] == [0, 3, 0]
@@ -119,7 +119,7 @@ def test_a_long_line_is_cut_and_given_whole_when_asked_for(log, size):
     assert line(path, cut["at"]) == "x" * size
 
 
-def test_a_log_that_is_not_there_is_empty(tmp_path):
+def test_missing_log_yields_empty_page(tmp_path):
     assert page(tmp_path / "log") == {"lines": [], "before": 0, "after": 0, "skipped": False}
     assert line(tmp_path / "log", 0) == ""
 

@@ -17,7 +17,7 @@ def curve(values):
 
 
 @given(st.lists(st.floats(-1e9, 1e9), max_size=400), st.integers(10, 60))
-def test_first_last_lowest_and_highest_stay_in_order(values, most):
+def test_points_keep_first_last_minimum_and_maximum_in_order(values, most):
     steps, shown = points(curve(values), most)
     assert len(steps) <= most
     assert steps == sorted(set(steps))
@@ -27,7 +27,7 @@ def test_first_last_lowest_and_highest_stay_in_order(values, most):
         assert (min(shown), max(shown)) == (min(values), max(values))
 
 
-def test_a_single_peak_among_a_million_points_is_kept():
+def test_points_keep_single_peak_among_million_values():
     values = [random.Random(1).random() for _ in range(1000)] * 1000
     values[777_777] = 50.0
     steps, shown = points(curve(values), 2000)
@@ -35,7 +35,7 @@ def test_a_single_peak_among_a_million_points_is_kept():
     assert (777_777, 50.0) in zip(steps, shown, strict=True)
 
 
-def test_between_two_steps_one_point_to_each_side_is_given():
+def test_points_of_step_range_include_one_neighbor_each_side():
     steps, _ = points(curve(range(100)), 1000, 10.5, 20)
     assert steps == list(range(10, 22))
     assert points(curve(range(100)), 1000, 1e9) == ([99], [99.0])

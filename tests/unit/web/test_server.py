@@ -94,14 +94,14 @@ EVERY_PATH = [
 ]  # fmt: skip
 
 
-def test_every_route_is_in_the_list_above():
+def test_every_route_is_in_every_path_list():
     assert {
         (method, pattern.pattern.replace(servers._RUN, "/api/runs/demo"))
         for method, pattern, _ in servers._ROUTES
     } == {*EVERY_PATH} - {("GET", "/nothing")}
 
 
-def test_without_the_token_only_the_page_without_data_is_told(server):
+def test_request_without_token_gets_only_empty_page(server):
     assert ask(server, "/", token=None).body == page.render()
     for method, path in EVERY_PATH:
         if (method, path) == ("GET", "/"):
@@ -112,7 +112,7 @@ def test_without_the_token_only_the_page_without_data_is_told(server):
             assert "token" in answer.json["error"]
 
 
-def test_the_token_may_stand_in_the_url_or_in_a_header(server):
+def test_server_accepts_token_in_url_or_header(server):
     assert server.url.endswith(f"/?token={server.token}")
     assert ask(server, f"/api/runs?token={server.token}", token=None).status == 200
     assert ask(server, "/api/runs").status == 200
@@ -123,7 +123,7 @@ def test_the_token_may_stand_in_the_url_or_in_a_header(server):
     "host", ["evil.example", "evil.example:80", "localhost.evil.example", "", "a b", "[::1",
              "::1:x", "127.0.0.1.evil.example", ["127.0.0.1", "evil.example"]],
 )  # fmt: skip
-def test_a_name_that_somebody_else_s_dns_points_here_is_refused(server, host):
+def test_server_refuses_foreign_host_header(server, host):
     for method, path in EVERY_PATH:
         assert ask(server, path, method, host=host).status == 403
 
@@ -131,7 +131,7 @@ def test_a_name_that_somebody_else_s_dns_points_here_is_refused(server, host):
 @pytest.mark.parametrize(
     "host", ["localhost", "127.0.0.1:99", "LOCALHOST:1", "[::1]:8000", "10.0.0.7"]
 )
-def test_addresses_and_localhost_by_any_port_are_not(server, host):
+def test_server_accepts_localhost_and_ip_host_headers(server, host):
     assert ask(server, "/api/runs", host=host).status == 200
 
 
@@ -141,7 +141,7 @@ def test_addresses_and_localhost_by_any_port_are_not(server, host):
      {"Origin": "http://127.0.0.1:1"}, {"Sec_Fetch_Site": "cross-site"},
      {"Sec_Fetch_Site": "same-site"}],
 )  # fmt: skip
-def test_another_page_is_refused_even_with_the_token(server, headers):
+def test_server_refuses_cross_origin_request_with_token(server, headers):
     for method, path in EVERY_PATH:
         answer = ask(server, path, method, **headers)
         assert answer.status == 403
@@ -149,12 +149,12 @@ def test_another_page_is_refused_even_with_the_token(server, headers):
         assert "Access-Control-Allow-Origin" not in answer.headers
 
 
-def test_our_own_page_is_not(server):
+def test_server_accepts_same_origin_request(server):
     own = {"Origin": "http://127.0.0.1", "Sec_Fetch_Site": "same-origin"}
     assert ask(server, "/api/runs", **own).status == 200
 
 
-def test_to_cancel_takes_post_and_the_token_in_a_header(server, run, monkeypatch):
+def test_cancel_requires_post_and_token_in_header(server, run, monkeypatch):
     cancelled = []
     monkeypatch.setattr(
         "clusterkit.lifecycle.control.cancel",
@@ -179,7 +179,7 @@ def status_of_cancelled(run):
              "/page.js", "/api/runs/", "/api/runs/last", "/api/runs/nothing", "/api/runs/d",
              "http://evil.example/api/runs", "/api/runs/{run}\\plan"],
 )  # fmt: skip
-def test_a_path_leads_to_no_file(server, run, path):
+def test_server_answers_404_to_file_and_traversal_paths(server, run, path):
     answer = ask(server, path.format(run=run.id))
     assert answer.status == 404
     assert b"root:" not in answer.body
@@ -191,24 +191,24 @@ def test_a_path_leads_to_no_file(server, run, path):
      ("log?node=-1", 200), ("log?node=99999", 200), ("line?at=-5", 200), ("log?before=-1", 200),
      ("log?after=99999999", 200), ("series?points=-4&name=loss", 200)],
 )  # fmt: skip
-def test_numbers_are_numbers_and_of_any_size(server, run, path, status):
+def test_query_accepts_out_of_range_numbers_and_refuses_other_text(server, run, path, status):
     answer = ask(server, f"/api/runs/{run.id}/{path}")
     assert answer.status == status
     assert "Traceback" not in answer.body.decode()
 
 
 @pytest.mark.parametrize("method", ["HEAD", "PUT", "DELETE", "OPTIONS", "TRACE", "CONNECT", "X"])
-def test_other_methods_are_none(server, method):
+def test_server_refuses_other_http_methods(server, method):
     assert ask(server, "/api/runs", method).status in (405, 501)
 
 
-def test_a_body_is_not_taken_for_the_next_request(server):
+def test_server_refuses_chunked_oversized_or_negative_body(server):
     assert ask(server, "/api/runs", "GET", Content_Length="70000").status == 400
     assert ask(server, "/api/runs", "POST", Transfer_Encoding="chunked").status == 400
     assert ask(server, "/api/runs", "POST", Content_Length="-1").status == 400
 
 
-def test_every_answer_forbids_what_the_page_does_not_need(server):
+def test_every_response_carries_security_headers(server):
     for path, token in [("/", ""), ("/api/runs", ""), ("/", None), ("/nothing", "")]:
         headers = ask(server, path, token=token).headers
         assert headers["Content-Security-Policy"].startswith(
@@ -222,11 +222,11 @@ def test_every_answer_forbids_what_the_page_does_not_need(server):
         assert "Set-Cookie" not in headers
 
 
-def test_it_listens_on_this_machine_alone_unless_told(server):
+def test_server_listens_on_loopback_by_default(server):
     assert server.server_address[0] == "127.0.0.1"
 
 
-def test_an_address_that_cannot_be_taken_is_told(server):
+def test_server_reports_address_in_use_or_unavailable(server):
     with pytest.raises(
         Unavailable, match=r"--host 127\.0\.0\.1 --port \d+: Address already in use"
     ):
@@ -252,7 +252,7 @@ def held(server):
         yield hold
 
 
-def test_more_connections_with_the_token_than_a_person_has_are_turned_away(server, held):
+def test_server_limits_connections_with_token(server, held):
     request = f"GET /api/runs HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {server.token}"
     for one in held(f"{request}\r\n\r\n".encode()):
         assert one.recv(12) == b"HTTP/1.1 200"
@@ -261,7 +261,7 @@ def test_more_connections_with_the_token_than_a_person_has_are_turned_away(serve
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nHost: localhost\r\n"])
-def test_connections_of_anybody_do_not_keep_out_who_has_the_token(server, held, sent, monkeypatch):
+def test_unauthenticated_connections_do_not_block_token_holder(server, held, sent, monkeypatch):
     monkeypatch.setattr(servers, "_UNKNOWN_SECONDS", 600.0)
     first, *_ = held(sent)
     assert ask(server, "/api/runs").status == 200
@@ -269,7 +269,7 @@ def test_connections_of_anybody_do_not_keep_out_who_has_the_token(server, held, 
         assert first.recv(1) == b""
 
 
-def test_a_connection_that_does_not_show_the_token_is_closed_in_time(server, monkeypatch):
+def test_connection_without_token_is_closed_after_timeout(server, monkeypatch):
     monkeypatch.setattr(servers, "_UNKNOWN_SECONDS", 0.0)
     with socket.create_connection(server.server_address, 60) as one:
         one.sendall(b"GET / HTTP/1.1\r\n")
@@ -284,7 +284,7 @@ def test_a_connection_that_does_not_show_the_token_is_closed_in_time(server, mon
         "line?at=99999999999999999999", "line?at=-99999999999999999999", "log?before=1" + "0" * 30,
         "log?node=9" + "0" * 5000, "series?from=nan", "series?to=inf", "series?points=x")],
 )  # fmt: skip
-def test_what_is_no_path_and_no_number_is_refused(server, run, path, capfd):
+def test_server_refuses_malformed_paths_and_numbers(server, run, path, capfd):
     for token in (None, ""):
         answer = ask(server, path.format(run=run.id), token=token)
         refused = 401 if token is None else 400
@@ -295,14 +295,14 @@ def test_what_is_no_path_and_no_number_is_refused(server, run, path, capfd):
 # ---------------------------------------------------------------- with what
 
 
-def test_the_page_is_one_document_that_fetches_nothing(server):
+def test_page_is_one_self_contained_document(server):
     body = ask(server, "/").body.decode()
     assert len(body) < 100_000 + 60_000  # the chart library has 60,000
     assert not re.search(r"""(src|href)=["'](?!data:|#)""", body)
     assert "/* script */" not in body
 
 
-def test_a_run_is_told_with_its_ranks(server, run):
+def test_run_document_lists_state_metrics_and_ranks(server, run):
     document = ask(server, f"/api/runs/{run.id}").json
     assert (document["state"], document["step"], document["final"]) == ("RUNNING", 2, False)
     assert document["metrics"][0] == {"name": "loss", "last": 1.25}
@@ -314,7 +314,7 @@ def test_a_run_is_told_with_its_ranks(server, run):
     assert f"plan {run.id}" in ask(server, f"/api/runs/{run.id}/plan").json["text"]
 
 
-def test_who_waits_for_whom_is_told(server, run):
+def test_run_document_names_missing_and_waiting_ranks_of_hang(server, run):
     hang = "rank 1 has not entered all_reduce #7, which rank 0 waits in; rank 1 is at a.py:3 in f()"
     RunFolder(run.path).write_json("state.json", status(run, hang=hang))
     told = ask(server, f"/api/runs/{run.id}").json
@@ -322,14 +322,14 @@ def test_who_waits_for_whom_is_told(server, run):
     assert told["notes"] == []
 
 
-def test_curves_are_given_between_two_steps(server, run):
+def test_series_are_limited_to_step_range(server, run):
     path = f"/api/runs/{run.id}/series?name=loss&name=other"
     assert ask(server, path).json["series"] == {"loss": [[1, 2], [2.5, 1.25]]}
     assert ask(server, f"{path}&from=2").json["series"] == {"loss": [[1, 2], [2.5, 1.25]]}
     assert ask(server, f"{path}&to=0").json["series"] == {"loss": [[1], [2.5]]}
 
 
-def test_a_log_is_told_as_text(server, run):
+def test_log_endpoint_returns_plain_text_lines_and_filters(server, run):
     lines = ask(server, f"/api/runs/{run.id}/log").json["lines"]
     assert [line["text"] for line in lines] == [
         "launcher talk", HOSTILE, "step 1  loss 2.5  tokens_per_second 1000", "red gone\\x07",
@@ -339,7 +339,7 @@ def test_a_log_is_told_as_text(server, run):
     assert [line["rank"] for line in ask(server, path).json["lines"]] == [1]
 
 
-def test_news_count_the_changes_of_the_list_and_of_runs(server, run, by_hand):
+def test_news_counts_changes_of_run_list_and_runs(server, run, by_hand):
     path = f"/api/news?run={run.id}&run=gone-1"
     first = ask(server, path).json
     assert first["of"]["gone-1"] is None
@@ -355,13 +355,13 @@ def test_news_count_the_changes_of_the_list_and_of_runs(server, run, by_hand):
     assert ask(server, path).json["runs"] == first["runs"] + 1
 
 
-def test_an_answer_holds_no_connection(server, run):
+def test_news_response_has_content_length(server, run):
     # A browser opens six to a host: as many pages may be open and each must still be answered.
     answer = ask(server, f"/api/news?run={run.id}")
     assert int(answer.headers["Content-Length"]) == len(answer.body)
 
 
-def test_a_report_holds_all_that_the_page_asks_for(server, run):
+def test_report_embeds_all_data_of_page(server, run):
     answer = ask(server, f"/report.html?run={run.id}")
     assert answer.headers["Content-Disposition"] == f'attachment; filename="{run.id}.html"'
     body = answer.body.decode()
@@ -378,12 +378,12 @@ def test_a_report_holds_all_that_the_page_asks_for(server, run):
     assert "connect-src 'none'" in body
 
 
-def test_a_report_of_a_run_that_is_not_there_is_refused(server):
+def test_report_of_unknown_run_is_refused(server):
     assert ask(server, "/report.html?run=nothing").status == 404
     assert ask(server, "/report.html").status == 404
 
 
-def test_a_scrape_gets_the_runs_that_go_on(server, run):
+def test_metrics_endpoint_exposes_active_runs(server, run):
     answer = ask(server, "/metrics")
     assert answer.headers["Content-Type"] == prometheus.CONTENT_TYPE
     found = {
