@@ -189,6 +189,7 @@ def interpreter(job: JobSpec | None, *entries: tuple[str | None, str]) -> tuple[
         raise BadInput(
             f"python: {python}: ~ is not expanded ({origin})",
             hint=f"write the whole path, such as /home/NAME{python[1:]}",
+            cluster="python" if origin == "cluster: python" else (),
         )
     return python, origin
 

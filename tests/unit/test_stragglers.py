@@ -218,7 +218,9 @@ def test_gpu_clocks_names_throttled_gpu_and_reasons() -> None:
         "0, 1980, 1980, 0x0000000000000000\n1, 345, 1980, 0x0000000000000001\n"
         "2, 705, 1980, 0x0000000000000068\n3, [N/A], [N/A], 0x0000000000000004\n"
     )
-    said = "GPU 2 throttled to 705 of 1980 MHz: HW slowdown, HW thermal slowdown"
+    said = (
+        "GPU 2 throttled to 705 of 1980 MHz: HW slowdown, SW thermal slowdown, HW thermal slowdown"
+    )
     assert gpu_clocks(table) == [said]
     assert gpu_clocks("Failed to initialize NVML\n") == []
 
@@ -229,7 +231,7 @@ def test_host_sample_reads_throttle_reasons_of_old_and_new_drivers(driver, tmp_p
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     said = host.sample({}, str(tmp_path), gpus=True).now
     assert said[-8:] == tuple(
-        f"GPU {i} throttled to 1200 of 1980 MHz: SW thermal slowdown" for i in range(8)
+        f"GPU {i} throttled to 1200 of 1980 MHz: HW thermal slowdown" for i in range(8)
     )
 
 
