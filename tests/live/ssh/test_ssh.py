@@ -686,7 +686,7 @@ def test_submit_refuses_unknown_host_key(submit: Submit, lab: Lab, tmp_path: Pat
     entry = {"lab": {"backend": "ssh", "hosts": hosts}}
     Path(os.environ["CLUSTERKIT_CLUSTERS"]).write_text(json.dumps(entry))
     said = refused(submit, HostKeyProblem)
-    assert "its host key is not known" in said
+    assert "host key verification failed: its key is not known" in said
     assert f"ssh-keyscan {lab.hosts[0].address} >>{empty}" in said
 
 
