@@ -40,7 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "name",
     [
         "ddp, 1 rank",
-        "zero2",
+        pytest.param("zero2", marks=pytest.mark.thorough),
         pytest.param("zero2, accumulation 4", marks=pytest.mark.thorough),
         "fsdp",
         pytest.param("zero3, bf16", marks=pytest.mark.thorough),
@@ -54,7 +54,7 @@ def test_estimated_peak_memory_matches_measured_within_tolerance(name: str) -> N
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "kind", ["qwen2", pytest.param("llama", marks=pytest.mark.thorough), "gpt2"]
+    "kind", ["qwen2", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("llama", "gpt2"))]
 )
 def test_formulas_from_model_config_agree_with_meta_device(kind: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(KINDS[kind]))

@@ -156,6 +156,7 @@ def test_data_parallel_does_not_split_batch_on_cpu(run_job) -> None:
 # ---------------------------------------------------------------- Hugging Face models
 
 
+@pytest.mark.thorough
 def test_sentiment_job_reports_accuracy_of_model_that_was_saved(
     run_job, reviews: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

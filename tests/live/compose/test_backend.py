@@ -460,6 +460,7 @@ def test_missing_job_command_fails_run_with_exit_code_127(start: Start) -> None:
 # ---------------------------------------------------------------- restarts, watching, cancelling
 
 
+@pytest.mark.thorough
 def test_restart_after_container_kill_resumes_from_checkpoint(start: Start, engine: Any) -> None:
     spec = loader.load_job("jobs/ddp.yaml")
     spec = msgspec.structs.replace(

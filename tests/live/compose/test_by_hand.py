@@ -55,6 +55,7 @@ def losses(text: str) -> list[float]:
     return [mark["loss"] for mark in found if mark and mark["event"] == "metrics"]
 
 
+@pytest.mark.thorough
 def test_docker_compose_up_of_two_nodes_matches_losses_of_single_rank(
     compose: Callable[..., str],
 ) -> None:

@@ -33,9 +33,8 @@ def script(name: str, *words: str, **environment: str) -> subprocess.CompletedPr
     )
 
 
-@pytest.mark.parametrize(
-    "options", [["--quick"], pytest.param([], marks=pytest.mark.thorough)], ids=["quick", "all"]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", [["--quick"], []], ids=["quick", "all"])
 def test_image_checks_pass_as_image_user_and_as_unknown_uid(
     engine: Engine, image: str, options: list[str]
 ) -> None:

@@ -128,14 +128,15 @@ def whole(run, reference, *, told=True):
     assert set(losses) == set(reference) if told else STEPS in losses
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("flavor", "node", "launcher"),
     [
         ("pytorchjob", 1, "torchrun"),
-        pytest.param("pytorchjob", 0, "torchrun", marks=pytest.mark.thorough),
-        pytest.param("job", 0, "torchrun", marks=pytest.mark.thorough),
-        pytest.param("trainjob", 1, "deepspeed", marks=pytest.mark.thorough),
-        pytest.param("jobset", 1, "torchrun", marks=pytest.mark.thorough),
+        ("pytorchjob", 0, "torchrun"),
+        ("job", 0, "torchrun"),
+        ("trainjob", 1, "deepspeed"),
+        ("jobset", 1, "torchrun"),
     ],
 )
 def test_deleted_pod_rejoins_same_attempt_with_reference_losses(

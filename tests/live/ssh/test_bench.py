@@ -15,6 +15,7 @@ from tests.lab import Lab
 pytestmark = pytest.mark.live
 
 
+@pytest.mark.thorough
 def test_bench_names_host_with_slow_link(
     lab4: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
