@@ -287,6 +287,11 @@ def init(script: str | None = None, **choices: Any) -> Made:
 
 
 def _notes(script: Script, found: Machine, where: str, args: Sequence[str]) -> Iterator[str]:
+    try:
+        ast.parse(source_of(Path(script.path)))
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        yield f"{script.path}{f':{line}' if line else ''}: {type(error).__name__}: {error.args[0]}"
     if not script.distributed and not script.spawns:
         yield (
             f"{script.path} uses neither torch.distributed nor a library that does: several ranks "

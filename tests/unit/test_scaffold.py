@@ -242,3 +242,14 @@ def test_inspect_error_for_missing_script_names_no_job_key(cwd):
     with pytest.raises(BadInput) as refusal:
         scaffold.inspect("gone.py")
     assert not str(refusal.value).startswith("program:")
+
+
+def test_init_notes_syntax_error_and_missing_positional_argument(cli, cwd):
+    (cwd / "train.py").write_text("import torch.distributed\nx = (\n")
+    done = cli("init", "train.py")
+    assert done.code == 0
+    assert "note: train.py:2: SyntaxError: '(' was never closed\n" in done.err
+    text = "import argparse\np = argparse.ArgumentParser()\np.add_argument('data')\n"
+    (cwd / "other.py").write_text(text)
+    (cwd / "job.yaml").unlink()
+    assert "note: other.py requires data: add it to args in job.yaml" in cli("init", "other.py").err
