@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,7 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
+    if not sys.stderr.isatty():  # rich's is_terminal is true for any file with FORCE_COLOR
         yield _print_some
         return
     columns = (

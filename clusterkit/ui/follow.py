@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Iterable
 
@@ -127,6 +128,8 @@ class View(Reported):
 
 def follow(run: Run, console: Console | None = None) -> RunStatus:
     """Show a run's progress on stderr until it ends, then its summary; return its status."""
+    # Not rich's is_terminal for our own, which FORCE_COLOR turns on for any file.
+    live = sys.stderr.isatty() if console is None else console.is_terminal
     console = console or Console(stderr=True, highlight=False)
     view = View()
     printed: str | None = None
@@ -135,7 +138,7 @@ def follow(run: Run, console: Console | None = None) -> RunStatus:
         nonlocal printed
         reason = pending_reason(status)
         shown.update(start_text(reason))
-        if reason is not None and reason != printed and not console.is_terminal:
+        if reason is not None and reason != printed and not live:
             printed = reason
             _print(console, start_text(reason))
         return status.state is not State.PENDING
@@ -143,7 +146,7 @@ def follow(run: Run, console: Console | None = None) -> RunStatus:
     with spinner(start_text()) as shown:
         run.wait(until=started)
     lines = run.logs(follow=True, note=lambda event: _print(console, f"note: {event.text}"))
-    if console.is_terminal:
+    if live:
         _live(view, lines, console)
     else:
         _plain(view, lines, console)

@@ -458,6 +458,15 @@ def test_follow_notes_failed_attempt_between_log_lines():
     assert told == ["n0 r0 one", f"note: {failed.text}", "n0 r0 two"]
 
 
+def test_follow_draws_no_progress_bar_into_pipe_with_force_color(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    follow.follow(Ended([line("one")], status()))
+    said = capsys.readouterr().err
+    assert "n0 r0 one" in said
+    assert "\x1b[2K" not in said  # a line is erased before it is drawn anew
+    assert "\x1b[?25l" not in said
+
+
 def test_follow_prints_each_wait_reason_once():
     class Waiting(Ended):
         def wait(self, until):
