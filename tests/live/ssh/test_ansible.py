@@ -887,7 +887,7 @@ def test_too_old_python_is_refused(story: Story, later: dict[str, Play]) -> None
 def test_failed_preflight_fails_play(story: Story) -> None:
     play = story.site.play("--tags", "preflight", clusterkit_cluster="no-such-cluster")
     assert play.code == 2
-    assert "doctor --cluster no-such-cluster: exit code 2" in play.flat()
+    assert "doctor --cluster no-such-cluster: exit code 125" in play.flat()
     # What doctor said stands above the refusal.
     assert "no-such-cluster" in play.said.split("Refuse a cluster that is not fit")[0]
 
