@@ -374,8 +374,11 @@ def test_line_flush_sends_message_written_before_handshake():
     with here, there, selectors.DefaultSelector() as selector:
         line = Line(here, selector, TOKEN, accepted=False)
         line.write({"failed": 1})
-        threading.Thread(target=line.flush, args=(WAIT,)).start()
+        flushing = threading.Thread(target=line.flush, args=(WAIT,))
+        flushing.start()
         assert Wire(there, accepted=1).hear() == {"failed": 1}
+        flushing.join(WAIT)
+        assert not flushing.is_alive()
 
 
 def test_other_program_on_node_0_port_yields_only_warning(port, monkeypatch):
