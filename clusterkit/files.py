@@ -91,9 +91,10 @@ def write_atomic(path: Path, data: bytes, mode: int | None = None) -> None:
             temporary.unlink()
         hint = "name another folder, or set CLUSTERKIT_HOME"
         if isinstance(error, PermissionError):
-            owned = path.parent.exists() and path.parent.stat().st_uid == os.geteuid()
-            hint = "is read-only" if owned else "belongs to another user"
-            hint = f"{path.parent} {hint}"
+            hint = f"{path.parent} belongs to another user"
+            with contextlib.suppress(OSError):
+                if path.parent.stat().st_uid == os.geteuid():
+                    hint = f"{path.parent} is read-only"
         elif error.errno in (errno.ENOSPC, errno.EDQUOT):
             hint = f"make room on the disk that holds {path.parent}, or set CLUSTERKIT_HOME"
         raise RunFolderError(f"cannot write {path}: {error.strerror}", hint) from error

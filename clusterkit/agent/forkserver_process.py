@@ -11,21 +11,27 @@ MODULES = (
     "module_files", "influences", "static_look", "preload", "first_import", "rank", "program",
     "forkserver",
 )  # fmt: skip
+# Run first, in the interpreter of a job, by text that imports Python's own modules: the current
+# folder and those of PYTHONPATH may have a json.py that is another.
+OWN_MODULES_FIRST = """import os, sys
+sys.path[:] = sorted(
+    filter(None, sys.path),
+    key=lambda folder: not folder.startswith(os.path.dirname(os.__file__)) or "-packages" in folder,
+)
+"""
 # Run by the server, as "<clusterkit>". The program's stack must hold its own frames alone, or what
 # looks outwards differs: inspect.stack(), the stacklevel of warnings and logging. So the server
 # runs in a hook that Python calls once all frames are gone, and whose own frame Python takes for
 # one that has not begun, as it lacks that instruction (3.11 to 3.14; on others one frame is seen).
-_MAIN = """
+_MAIN = (
+    f"""
 import sys
 config["modules"] = frozenset(sys.modules)
-
+config["path"] = sys.path[sys.path[:1] == [""]:]  # each rank adds the program's own folder
+{OWN_MODULES_FIRST}"""
+    + """
 def main(*_):
     sys.excepthook = sys.__excepthook__
-    import os
-    config["path"] = sys.path[sys.path[:1] == [""]:]  # each rank adds the program's own folder
-    # The server's imports are Python's own, whatever the current folder and PYTHONPATH have.
-    own = os.path.dirname(os.__file__)
-    sys.path.sort(key=lambda folder: not folder.startswith(own) or "-packages" in folder)
     for name in ("type", "value", "traceback", "exc"):
         vars(sys).pop("last_" + name, None)
     spaces = {}
@@ -53,6 +59,7 @@ if (3, 11) <= sys.version_info < (3, 15):  # later ones: until they were looked 
 sys.excepthook = main
 raise Exception
 """
+)
 # What its command line holds; the handle is that of a file in memory.
 _LOADER = (
     "exec(compile((lambda os: os.pread({0}, os.fstat({0}).st_size, 0))(__import__('os')),"

@@ -47,7 +47,7 @@ class Preload:
         """Import, or start this process anew without what does not survive a fork."""
         if sys.argv[1] != "0":
             return
-        modules, handles, began = set(sys.modules), _handles(), time.time()
+        handles, began = _handles(), time.time()
         names, why = self._chosen()
         for name in names:
             known, before = set(sys.modules), dict(os.environ)
@@ -59,7 +59,7 @@ class Preload:
         if self.groups:
             _close_nvml()
             _remove_empty_cache(began)
-        if self.groups and (problem := self._not_forkable(modules, handles)):
+        if self.groups and (problem := self._not_forkable(handles)):
             _note(f"preload: the imports left {problem}; starting again without preloading")
             self._restart()
         done = ", ".join(name for name, *_ in self.groups)
@@ -101,7 +101,7 @@ class Preload:
                 os.environ.pop(variable, None)
         return None
 
-    def _not_forkable(self, modules: set[str], handles: set[str]) -> str | None:
+    def _not_forkable(self, handles: set[str]) -> str | None:
         """Return what imports have brought that a fork would break; None: nothing."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -74,7 +74,8 @@ def command(
             click.echo(f"note: {event.text}", err=True)
 
     start = None if since is None else time.time() - since
-    if attempt is not None and not follow and attempt > (last := api.get(run).status().attempt):
+    found = api.get(run)
+    if attempt is not None and not follow and attempt > (last := found.status().attempt):
         raise BadInput(f"--attempt: {run} has {pluralize(last, 'attempt')}")
 
     def wanted(line: LogLine) -> bool:
@@ -88,9 +89,9 @@ def command(
     if tail is not None and follow:
         raise BadInput("--tail, --follow: only one of them", hint="--follow prints all lines")
     if tail is not None and not filtered:
-        batches = iter([api.get(run).tail(tail, rank=rank, node=node)])
+        batches = iter([found.tail(tail, rank=rank, node=node)])
     else:
-        batches = api.get(run).log_batches(rank=rank, node=node, follow=follow, note=note)
+        batches = found.log_batches(rank=rank, node=node, follow=follow, note=note)
         if filtered:
             batches = ([line for line in batch if wanted(line)] for batch in batches)
         if tail is not None:

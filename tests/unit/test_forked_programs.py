@@ -205,8 +205,8 @@ PACKAGE = {
 OWN = {
     f"{name}.py": "mine = True"
     for name in (
-        "array", "ast", "ctypes", "fcntl", "json", "random", "select", "selectors", "shutil",
-        "signal", "socket", "struct", "subprocess", "sysconfig",
+        "array", "ast", "ctypes", "fcntl", "json", "opcode", "random", "select", "selectors",
+        "shutil", "signal", "socket", "struct", "subprocess", "sysconfig",
     )
 }  # fmt: skip
 """Modules of the program that are named as those that the server uses."""
