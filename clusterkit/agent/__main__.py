@@ -29,7 +29,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     add("--fork", type=int, default=0, metavar="N",
         help="fork the ranks: N words of the command are Python and its options")  # fmt: skip
     add("--preload", type=lambda text: text.split(",") if text else [], metavar="NAMES",
-        help="with --fork: what to import ahead")  # fmt: skip
+        help="with --fork: what to preload")  # fmt: skip
     add("--bind", choices=("auto", "none"), default="auto",
         help="with --fork: whether ranks are bound to the NUMA nodes of their GPUs")  # fmt: skip
     add("--tagged", action="store_true", help="the launcher tags lines with ranks")

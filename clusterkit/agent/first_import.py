@@ -1,4 +1,4 @@
-"""Give a program what was imported ahead at its own first import of it, and not before.
+"""Give a program what was preloaded at its own first import of it, and not before.
 
 Run as text, like `forkserver`. Until then ``sys.modules`` does not show it. What it has read of the
 environment is compared with the environment of that moment.
@@ -22,7 +22,7 @@ class FirstImports(importlib.abc.MetaPathFinder):
     """Hides modules, and gives them back.
 
     Args:
-        groups: each name that was imported ahead, in order, with the modules that its import
+        groups: each name that was preloaded, in order, with the modules that its import
             brought (those of Python itself stay) and the variables that it set.
         is_of_python: whether a file is one of its own.
         readers: for names of ``groups``, what their imports read of the environment.
@@ -88,7 +88,7 @@ class FirstImports(importlib.abc.MetaPathFinder):
         return spec
 
     def _noticed(self, spec: ModuleSpec | None) -> ModuleSpec | None:
-        """Have `imported` called once torch, which was not imported ahead, has been loaded."""
+        """Have `imported` called once torch, which was not preloaded, has been loaded."""
         if spec is not None and spec.loader is not None:
             loader, run = vars(spec.loader), spec.loader.exec_module
 
@@ -148,7 +148,7 @@ class FirstImports(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Returns the module that was imported ahead."""
+    """Returns the module that was preloaded."""
 
     def __init__(self, finder: FirstImports, module: ModuleType, loader: Any) -> None:
         self._finder, self._module, self._loader = finder, module, loader

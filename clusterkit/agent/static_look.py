@@ -33,7 +33,7 @@ class Found(NamedTuple):
 
     uses_torch: bool
     torch: str | None
-    """Why torch may not be imported ahead; None: it may be."""
+    """Why torch may not be preloaded; None: it may be."""
     dynamo: str | None
     """The same for torch._dynamo."""
 

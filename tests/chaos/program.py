@@ -1,4 +1,4 @@
-"""A training program that needs no framework, and names none, so that none is imported ahead:
+"""A training program that needs no framework, and names none, so that none is preloaded:
 ranks that step together, checkpoints, a loss to the last bit.
 
     program.py STEPS MISCHIEF

@@ -111,7 +111,7 @@ def on_emulated_host(tmp_path: Path) -> Any:
 def test_fork_server_preloads_torch_without_initializing_cuda(
     on_emulated_host: Any, job: list[str], ahead: str
 ) -> None:
-    """What is imported ahead brings no thread and no handle of a GPU, and never calls cuInit."""
+    """What is preloaded brings no thread and no handle of a GPU, and never calls cuInit."""
     seen, log, calls = on_emulated_host(*job)
     assert f"preloaded: {ahead}\n" in log
     assert len(seen) == 2

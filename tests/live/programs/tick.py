@@ -1,5 +1,5 @@
 """A rank that says ten times a second that it lives, until told. It names no framework, so that
-none is imported ahead for it: for tests that need ranks and no process group."""
+none is preloaded for it: for tests that need ranks and no process group."""
 
 import os
 import sys

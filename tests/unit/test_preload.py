@@ -1,4 +1,4 @@
-"""A program computes in every run what it computes under ``python``, whatever is imported ahead."""
+"""A program computes in every run what it computes under ``python``, whatever is preloaded."""
 
 import os
 import subprocess
