@@ -6,7 +6,6 @@ import importlib.machinery
 import itertools
 import os
 import sys
-import sysconfig
 from collections.abc import Iterable, Iterator
 
 _SUFFIXES = (".py", ".pyc", *importlib.machinery.EXTENSION_SUFFIXES)
@@ -43,7 +42,9 @@ def by_finders(name: str) -> tuple[str, list[str]] | None:
 
 def is_of_python(file: str) -> bool:
     """Return whether a module is one of Python's own."""
-    folders = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+    # Not by sysconfig, which imports a module of its own whose name a program may have taken.
+    version = "python{}.{}".format(*sys.version_info)
+    folders = (os.path.dirname(os.__file__), f"{sys.base_exec_prefix}/{sys.platlibdir}/{version}")
     return file.startswith(tuple(f"{folder}/" for folder in folders)) and not is_installed(file)
 
 

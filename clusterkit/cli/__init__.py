@@ -70,10 +70,6 @@ _RENAMED = {
 """Verbs of the release before, and what to type instead."""
 
 
-class _Unread(Exception):
-    """The reader of the output has closed it, as `head` does."""
-
-
 class _Verbs(click.Group):
     """A group that imports a verb's module only to run it or to show its own help."""
 
@@ -95,12 +91,6 @@ class _Verbs(click.Group):
             suggestion = did_you_mean(args[0], VERBS).capitalize()
             ctx.fail(f"No such command {args[0]!r}. {suggestion}".rstrip())
         return super().resolve_command(ctx, args)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError as error:  # click would exit with 1, as programs that failed do
-            raise _Unread from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for group, verbs in GROUPS.items():
@@ -126,14 +116,18 @@ def _print_error(message: str, hint: str | None, as_json: bool) -> None:
     clean = terminal_filter(sys.stderr)
     # click's own setting for NO_COLOR ended with its context.
     colour = False if os.environ.get("NO_COLOR") else None
-    click.secho("error: ", fg="red", bold=True, nl=False, err=True, color=colour)
-    click.echo(clean(message), err=True)
-    if hint:
-        click.echo(f" hint: {clean(hint)}", err=True)
-    if as_json:
-        from clusterkit.cli.common import print_json
+    try:
+        click.secho("error: ", fg="red", bold=True, nl=False, err=True, color=colour)
+        click.echo(clean(message), err=True)
+        if hint:
+            click.echo(f" hint: {clean(hint)}", err=True)
+        if as_json:
+            from clusterkit.cli.common import print_json
 
-        print_json({"error": {"message": message, "hint": hint}})
+            print_json({"error": {"message": message, "hint": hint}})
+    except OSError:  # the exit code says it
+        _discard(1)
+        _discard(2)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -160,14 +154,20 @@ def main(argv: list[str] | None = None) -> None:
         code = EXIT_REFUSED
     except (click.Abort, KeyboardInterrupt):
         code = EXIT_INTERRUPTED
-    except _Unread:
-        code = _discard_output()
+    except SystemExit as error:
+        # Where the reader of a pipe has closed it, as `head` does, click exits with 1, and only
+        # there.
+        if error.code != 1:
+            raise
+        _discard(1)
+        code = EXIT_UNREAD
     except OSError as error:
         code = _report_os_error(error, as_json)
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        code = _discard_output()
+        _discard(1)
+        code = EXIT_UNREAD
     except OSError as error:
         code = _report_os_error(error, False)
     sys.exit(code if isinstance(code, int) else 0)
@@ -186,13 +186,12 @@ def _open_standard_files() -> None:
 
 def _report_os_error(error: OSError, as_json: bool) -> int:
     if error.filename is None:  # of standard output
-        _discard_output()
+        _discard(1)
     what = error.filename or "standard output"
     _print_error(f"{error.strerror or error}: {what}", None, as_json)
     return EXIT_REFUSED
 
 
-def _discard_output() -> int:
-    """Write nothing more to standard output, not even at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return EXIT_UNREAD
+def _discard(handle: int) -> None:
+    """Write nothing more to standard output or error, not even at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), handle)

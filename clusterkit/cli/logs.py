@@ -76,7 +76,7 @@ def command(
     start = None if since is None else time.time() - since
     found = api.get(run)
     if attempt is not None and not follow and attempt > (last := found.status().attempt):
-        raise BadInput(f"--attempt: {run} has {pluralize(last, 'attempt')}")
+        raise BadInput(f"--attempt: run {found.id} has {pluralize(last, 'attempt')}")
 
     def wanted(line: LogLine) -> bool:
         return (

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import sysconfig
 import time
 import types
 
@@ -55,6 +56,13 @@ def test_statements_before_torch_import_take_effect_as_under_python(name, agent,
     text = STAND_INS[name]
     first, second, plain = outputs(agent, f"{text}\nimport torch\nprint(torch.seen)")
     assert first == second == plain
+
+
+def test_preload_does_not_run_sysconfig_data_of_program(agent, packages):
+    packages("torch", "")
+    packages(vars(sysconfig)["_get_sysconfigdata_name"](), "raise RuntimeError")
+    first, second, plain = outputs(agent, "import torch\nprint('done')")
+    assert first == second == plain == ["done"]
 
 
 @pytest.mark.parametrize("folder", [".", "lib"])

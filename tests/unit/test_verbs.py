@@ -257,7 +257,7 @@ def test_logs_filters_by_time_pattern_and_attempt(cli, ended):
     assert texts("--grep", "Error", "--tail", "1") == ["new Error two"]
     assert texts("--attempt", "1", "--since", "5m", "--grep", "line") == ["new line"]
     done = cli("logs", run.id, "--attempt", "2")
-    assert (done.code, done.err) == (125, "error: --attempt: a has 1 attempt\n")
+    assert (done.code, done.err) == (125, "error: --attempt: run a has 1 attempt\n")
 
 
 def test_metrics_plots_several_runs_and_requires_plot_option(cli, ended, monkeypatch):
@@ -293,6 +293,22 @@ def run_with(output, *words, **streams):
         text=True, check=False, **streams,
     )  # fmt: skip
     return done.returncode, done.stderr.splitlines()
+
+
+@pytest.mark.parametrize("words", [("--help",), ("submit", "--help"), ("jobs",)])
+def test_closed_pipe_ends_any_output_with_141(words):
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as closed:
+        assert run_with(closed, *words) == (141, [])
+
+
+def test_error_that_cannot_be_written_has_its_exit_code():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "clusterkit", "status", "nosuch", "--json"]
+        for streams in ({"stdout": full}, {"stderr": full}, {"stdout": full, "stderr": full}):
+            streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **streams}
+            assert subprocess.run(command, check=False, **streams).returncode == 125
 
 
 @pytest.mark.parametrize("words", [("ls", "--json"), ("jobs",)])
