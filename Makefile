@@ -162,8 +162,8 @@ types: .venv/.dev ## Run mypy, strict
 SLOW := --durations 40 --durations-min 5
 
 .PHONY: unit
-unit: .venv/.dev ## Run the unit, contract, golden and simulation tests: WORKERS=2
-	@$(BIN)/pytest -m "not thorough" $(SLOW) --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal \
+unit: .venv/.dev ## Run the unit, contract, golden and simulation tests, a failed one twice as in live: WORKERS=2
+	@$(BIN)/python -m tests.rerun -m "not thorough" $(SLOW) --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal \
 		tests/unit tests/contract tests/golden tests/simulation
 
 # What differs from Python to Python and needs no torch: the agent and its threads, tracebacks, files
@@ -196,7 +196,7 @@ unit-others: ## Run them on all other Pythons from 3.11 to 3.14 that are there, 
 
 .PHONY: unit-on
 unit-on: .venv-$(VERSION)/.made$(TORCH)
-	@.venv-$(VERSION)/bin/python -m pytest -m "not thorough" $(SLOW) --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal \
+	@.venv-$(VERSION)/bin/python -m tests.rerun -m "not thorough" $(SLOW) --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal \
 		$(if $(TORCH),tests/unit tests/contract tests/golden tests/simulation,$(ON_EACH))
 	@$(if $(TORCH),.venv-$(VERSION)/bin/python -m pytest tests/live/test_hangs.py)
 
