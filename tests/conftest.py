@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import pwd
@@ -9,6 +10,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -45,6 +47,14 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # and where /etc/hosts lacks the host's name gloo warns in every rank.
 os.environ["TERM"] = "xterm-256color"
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+# What torch and DeepSpeed compile is the session's own. In the user's caches a build that was killed
+# leaves half a file that the next one reads, or a lock for which the next one waits for ever.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    COMPILED = tempfile.mkdtemp(prefix="clusterkit-compiled-")
+    atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{COMPILED}/inductor"
+    os.environ["TORCH_EXTENSIONS_DIR"] = f"{COMPILED}/extensions"
 
 # No timing assertions, and nothing left behind in the checkout.
 set_hypothesis_home_dir(Path(__file__).parents[1] / ".make" / "hypothesis")
