@@ -7,7 +7,8 @@ One process with one thread per GPU. Before every forward pass the whole model i
 GPU and the batch is cut and handed out; afterwards the outputs are gathered on the first GPU. So it
 cannot leave the machine, its threads take turns at Python, and the first GPU does and holds more
 than the others. Without GPUs it only calls the module. PyTorch's own advice is to use
-DistributedDataParallel (jobs/train/ddp.py). The program shows what each GPU was given and compares the times.
+DistributedDataParallel (jobs/train/ddp.py). The program shows what each GPU was given and compares
+the times.
 """
 
 from __future__ import annotations

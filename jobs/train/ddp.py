@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 jobs/train/ddp.py         # the same without clusterkit
 
 Two older ways to start it are in jobs/tour/ddp_start.py. Every rank holds the whole model and sees
-its own part of the samples. The program checks what it teaches: batch x steps x ranks covers the samples,
-each of them is seen, and all ranks end with the same weights.
+its own part of the samples. The program checks what it teaches: batch x steps x ranks covers the
+samples, each of them is seen, and all ranks end with the same weights.
 """
 
 from __future__ import annotations

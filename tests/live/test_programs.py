@@ -35,7 +35,7 @@ needs_accelerate = pytest.mark.skipif(
 
 @pytest.fixture
 def run_job() -> Iterator[Callable[..., api.Run]]:
-    """``run_job("tour/rpc", "--steps", 3, nodes=2)``: a job file run to its end, which is success."""
+    """``run_job("tour/rpc", "--steps", 3, nodes=2)``: a job run to its end, which is success."""
     started: list[api.Run] = []
 
     def run(name: str, *args: object, settings: tuple[str, ...] = (), **options: object) -> api.Run:
