@@ -350,7 +350,7 @@ def _cell(value: object) -> str:
 def catalogue_table(jobs: Sequence[CatalogueEntry]) -> str:
     """Format a table of job files and what each needs."""
     rows = [
-        (job.name, job.nodes, job.ranks, job.device, ", ".join(job.packages), job.description)
+        (job.label, job.nodes, job.ranks, job.device, ", ".join(job.packages), job.description)
         for job in jobs
     ]
     header = ("JOB", "NODES", "RANKS", "DEVICE", "PACKAGES", "WHAT IT DOES")

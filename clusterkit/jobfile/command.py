@@ -419,7 +419,7 @@ def check_source(job: JobSpec, source: str) -> str | None:
         return (
             f"{job.program} starts its ranks itself (mp.spawn), but {job.started_by} starts it "
             "once per rank: they would wait for each other forever. launcher: forkserver with "
-            "gpus_per_node: 1 starts it once on each node; jobs/ddp-spawn.yaml is an example"
+            "gpus_per_node: 1 starts it once on each node; jobs/tour/ddp-spawn.yaml is an example"
         )
     return None
 

@@ -779,7 +779,7 @@ def test_advice_prefers_activation_checkpointing_over_offload(
         assert "activation checkpointing" in found["advice"]["reason"]
 
 
-@pytest.mark.parametrize("job", ["qwen.yaml", "sentiment.yaml"])
+@pytest.mark.parametrize("job", ["qwen.yaml", "sentiment/sentiment.yaml"])
 def test_estimate_notes_bundled_program_without_model_option(
     cli: Callable[..., Any], job: str
 ) -> None:

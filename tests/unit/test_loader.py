@@ -298,6 +298,16 @@ def test_missing_program_is_refused_with_closest_file_name(write_job):
     assert error.value.hint == "did you mean train.py?"
 
 
+@pytest.mark.parametrize("old", ["jobs/dp.yaml", "jobs/train/dp.yaml"])
+def test_path_of_file_that_was_moved_gets_hint_with_its_new_path(cwd, old):
+    for name in ("jobs/tour/dp.yaml", "jobs/train/ddp.yaml", "jobs/ddp.yaml"):
+        (cwd / name).parent.mkdir(parents=True, exist_ok=True)
+        (cwd / name).touch()
+    with pytest.raises(BadInput, match="no such file") as error:
+        load_job(old)
+    assert error.value.hint == "did you mean jobs/tour/dp.yaml?"
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [("run.sh", b"#!/bin/sh\n"), ("notes.txt", b"import this\n"), ("prog.py", b"\x7fELF\0\0")],
@@ -753,7 +763,7 @@ def test_schema_is_equal_on_every_call():
 
 
 @pytest.mark.parametrize(
-    "path", sorted((HERE.parents[2] / "jobs").glob("*.yaml")), ids=lambda path: path.name
+    "path", sorted((HERE.parents[2] / "jobs").rglob("*.yaml")), ids=lambda path: path.name
 )
 def test_every_job_file_in_repository_loads(path, monkeypatch):
     monkeypatch.chdir(HERE.parents[2])
