@@ -50,7 +50,7 @@ def solve_batch(job: JobSpec, topology: Topology) -> tuple[Batch | None, list[No
 
 
 def batch_environment(job: JobSpec, sizes: Batch | None, *, elastic: bool) -> dict[str, str]:
-    """Return the variables with a rank's batch sizes; of an elastic run those that the job fixes."""
+    """Return the variables with a rank's batch sizes; of an elastic run those that are fixed."""
     if sizes is None:
         return {}
     asked, env = job.batch, {}

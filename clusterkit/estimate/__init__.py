@@ -31,10 +31,8 @@ OVERHEAD = 1536 << 20
 """Bytes of CUDA context, cuBLAS workspaces, NCCL buffers and fragmentation: assumed, not
 measured."""
 ATTENTION = ("fused", "eager")
-_KEY = (
-    f"the job key `estimate` ({', '.join(get_args(Estimable))}) says that the program has the flags "
-    "of one in jobs/train"
-)
+_EXAMPLES = {"qwen": "Qwen/Qwen2-1.5B", "sentiment": "google-bert/bert-base-chinese"}
+_KEY = f"the job key estimate: {'|'.join(get_args(Estimable))} says whose flags `args` has"
 
 
 class Question(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -256,18 +254,18 @@ def _model(spec: JobSpec, program: jobs.Program, question: Question) -> Model:
             **{name: getattr(question, name) for name in _SHAPE},
         )
     name, context = question.model, question.context
+    if name in PRESETS:
+        return models.gpt(name, context or program.flags.get("context"))
+    if name is not None and program.kind is None:
+        return models.hugging_face(name, context, longest=_CONTEXT)
     model = jobs.model_of(program, name=name, context=context, count=True)
     if model is not None:
         return model
-    if name is not None:
-        if name in PRESETS:
-            return models.gpt(name, context)
-        return models.hugging_face(name, context, longest=_CONTEXT)
     what = spec.program or spec.module or "this command"
     if program.kind is not None:
         raise BadInput(
             f"{what}: without --model it trains a tiny model of its own, which fits any GPU",
-            hint="the model after --: -- --model Qwen/Qwen2-1.5B",
+            hint=f"the model after --: -- --model {_EXAMPLES[program.kind]}",
         )
     raise BadInput(
         f"{what}: clusterkit does not know which model it trains",

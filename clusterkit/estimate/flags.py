@@ -1,8 +1,8 @@
 """The flags of the programs that a job's `estimate` key can name, their types and defaults.
 
-A new flag of one of these programs goes into `PROGRAMS`: into a ``flags`` table if memory depends on
-it (and then into `clusterkit.estimate.jobs`), else by its name alone into ``values``, if it takes a
-value, or ``switches``. tests/unit/estimate/test_flags.py compares them with the programs' parsers.
+A new flag of one of these programs goes into `PROGRAMS`: into ``flags`` if memory depends on it
+(`clusterkit.estimate.jobs` reads it), else by its name alone into ``values``, if it takes a value,
+or ``switches``. tests/unit/estimate/test_flags.py compares them with the programs' own parsers.
 """
 
 from __future__ import annotations
