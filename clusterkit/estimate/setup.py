@@ -92,6 +92,11 @@ class Setup:
         return self.strategy == "fsdp" or (self.strategy in ("tp", "pp", "3d") and self.mesh.dp > 1)
 
     @property
+    def vocabulary_slices(self) -> int:
+        """Ranks that share embedding and output layer; DeepSpeed's AutoTP leaves them whole."""
+        return 1 if self.strategy in ZERO else self.mesh.tp
+
+    @property
     def autocast(self) -> bool:
         """Whether float32 weights are cast to 16 bits when they are used."""
         return self.precision != "fp32" and self.strategy not in ZERO and not self.gathers
