@@ -104,6 +104,7 @@ CASES = (
     Case("zero1, pipeline", "--strategy deepspeed --model small --mesh pp=2", (8, 2),
          zero=_zero(1)),
     Case("zero1, AutoTP", "--strategy deepspeed --model small --mesh tp=2", (4, 4), zero=_zero(1)),
+    Case("zero1, 124m", "--strategy deepspeed --model 124m --context 128", (2, 1), zero=_zero(1)),
     Case("zero1, AutoTP, 124m", "--strategy deepspeed --model 124m --context 128 --mesh tp=2",
          (2, 2), zero=_zero(1)),
     Case("zero2", "--strategy deepspeed --model small", (8, 4), zero=_zero(2)),
