@@ -147,6 +147,7 @@ def setup_of(
         accumulation=batch.accumulation,
         local_ranks=local_ranks,
         device=device,
+        fused=program.of_gpt and "optimizer" not in (config or {}),
         recompute=_recomputes(program, config),
         reshard=mesh.pp == 1 if reshard is None else reshard,
         sequence=sequence,

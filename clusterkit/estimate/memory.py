@@ -310,13 +310,13 @@ def _state_bytes(model: Model, setup: Setup) -> float:
 def _optimizer_temporary(
     setup: Setup, elements: float, largest: float, *, flat: bool = False
 ) -> float:
-    """Return the bytes that torch's Adam allocates during a step.
+    """Return the bytes that torch's Adam allocates during a step: none if it is fused.
 
-    On GPUs it takes all parameters at once (foreach) and holds one copy: the square roots of the
-    second moments. On CPUs it takes one parameter after the other and holds three of its size;
-    two of a flat one, for there is no previous one.
+    Otherwise it takes all parameters at once on GPUs (foreach) and holds one copy: the square roots
+    of the second moments. On CPUs it takes one parameter after the other and holds three of its
+    size; two of a flat one, for there is no previous one.
     """
-    if setup.optimizer in ("sgd", "momentum"):
+    if setup.optimizer in ("sgd", "momentum") or (setup.fused and "adam" in setup.optimizer):
         return 0.0
     if setup.device == "cpu":
         return (2 if flat else 3) * largest

@@ -74,6 +74,7 @@ class Setup:
     micro: int = 1  # samples in one forward pass
     accumulation: int = 1  # forward passes a step
     optimizer: str = "adamw"  # a key of OPTIMIZERS
+    fused: bool = False  # Adam in one kernel, which needs no temporaries
     recompute: bool = False  # activation checkpointing: keep a layer's input alone
     attention: str = "fused"  # keeps no scores (flash, memory-efficient kernels); "eager" does
     offload_optimizer: bool = False  # optimizer and float32 weights in the memory of the host
