@@ -20,6 +20,8 @@ Launcher = Literal["forkserver", "torchrun", "deepspeed", "mpirun"]
 Device = Literal["auto", "cpu", "cuda"]
 Count = Annotated[int, Meta(ge=1)]
 Auto = Literal["auto"]
+Estimable = Literal["gpt", "qwen", "sentiment"]
+"""Programs whose flags `clusterkit estimate` knows: `clusterkit.estimate.flags`."""
 
 JOB_NAME_MAX = 100
 MAX_SECONDS = 1e9
@@ -114,6 +116,10 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     """Arguments of the program. `${clusterkit.NAME}` is replaced; NAME is one of global_batch,
     micro_batch, accumulation, deepspeed_config, run_id, run_dir, checkpoint_dir, world_size,
     local_rank."""
+    estimate: Estimable | None = None
+    """Whose flags `args` has: `gpt` (`jobs/train/gpt/train.py`), `qwen` (`jobs/train/gpt/qwen.py`)
+    or `sentiment` (`jobs/train/sentiment.py` and `sentiment_trainer.py`), or a copy's. Only
+    `clusterkit estimate` and the warning of `submit` about memory read it."""
     python: Annotated[str, Meta(min_length=1)] | None = None
     """Interpreter of the ranks: a path, or a command on the hosts; by default the cluster entry's.
     """
@@ -320,6 +326,12 @@ def check_job(job: JobSpec) -> None:
         )
     if job.command is not None and not job.command:
         raise BadInput("command: it is empty", hint="command: [./train.sh, --fast]", job="command")
+    if job.estimate is not None and job.command is not None:
+        raise BadInput(
+            f"estimate: {job.estimate} is about the arguments of a program, not of a command",
+            hint="program or module instead of command; or no estimate",
+            job="estimate",
+        )
     parse_nodes(job.nodes)
     if job.gpus_per_node != "auto" and not 1 <= job.gpus_per_node <= MAX_RANKS:
         rule = "needs at least 1 rank" if job.gpus_per_node < 1 else f"has {MAX_RANKS} at most"

@@ -304,6 +304,7 @@ def table(
     header: Sequence[str],
     *,
     drop: Sequence[str] | None = None,
+    wrap: bool = True,
     indent: int = 0,
     numbers: bool = False,
 ) -> str:
@@ -316,6 +317,7 @@ def table(
         rows: the cells; None is shown as ``-``.
         drop: columns that may be left out, in this order. Default: all but the first, from the
             right.
+        wrap: wrap cells that are sentences.
         numbers: align all columns but the first to the right.
     """
     from clusterkit.ui.formatting import terminal_filter
@@ -324,7 +326,8 @@ def table(
     everything = [tuple(header), *(tuple(clean(_cell(each)) for each in row) for row in rows)]
     names = header[:0:-1] if drop is None else drop
     order = [header.index(name) for name in names]
-    gap, widths = _layout(everything, terminal_width() - indent, order)
+    unbroken = _unbroken if wrap else len
+    gap, widths = _layout(everything, terminal_width() - indent, order, unbroken)
     lines = []
     for row in everything:
         cells = [
@@ -371,15 +374,21 @@ _LONGEST_WORD = 24
 
 
 def _layout(
-    rows: Sequence[Sequence[str]], room: float, drop: Sequence[int]
+    rows: Sequence[Sequence[str]],
+    room: float,
+    drop: Sequence[int],
+    unbroken: Callable[[str], int],
 ) -> tuple[int, dict[int, int]]:
     """Return the space between columns, and the width of each that is shown, by its number.
 
     The widest column of sentences shrinks first, down to its longest word.
+
+    Args:
+        unbroken: how narrow a cell may be.
     """
     columns = list(zip(*rows, strict=True))
     natural = [max(map(len, column)) for column in columns]
-    least = [max(map(_unbroken, column)) for column in columns]
+    least = [max(map(unbroken, column)) for column in columns]
     shown, left = list(range(len(columns))), list(drop)
     while True:
         for gap in (2, 1):
