@@ -118,7 +118,7 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     local_rank."""
     estimate: Estimable | None = None
     """Whose flags `args` has: `gpt` (`jobs/train/gpt/train.py`), `qwen` (`jobs/train/gpt/qwen.py`)
-    or `sentiment` (`jobs/train/sentiment.py` and `sentiment_trainer.py`), or a copy's. Only
+    or `sentiment` (`jobs/sentiment/sentiment.py` and `sentiment_trainer.py`), or a copy's. Only
     `clusterkit estimate` and the warning of `submit` about memory read it."""
     python: Annotated[str, Meta(min_length=1)] | None = None
     """Interpreter of the ranks: a path, or a command on the hosts; by default the cluster entry's.

@@ -81,7 +81,7 @@ PROGRAMS: dict[str, _Program] = {
         defaults={"strategy": "deepspeed"},
     ),
     "sentiment": _Program(
-        "jobs/train/sentiment_trainer.py",
+        "jobs/sentiment/sentiment_trainer.py",
         {
             "--batch": {**_POSITIVE, "default": 16, ENV: "MICRO_BATCH"},
             "--model": {},

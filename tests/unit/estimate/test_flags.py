@@ -26,7 +26,7 @@ from clusterkit.jobfile import loader
 from clusterkit.spec import BatchSpec, Estimable, JobSpec
 
 ROOT = Path(__file__).resolve().parents[3]
-SENTIMENT = "jobs/train/sentiment.py"
+SENTIMENT = "jobs/sentiment/sentiment.py"
 PROGRAMS = [*((name, program.path) for name, program in flags.PROGRAMS.items()),
             ("sentiment", SENTIMENT)]  # fmt: skip
 ENVIRONMENTS: tuple[dict[str, str], ...] = (
