@@ -161,9 +161,7 @@ def locate_program(job: JobSpec, document: Document | None = None) -> JobSpec:
     return find_program(job, document)[0]
 
 
-def find_program(
-    job: JobSpec, document: Document | None = None
-) -> tuple[JobSpec, BadInput | None]:
+def find_program(job: JobSpec, document: Document | None = None) -> tuple[JobSpec, BadInput | None]:
     """Find a job's program, or the file that its command starts, and set ``workdir``.
 
     Folders are tried in this order: the current one, the job file's, and those above that. A
