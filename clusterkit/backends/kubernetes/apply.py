@@ -156,7 +156,7 @@ class Creation:
         kinds, absent = (*_OWNERS, "ConfigMap"), (NotFound, Forbidden)
         named = [path for path, each in self._objects.items() if each["kind"] in kinds]
         found = pool.map(partial(_tried, partial(self._to.find, absent=absent)), named)
-        for path, existing in zip(named, found, strict=True):
+        for existing in found:
             if existing is not None:
                 raise _another_run(self._plan.run_id, existing, self._to.namespace)
         claimed.touch()
@@ -177,7 +177,7 @@ def _another_run(run: str, existing: Object, namespace: str) -> BadInput:
     return BadInput(
         f"another run has this id: {existing['kind']} {meta['name']} in namespace "
         f"{namespace}, made{f' by {user}' if user else ''} at {meta.get('creationTimestamp')}",
-        hint=f"another --run-id; `clusterkit attach {run} --cluster NAME` takes over an existing run",
+        hint=f"another --run-id; `clusterkit attach {run} --cluster NAME` takes that run over",
     )
 
 
