@@ -106,12 +106,13 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     description: str = ""
     """One line for people."""
     program: Text | None = None
-    """Python file that every rank runs; a relative path is looked up in the current folder, then in
-    the job file's folder and those above it."""
+    """Python file that every rank runs, or a folder or zip with a `__main__.py`; a relative path is
+    looked up in the current folder, then in the job file's folder and those above it."""
     module: Text | None = None
     """Python module to run instead of a file (`python -m`)."""
     command: Annotated[tuple[Text, ...] | None, Meta(extra_json_schema={"minItems": 1})] = None
-    """Command to run instead of a Python program, as a list of words."""
+    """Command to run instead of a Python program, as a list of words. The file that it starts is
+    looked up as `program` is."""
     args: tuple[Text, ...] = ()
     """Arguments of the program. `${clusterkit.NAME}` is replaced; NAME is one of global_batch,
     micro_batch, accumulation, deepspeed_config, run_id, run_dir, checkpoint_dir, world_size,
@@ -199,7 +200,7 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     torch, where the program's source shows that the time of the import makes no difference; `[]`:
     none. The program must not influence these imports, by its environment for example."""
     workdir: Text | None = None
-    """Folder in which the ranks start; by default the folder where `program` was looked up."""
+    """Folder in which the ranks start; by default the folder where `program` was found."""
     track: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
     """Trackers that get the metrics of rank 0. They run on the machine that submits; program and
     nodes need none of their packages. `tensorboard` writes to `tensorboard/` in the run's folder;

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 import msgspec
 
+from clusterkit.cli import unwritable
 from clusterkit.errors import BadInput, did_you_mean
 
 if TYPE_CHECKING:
@@ -36,6 +37,16 @@ def split_words(args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 class Verb(click.Command):
     """A command whose help ends with its examples, a line each."""
+
+    acts = False
+    """Whether it starts, follows or ends runs: its exit code says so where its output is lost."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        if ctx.obj is not None:
+            ctx.obj()
+        if self.acts:
+            ctx.with_resource(unwritable.tolerated("stdout"))
+        return super().invoke(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         known = {name for param in self.get_params(ctx) for name in param.opts}
@@ -59,12 +70,22 @@ class Verb(click.Command):
 
 
 def verb(
-    name: str, *examples: str, cls: type[Verb] = Verb
-) -> Callable[[Callable[..., Any]], click.Command]:
-    """Make a function the command ``clusterkit NAME``; its docstring is the help."""
+    name: str, *examples: str, cls: type[Verb] = Verb, acts: bool = False
+) -> Callable[[Callable[..., Any]], Verb]:
+    """Make a function the command ``clusterkit NAME``; its docstring is the help.
+
+    Args:
+        acts: as `Verb.acts`.
+    """
     title = "Example" if len(examples) == 1 else "Examples"
     epilog = "\n".join([f"{title}:", *(f"  {example}" for example in examples)])
-    return click.command(name, cls=cls, epilog=epilog)
+
+    def make(function: Callable[..., Any]) -> Verb:
+        command = click.command(name, cls=cls, epilog=epilog)(function)
+        command.acts = acts
+        return command
+
+    return make
 
 
 class TrailingVerb(Verb):

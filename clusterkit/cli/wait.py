@@ -13,7 +13,12 @@ from clusterkit.ui.formatting import failure_text
 from clusterkit.ui.spinner import spinner
 
 
-@verb("wait", "clusterkit wait last && ./evaluate.sh", "clusterkit wait ddp-1 zero3-1 --timeout 2h")
+@verb(
+    "wait",
+    "clusterkit wait last && ./evaluate.sh",
+    "clusterkit wait ddp-1 zero3-1 --timeout 2h",
+    acts=True,
+)
 @runs_argument
 @click.option("--timeout", metavar="TIME", callback=parse_duration,
               help="Wait at most so long: 90, 5m, 2h.")  # fmt: skip

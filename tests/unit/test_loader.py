@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import shlex
+import zipfile
 from functools import cache
 from pathlib import Path
 
@@ -11,11 +13,21 @@ import pytest
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
+from clusterkit import api
 from clusterkit.backends.ssh import inventory
 from clusterkit.cli.common import read_facts
-from clusterkit.cluster import CLUSTER_TYPES, Entry, LocalCluster
+from clusterkit.cluster import (
+    CLUSTER_TYPES,
+    ComposeCluster,
+    Entry,
+    KubernetesCluster,
+    LocalCluster,
+    SlurmCluster,
+    SshCluster,
+)
 from clusterkit.errors import BadInput
-from clusterkit.jobfile import loader, values
+from clusterkit.jobfile import loader, request, sources, values
+from clusterkit.jobfile.command import file_of
 from clusterkit.jobfile.loader import (
     job_from_command,
     load_job,
@@ -321,8 +333,23 @@ def test_program_that_is_not_python_is_refused_with_command_hint(name, content, 
 
 def test_folder_given_as_program_is_refused(cwd, write_job):
     (cwd / "pkg.py").mkdir()
-    with pytest.raises(BadInput, match=r"program: .*pkg\.py is a folder"):
+    with pytest.raises(BadInput, match=r"program: .*pkg\.py is a folder without a __main__\.py"):
         load_job(write_job("program: pkg.py\n", base=False))
+
+
+def test_folder_or_zip_with_main_is_program_as_under_python(cwd):
+    (cwd / "pkg").mkdir()
+    (cwd / "pkg" / "__main__.py").write_text("import torch\n")
+    with zipfile.ZipFile(cwd / "app.pyz", "w") as archive:
+        archive.write("pkg/__main__.py", "__main__.py")
+    with zipfile.ZipFile(cwd / "data.zip", "w") as archive:
+        archive.write("pkg/__main__.py", "main.py")
+    for name in ("pkg", "app.pyz"):
+        assert locate_program(job_from_command(["python", name, "x"])).program == name
+    job = request.read(["torchrun", "pkg"]).job
+    assert sources.starts_of(job) == ([f"{cwd}/pkg/__main__.py"], [f"{cwd}/pkg"])
+    with pytest.raises(BadInput, match=r"program: .*data\.zip has no __main__\.py in it"):
+        locate_program(job_from_command(["python", "data.zip"]))
 
 
 def test_program_without_py_suffix_is_accepted_by_python_shebang(cwd, write_job):
@@ -498,6 +525,55 @@ def test_unreadable_or_absolute_command_is_accepted_without_check(cwd, monkeypat
     monkeypatch.setattr("clusterkit.jobfile.loader.read_file", unreadable)
     for word in ("./tool", f"{cwd}/data"):
         assert locate_program(job_from_command([word])).command == (word,)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["./run.sh", "bash run.sh", "python run.sh", "python -X dev run.sh", "A=1 timeout 9 sh run.sh"],
+)
+def test_file_of_command_is_looked_up_as_program_is(words, cwd, monkeypatch, write_job):
+    (cwd / "jobs").mkdir()
+    (cwd / "jobs" / "run.sh").touch(0o755)
+    job = write_job(f"command: [{words.replace(' ', ', ')}]\n", "jobs/job.yaml", base=False)
+    monkeypatch.chdir("/")
+    assert load_job(cwd / job).workdir == str(cwd / "jobs")
+    (cwd / "jobs" / "run.sh").unlink()
+    error = request.read(cwd / job).missing
+    assert error is not None
+    assert error.message.startswith(f"command: {words.split()[-1]} is neither in / nor in the job")
+
+
+@pytest.mark.parametrize("words", ["python -m run", "python -c 1", "true", "sh -c 'x; y'", "bash"])
+def test_command_without_file_has_none_to_look_up(words):
+    assert file_of(shlex.split(words)) is None
+
+
+def test_missing_file_of_command_is_refused_where_ranks_have_files_of_this_machine(
+    cwd, write_job, facts
+):
+    job = write_job("command: [python, none.py]\nlauncher: forkserver\n", base=False)
+    with pytest.raises(BadInput, match=r"job\.yaml:1: command: none\.py is neither in"):
+        api.plan(job, facts=facts)
+    (cwd / "job.yaml").write_text("command: [/none/x]\nlauncher: forkserver\n")
+    with pytest.raises(BadInput, match=r"job\.yaml:1: command: /none/x is missing"):
+        api.plan(job, facts=facts)
+
+
+def test_image_and_hosts_may_have_file_of_command_of_their_own():
+    def needed(cluster, path="x.py"):
+        return cluster.starts_from_here(path)
+
+    assert needed(LocalCluster(), "/x.py")
+    assert needed(SshCluster())
+    assert not needed(SshCluster(), "/x.py")
+    assert not needed(SshCluster(sync=False))
+    assert needed(ComposeCluster())
+    assert not needed(ComposeCluster(code="baked"))
+    assert not needed(KubernetesCluster())
+    assert needed(KubernetesCluster(code="copied"))
+    assert needed(SlurmCluster())
+    assert not needed(SlurmCluster(container="image"))
+    assert not needed(SlurmCluster(setup=("make x.py",)))
 
 
 def test_working_folder_with_name_not_utf8_is_refused(cwd, monkeypatch):

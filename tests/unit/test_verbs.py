@@ -311,6 +311,66 @@ def test_error_that_cannot_be_written_has_its_exit_code():
             assert subprocess.run(command, check=False, **streams).returncode == 125
 
 
+@pytest.fixture
+def unwritable():
+    """Standard streams that cannot be written: each alone and both, full and without a reader."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open("/dev/full", "w") as full, os.fdopen(writes, "w") as closed:
+        yield [
+            {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **streams}
+            for file in (full, closed)
+            for streams in ({"stdout": file}, {"stderr": file}, {"stdout": file, "stderr": file})
+        ]
+
+
+@pytest.mark.parametrize("words", [("wait", "a"), ("attach", "a", "--json")])
+def test_verbs_that_follow_run_exit_with_its_code_where_output_is_lost(words, ended, unwritable):
+    ended("a", State.FAILED, 7, failure=Failure(node=0, rank=0, exit_code=7, cause="x"))
+    command = [sys.executable, "-m", "clusterkit", *words]
+    codes = [subprocess.run(command, check=False, **streams).returncode for streams in unwritable]
+    assert codes == [7] * 6
+
+
+def test_submit_exits_with_code_of_run_where_output_is_lost(cwd, unwritable):
+    words = ["submit", "--gpus", "1", "--no-doctor", "--", "sh", "-c", "echo x; exit 7"]
+    command = [sys.executable, "-m", "clusterkit", *words]
+    assert subprocess.run(command, check=False, **unwritable[2]).returncode == 7
+    assert subprocess.run(command, check=False, **unwritable[5]).returncode == 7
+
+
+def test_lost_output_is_noted_and_all_runs_are_cancelled_and_removed(ended):
+    ended("a"), ended("b")
+    for verb in ("cancel", "rm"):
+        with open("/dev/full", "w") as full:
+            code, lines = run_with(full, verb, "a", "b")
+        assert (code, lines[-1]) == (0, "note: No space left on device: standard output")
+    assert api.runs() == []
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+interrupting = sys.argv.pop(1)
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == interrupting:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+from clusterkit.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["click", "clusterkit.cli.status", "clusterkit.run.find"])
+def test_interrupt_during_import_ends_with_130_and_no_traceback(module):
+    command = [sys.executable, "-c", INTERRUPTED, module, "status", "nope"]
+    done = subprocess.run(command, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
 @pytest.mark.parametrize("words", [("ls", "--json"), ("jobs",)])
 def test_full_standard_output_is_reported_as_one_error(words):
     with open("/dev/full", "w") as full:
