@@ -135,6 +135,14 @@ class Note:
 
 
 @dataclass(frozen=True)
+class Left:
+    """Record which ranks of this node have ended, and which neither run nor end (`left`)."""
+
+    ended: list[int]
+    idle: list[Document]
+
+
+@dataclass(frozen=True)
 class EndHang:
     """End the launcher of the node with the first rank that others wait for: they hang."""
 
@@ -142,7 +150,7 @@ class EndHang:
     reason: str
 
 
-Order = Log | Warn | CountRestarts | Start | EndLauncher | Pause | Finish | Note | EndHang
+Order = Log | Warn | CountRestarts | Start | EndLauncher | Pause | Finish | Note | Left | EndHang
 
 
 # -- decisions of `hangs` and `stragglers` on node 0, for `watch`

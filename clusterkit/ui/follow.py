@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Column
 from rich.text import Text
 
-from clusterkit.agent import HANG_NOTE, HANG_OVER, SLOW_NOTE, SLOW_OVER
+from clusterkit.agent import HANG_NOTE, HANG_OVER, LEFT_NOTE, SLOW_NOTE, SLOW_OVER
 from clusterkit.errors import pluralize
 from clusterkit.lifecycle.live import Reported
 from clusterkit.lifecycle.run import Run
@@ -33,6 +33,7 @@ from clusterkit.ui.spinner import spinner
 
 PLAIN_LINES = 20
 """How many progress lines are printed if stderr is not a terminal."""
+_REPORTS = (HANG_NOTE, HANG_OVER, SLOW_NOTE, SLOW_OVER, LEFT_NOTE)
 PHASES = ("imports", "rendezvous", "build", "first_step", "training", "ending")
 
 
@@ -50,7 +51,8 @@ class View(Reported):
     def feed(self, line: LogLine) -> list[LogLine]:
         """Take one line; return the lines to show at once.
 
-        These are rank 0's output, and the agent's reports on ranks that hang or are slow.
+        These are rank 0's output, and the agent's reports on ranks that hang, are slow or do not
+        end.
         Tracebacks are held back: most are echoes of another rank's failure, and the summary shows
         the one that matters.
         """
@@ -62,7 +64,7 @@ class View(Reported):
             return []
         if line.text.strip():
             self.last = line
-        if line.rank is None and line.text.startswith((HANG_NOTE, HANG_OVER, SLOW_NOTE, SLOW_OVER)):
+        if line.rank is None and line.text.startswith(_REPORTS):
             return [line]
         if line.rank != 0:
             return []

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import TextIO
 
+from msgspec.structs import asdict
+
 from clusterkit.errors import join_some
 from clusterkit.run.logs import LogLine, readable
 from clusterkit.run.status import Goodput, RunStatus, State
@@ -143,7 +145,7 @@ def goodput_text(goodput: Goodput) -> str:
 
 
 def remark_lines(status: RunStatus) -> list[str]:
-    """Return the remarks of the nodes, then hanging and slow ranks, a line each."""
+    """Return the remarks of the nodes, then ranks that do not end, hang or are slow."""
     nodes: dict[str, list[str]] = {}
     for node in status.nodes:
         for text in node.remarks:
@@ -151,12 +153,36 @@ def remark_lines(status: RunStatus) -> list[str]:
     found = [
         f"node{'s' if len(of) > 1 else ''} {join_some(of)}: {text}" for text, of in nodes.items()
     ]
+    found += [left] if (left := left_text(status)) else []
     if not any(node.hang or node.slow for node in status.nodes):
         return found
     from clusterkit.agent import HANG_NOTE, SLOW_NOTE  # `ls` and `status` start without it
 
     found += [f"{HANG_NOTE}{node.hang}" for node in status.nodes if node.hang]
     return found + [f"{SLOW_NOTE}{node.slow}" for node in status.nodes if node.slow]
+
+
+def left_text(status: RunStatus) -> str:
+    """Return which ranks neither run nor end although others have ended; empty: none is known."""
+    running = [node for node in status.nodes if node.state is State.RUNNING]
+    if not any(node.idle for node in running):
+        return ""
+    from clusterkit.agent import limits
+    from clusterkit.agent.left import describe
+
+    now = time.time()
+    return describe(
+        {node.node: [asdict(each) for each in node.idle] for node in running if node.idle},
+        {node.node: node.ended for node in running if node.ended},
+        [
+            node.node
+            for node in status.nodes
+            # One that has just ended: what the others have recorded may be older.
+            if node.state is State.SUCCEEDED and now - (node.ended_at or now) > limits.LEFT_SECONDS
+        ],
+        now,
+        many=len(status.nodes) > 1,
+    )
 
 
 def loss_text(loss: float) -> str:
