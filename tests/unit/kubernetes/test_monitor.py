@@ -77,7 +77,7 @@ class Server(ThreadingHTTPServer):
         self.changed = threading.Event()
         self.mute = self.logs_asked = 0  # as many requests for logs are never answered
         self.over = threading.Event()
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def end(self, code):
         self.pod = pod(code)
