@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+import gpt_data
 import mesh as meshes
 import speed
-import text
 import torch
 from mesh import Mesh, counted
 from model import GPT, PRESETS
@@ -29,7 +29,7 @@ def choose_model(args: argparse.Namespace) -> tuple[dict[str, Any], Callable[[],
         shape = PRESETS[args.model]
         shape = replace(shape, context=args.context or shape.context)
         facts = {"name": args.model, **asdict(shape)}
-        return facts, partial(GPT, shape), text.read(args.data, shape.context, shape.vocabulary)
+        return facts, partial(GPT, shape), gpt_data.read(args.data, shape.context, shape.vocabulary)
     import hugging_face
 
     if not hugging_face.looks_like_a_name(args.model):
@@ -38,7 +38,7 @@ def choose_model(args: argparse.Namespace) -> tuple[dict[str, Any], Callable[[],
             f"one of {', '.join(PRESETS)}, or the name or folder of a Hugging Face model",
         )
     facts, make_model, tokenize = hugging_face.choose(args.model, args.pretrained)
-    tokens = text.read(args.data, args.context or 256, facts["vocabulary"], tokenize)
+    tokens = gpt_data.read(args.data, args.context or 256, facts["vocabulary"], tokenize)
     return facts, make_model, tokens
 
 

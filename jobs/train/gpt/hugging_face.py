@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gpt_data import as_tokens
 from ranks import BadInput
-from text import as_tokens
 from torch import Tensor, nn
 
 _FEWEST_TOKENS = 100

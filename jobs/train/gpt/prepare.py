@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 
 import torch
+from gpt_data import as_tokens, read_text
 from ranks import BadInput
-from text import as_tokens, read_text
 from torch import Tensor
 from world import run
 

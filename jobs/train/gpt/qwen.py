@@ -14,9 +14,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import gpt_data
 import hugging_face
 import settings
-import text
 from settings import positive
 from torch import nn
 from train import train
@@ -57,13 +57,14 @@ def choose_model(args: argparse.Namespace) -> tuple[dict[str, Any], Callable[[],
     """What describes the model, what builds it, and the text in its tokens."""
     if args.model is not None:
         facts, make_model, tokenize = hugging_face.choose(args.model, True)
-        return facts, make_model, text.read(args.data, args.context, facts["vocabulary"], tokenize)
+        text = gpt_data.read(args.data, args.context, facts["vocabulary"], tokenize)
+        return facts, make_model, text
     hugging_face.import_transformers()
     from transformers import Qwen2Config
 
     config = Qwen2Config(**TINY)
     make = partial(hugging_face.CausalLM, "tiny qwen2", config, pretrained=False)
-    return {"name": "tiny qwen2", **TINY}, make, text.read(args.data, args.context, 256)
+    return {"name": "tiny qwen2", **TINY}, make, gpt_data.read(args.data, args.context, 256)
 
 
 def learning_rate(args: argparse.Namespace) -> float:

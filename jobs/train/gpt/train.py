@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import choices
-import data
+import gpt_data
 import settings
 import speed
 import torch
@@ -67,8 +67,8 @@ def train(
     profiler = speed.profiler(args.profile, ranks.rank)
     with distributed(ranks, device) as world, profiler as trace:
         reporter.phase("build")
-        data.check_same(text, world)
-        batches = data.Batches(text, args.seed, batch, device, mesh.replica(world.rank))
+        gpt_data.check_same(text, world)
+        batches = gpt_data.Batches(text, args.seed, batch, device, mesh.replica(world.rank))
         training = build(make_model, args, chosen, batch, mesh, world)
         if resumed is not None:
             checkpoints.load(resumed, training.load, world)

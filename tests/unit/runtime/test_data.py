@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from choices import solve
-from data import Batches, check_same
+from gpt_data import STANDARD_LIBRARY_BYTES, Batches, as_tokens, check_same, read, read_text, split
 from prepare import prepare
 from ranks import BadInput
-from text import STANDARD_LIBRARY_BYTES, as_tokens, read, read_text, split
 from world import World
 
 CPU = torch.device("cpu")
