@@ -17,9 +17,8 @@ from pathlib import Path
 
 import torch
 from gpt_data import as_tokens, read_text
-from ranks import BadInput
+from gpt_ranks import BadInput, run
 from torch import Tensor
-from world import run
 
 LARGEST = 1 << 16
 """Tokens that two bytes can tell apart."""
@@ -29,7 +28,7 @@ def prepare(text: bytes, folder: Path, tokenizer: str | None) -> dict[str, objec
     """Write the files; returns what meta.json says of them."""
     tokens, vocabulary = as_tokens(text), 256
     if tokenizer is not None:
-        from hugging_face import load_tokenizer
+        from gpt_hugging_face import load_tokenizer
 
         known = load_tokenizer(tokenizer)
         if known is None:
