@@ -24,7 +24,7 @@ LOOP = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 import torch
-from text import as_tokens, read_text
+from gpt_data import as_tokens, read_text
 from model import GPT, PRESETS
 
 model_name, batch, steps = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])

@@ -16,10 +16,9 @@ import sys
 from pathlib import Path
 
 import torch
-from ranks import BadInput
-from text import as_tokens, read_text
+from gpt_data import as_tokens, read_text
+from gpt_ranks import BadInput, run
 from torch import Tensor
-from world import run
 
 LARGEST = 1 << 16
 """Tokens that two bytes can tell apart."""
@@ -29,7 +28,7 @@ def prepare(text: bytes, folder: Path, tokenizer: str | None) -> dict[str, objec
     """Write the files; returns what meta.json says of them."""
     tokens, vocabulary = as_tokens(text), 256
     if tokenizer is not None:
-        from hugging_face import load_tokenizer
+        from gpt_hugging_face import load_tokenizer
 
         known = load_tokenizer(tokenizer)
         if known is None:

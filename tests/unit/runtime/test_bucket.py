@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import bucket as module
+import gpt_store as module
 import pytest
-from bucket import Bucket
-from ranks import BadInput, Unavailable
+from gpt_ranks import BadInput, Unavailable
+from gpt_store import Bucket
 
 SERVER = Path(__file__).parents[4] / "shared/s3/versitygw.xz"
 SHORT = ["--steps", "4", "--global-batch", "8", "--micro-batch", "2", "--context", "16",

@@ -4,12 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from choices import solve
-from data import Batches, check_same
+from gpt_data import STANDARD_LIBRARY_BYTES, Batches, as_tokens, check_same, read, read_text, split
+from gpt_ranks import BadInput, World
+from gpt_settings import solve
 from prepare import prepare
-from ranks import BadInput
-from text import STANDARD_LIBRARY_BYTES, as_tokens, read, read_text, split
-from world import World
 
 CPU = torch.device("cpu")
 TEXT = split(as_tokens(bytes(range(256)) * 20), 16, "the test")
@@ -140,7 +138,7 @@ def test_prepare_writes_two_byte_tokens_and_refuses_larger_vocabulary(
             return {"input_ids": [65_535, 1, 2, 3, 4] * 4}
 
     known = Tokenizer()
-    monkeypatch.setattr("hugging_face.load_tokenizer", lambda name: known)
+    monkeypatch.setattr("gpt_hugging_face.load_tokenizer", lambda name: known)
     known.size = 65_536
     assert prepare(b"text", tmp_path, "some") == {
         "vocabulary": 65_536, "train.bin": 18, "val.bin": 2,

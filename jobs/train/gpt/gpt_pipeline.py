@@ -2,12 +2,12 @@
 
 GPipe runs all forward passes, then all backward passes; 1F1B begins a micro batch's backward pass
 as soon as it can, so a stage keeps the activations of as many micro batches as stages follow it
-and not of all. Both leave ranks idle for the same part of a step, `mesh.bubble`.
+and not of all. Both leave ranks idle for the same part of a step, `gpt_settings.bubble`.
 
-Within a stage, data and tensor parallel as in parallelize.py. Over the data dimension FSDP2 shards
-the optimizer state and the float32 weights as ZeRO-1 does, gathers once a step and sends gradients
-once a step. ZeroRedundancyOptimizer, torch's ZeRO-1, broadcasts plain tensors and knows no
-DTensors, so it could not be combined with tensor parallel.
+Within a stage, data and tensor parallel as in gpt_parallelize.py. Over the data dimension FSDP2
+shards the optimizer state and the float32 weights as ZeRO-1 does, gathers once a step and sends
+gradients once a step. ZeroRedundancyOptimizer, torch's ZeRO-1, broadcasts plain tensors and knows
+no DTensors, so it could not be combined with tensor parallel.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mesh import Mesh
-from model import SHARED, cross_entropy
-from parameters import placed_gradient
+from gpt_model import GPT, SHARED, cross_entropy
+from gpt_parallelize import placed_gradient
+from gpt_ranks import World
+from gpt_settings import Mesh
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from world import World
+from torch.nn import functional as F
 
 
 class Pipeline:
@@ -88,3 +89,47 @@ class Pipeline:
         for work in dist.batch_isend_irecv(both):
             work.wait()
         gradient += theirs
+
+
+def pipeline_module(model: GPT, mesh: Mesh) -> nn.Module:
+    """DeepSpeed's pipeline of our GPT, a sequence: the token embedding stands in it twice, as it
+    also makes the logits."""
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+    from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+
+    def logits(token: _Given, x: Tensor) -> Tensor:
+        return F.linear(x, token.module.weight)
+
+    token = {"tied_weight_attr": "module.weight"}
+    module: nn.Module = PipelineModule(
+        layers=[
+            TiedLayerSpec("token", _Given, model.token, **token),
+            LayerSpec(_AddPosition, model.position),
+            *model.blocks.values(),
+            model.norm,
+            TiedLayerSpec("token", _Given, model.token, forward_fn=logits, **token),
+        ],
+        topology=PipeDataParallelTopology(num_pp=mesh.pp, num_dp=mesh.dp),
+        loss_fn=cross_entropy,
+        # Every block as heavy as every other; what stands at the ends weighs nothing.
+        partition_method="type:Block",
+    )
+    return module
+
+
+class _Given(nn.Module):
+    """A module that was made before, for those who want a class to make one of."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+class _AddPosition(_Given):
+    """Adds the vectors of the positions: (batch, length, width) to the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.module(torch.arange(x.shape[1], device=x.device))

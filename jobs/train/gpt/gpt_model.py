@@ -1,4 +1,4 @@
-"""A GPT-2 in plain torch. Nothing here knows ranks; parallelize.py and zero.py cut it."""
+"""A GPT-2 in plain torch. Nothing here knows ranks; gpt_parallelize.py cuts it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _STD = 0.02
+
 SHARED = {"head.weight": "token.weight"}
 """A weight that the first and the last layer have in common, by its second name."""
 
