@@ -93,7 +93,6 @@ print(json.dumps(results))
 @pytest.fixture(scope="module")
 def parsers() -> dict[str, list[dict[str, Any]]]:
     """What each program's own parser takes, in each of `ENVIRONMENTS`."""
-    pytest.importorskip("torch")
     paths = [path for _, path in PROGRAMS]
     clean = {key: value for key, value in os.environ.items() if not key.startswith("CLUSTERKIT_")}
     done = subprocess.run(
@@ -105,6 +104,7 @@ def parsers() -> dict[str, list[dict[str, Any]]]:
     return dict(zip(paths, json.loads(done.stdout), strict=True))
 
 
+@pytest.mark.needs("torch")
 @pytest.mark.parametrize(("name", "path"), PROGRAMS)
 def test_known_flags_and_defaults_are_those_of_program(
     parsers: dict[str, list[dict[str, Any]]], name: str, path: str
@@ -179,8 +179,7 @@ def test_jobs_of_known_programs_have_the_key_and_known_arguments(path: Path) -> 
         (["--global", "3"], "--global: jobs/train/gpt/train.py takes no", "mean --global-batch?"),
         (["wat"], "wat: jobs/train/gpt/train.py takes no such argument", "train.py --help"),
         (["--global-batch", "0"], "--global-batch: '0' is not a whole number above 0", "--help"),
-        (["--schedule", "zb"], "--schedule: invalid choice: 'zb' (choose from 'gpipe', '1f1b')",
-         "--help"),
+        (["--schedule", "zb"], "--schedule: invalid choice: 'zb'", "--help"),
         (["--mesh"], "--mesh: expected one argument", "--help"),
         (["--compile=yes"], "--compile: ignored explicit argument 'yes'", "--help"),
     ],
