@@ -59,7 +59,7 @@ def test_estimated_peak_memory_matches_measured_within_tolerance(name: str) -> N
 @pytest.mark.parametrize(
     ("words", "more"),
     [
-        (("--strategy", "pp"), {}),
+        pytest.param(("--strategy", "pp"), {}, marks=pytest.mark.thorough),
         (("--strategy", "pp"), {"batch": BatchSpec(global_size=8)}),
         # train.py trains with DDP, whatever the section says.
         ((), {"deepspeed": {"zero_optimization": {"stage": 3}}}),
