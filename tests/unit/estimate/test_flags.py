@@ -330,6 +330,14 @@ def test_flag_for_config_comes_before_deepspeed_section(cwd: Path) -> None:
         setup_of("qwen")
 
 
+def test_mesh_that_does_not_fit_is_refused_with_line(
+    refused: Callable[..., str], write_job: Callable[..., str]
+) -> None:
+    job = write_job("estimate: gpt\nargs: [--strategy, tp, --mesh, tp=3]\n")
+    said = refused("estimate", job, "--gpus", "4", "--gpu-memory", "80GB")
+    assert "job.yaml:4: --mesh tp=3: tp 3 is 3 ranks, not 4" in said
+
+
 def test_deepspeed_divides_by_mesh_as_well() -> None:
     words = ("--strategy", "deepspeed", "--mesh", "tp=2", "--micro-batch", "2")
     setup = setup_of("gpt", *words, deepspeed=ZERO1)
