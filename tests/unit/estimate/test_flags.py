@@ -195,6 +195,19 @@ def test_argument_that_program_does_not_take_is_refused(
     assert hint in told
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--foo"], "--foo: jobs/train/gpt/train.py takes no such argument"),
+     (["--steps"], "--steps: expected one argument")],
+)  # fmt: skip
+def test_refusal_of_argument_on_command_line_names_no_line_of_file(
+    refused: Callable[..., str], write_job: Callable[..., str], words: list[str], said: str
+) -> None:
+    job = write_job("estimate: gpt\nargs: [--steps, '5']\n")
+    told = refused("estimate", job, "--gpus", "1", "--gpu-memory", "80GB", "--", *words)
+    assert told.startswith(f"error: after --: {said}")
+
+
 def test_argument_of_unknown_program_is_not_refused(
     cli: Callable[..., Any], write_job: Callable[..., str]
 ) -> None:
