@@ -169,7 +169,7 @@ unit: .venv/.dev ## Run the unit, contract, golden and simulation tests, a faile
 # What differs from Python to Python and needs no torch: the agent and its threads, tracebacks, files
 # and processes. `make thorough` runs all the rest there, with torch.
 ON_EACH ?= $(addprefix tests/unit/test_,$(addsuffix .py, \
-	agent catalogue diagnose estimate failure hangs pythons scaffold stragglers streams tracebacks usage watch_port watching worker))
+	agent catalogue diagnose estimate failure hangs pythons scaffold stragglers streams tracebacks usage watch_port watching worker)) tests/unit/estimate
 TORCH ?=
 
 .PHONY: unit-newest

@@ -137,7 +137,9 @@ def parse(name: str, words: Sequence[str], environ: Mapping[str, str]) -> dict[s
         known, others = parser.parse_known_args(list(words))
     except argparse.ArgumentError as error:
         flag = error.argument_name
-        at = next((n for n, word in enumerate(words) if word.partition("=")[0] == flag), None)
+        at = max(
+            (n for n, word in enumerate(words) if word.partition("=")[0] == flag), default=None
+        )
         what = f"{flag}: {error.message}" if flag else error.message
         raise _refusal(words, at, what, f"python {program.path} --help") from None
     if others:

@@ -14,7 +14,7 @@ from typing import Any
 
 from clusterkit import program as ranks_program
 from clusterkit.batch import DEEPSPEED_KEYS, Batch, solve
-from clusterkit.errors import BadInput, pluralize
+from clusterkit.errors import BadInput, error_key, pluralize
 from clusterkit.estimate import flags as known_flags
 from clusterkit.estimate import mesh as meshes
 from clusterkit.estimate import models
@@ -132,8 +132,9 @@ def setup_of(
     mesh, sequence = Mesh(shard=ranks), flags.get("sequence_parallel", False)
     if program.of_gpt:
         text = flags["mesh"]
-        mesh = meshes.choose(strategy, text, ranks=ranks, local_ranks=local_ranks)
-        _check_cuts(mesh, model, sequence=sequence)
+        with error_key("job", "args"):
+            mesh = meshes.choose(strategy, text, ranks=ranks, local_ranks=local_ranks)
+            _check_cuts(mesh, model, sequence=sequence)
     if config is not None:
         strategy = ZERO[_stage(config)]
     batch = _batch(job, program, config, mesh)
@@ -164,7 +165,8 @@ def _check_cuts(mesh: Mesh, model: Model, *, sequence: bool) -> None:
         return
     if not model.divisible:
         raise BadInput(
-            f"{model.name} is not cut into layers or stages; fsdp or deepspeed divide it"
+            f"--mesh {mesh}: estimate cannot cut {model.name} into stages or slices",
+            hint="--strategy fsdp or deepspeed without --mesh",
         )
     if mesh.pp > model.layers:
         raise BadInput(f"--mesh pp={mesh.pp}: {model.name} has {pluralize(model.layers, 'layer')}")
@@ -191,7 +193,7 @@ def _deepspeed_config(job: JobSpec, program: Program) -> Mapping[str, Any] | Non
             return job.deepspeed
         if path is None and needed:
             raise BadInput(
-                "args: --strategy deepspeed without a config",
+                "--strategy deepspeed without a config",
                 hint="a deepspeed section in the job file",
                 job="args",
             )
@@ -209,7 +211,7 @@ def _deepspeed_config(job: JobSpec, program: Program) -> Mapping[str, Any] | Non
         return config
     if program.kind is None:
         return None
-    raise BadInput(f"args: --deepspeed-config {path}: no JSON object that can be read", job="args")
+    raise BadInput(f"--deepspeed-config {path}: no JSON object that can be read", job="args")
 
 
 def _stage(config: Mapping[str, Any]) -> int:

@@ -16,7 +16,7 @@ import msgspec
 
 from clusterkit import shell
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, LocalCluster
-from clusterkit.errors import BadInput, choices
+from clusterkit.errors import BadInput, choices, dotted
 from clusterkit.files import read_file, reason
 from clusterkit.jobfile import command, prefixes
 from clusterkit.jobfile.values import convert
@@ -41,8 +41,8 @@ def locating(
         yield
     except BadInput as error:
         if error.key and error.where is None:
-            key = str(error.key[0])
-            if key in flags:
+            names = str(error.key[0]), dotted(error.key)
+            if key := next((name for name in names if name in flags), None):
                 error.locate(flags[key], flags[key] + error.message.removeprefix(key))
             elif error.source == "job" and job is not None:
                 job.locate(error, error.key)

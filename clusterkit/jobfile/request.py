@@ -26,7 +26,7 @@ class Request:
     document: Document
     """The job's file; without a name for a command or a spec."""
     flags: Mapping[str, str]
-    """Keys of the job that a flag has set, and the flag."""
+    """Keys of the job that a flag has set, and the flag; arguments after --, and that."""
     remark: str | None = None
     """Remark on the job for the plan."""
     several_ranks: str | None = None
@@ -90,6 +90,7 @@ def read(
             flags[key], given[key] = flag, f"{flag} {value}"
             typed += [flag, str(value)]
     typed += [word for setting in settings for word in ("--set", setting)]
+    flags |= {f"args[{len(spec.args) + number}]": "after --" for number in range(len(more_args))}
     with Request(spec, document, flags).locating():
         spec = msgspec.structs.replace(
             spec,

@@ -585,6 +585,8 @@ def test_setup_reads_old_and_new_offload_keys(
     ("args", "said"),
     [
         (["--strategy", "tp", "--mesh", "tp=3"], "is 3 ranks"),
+        (["--strategy", "3d"], "--strategy 3d needs --mesh"),
+        (["--strategy", "pp", "--mesh", "pp=1,dp=8"], "pp on mesh dp=8 divides nothing"),
         (["--strategy", "pp", "--mesh", "pp=8"], "has 2 layers"),
         (["--strategy", "nope"], "--strategy: invalid choice: 'nope'"),
         (["--dtype", "int8"], "--dtype: invalid choice: 'int8'"),

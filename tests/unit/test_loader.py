@@ -785,6 +785,7 @@ LIKELY = {
     "args": WORDS,
     "nodes": NODES,
     "gpus_per_node": st.sampled_from([0, 1, 10_000, 10_001, 10**9, "auto"]),
+    "estimate": st.sampled_from(["gpt", "qwen", "sentiment", "bert"]),
     "launcher": st.sampled_from(["auto", "torchrun", "forkserver", "python", "mpirun"]),
     "batch": st.fixed_dictionaries({}, optional={"global": SCALARS, "micro": SCALARS}),
     "checkpoint": st.fixed_dictionaries({}, optional={"dir": SCALARS, "every": SCALARS}),
@@ -801,7 +802,7 @@ CHANGES = st.lists(st.sampled_from(KEYS), max_size=3, unique=True).flatmap(
 UNSAYABLE = (
     r"the minimum comes first|is set in env as well|above 0, and finite"
     r"|\.0 is a number, not a whole number|is neither in|is not in /|is not a folder"
-    r"|not a Python file|is a folder|deepspeed|cannot preload modules"
+    r"|not a Python file|is a folder|deepspeed|cannot preload modules|not of a command"
 )
 """What the loader alone can know: sums, files, keys that do not go together, 1.0 beside 1."""
 
