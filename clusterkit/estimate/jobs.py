@@ -1,6 +1,6 @@
 """Read the model and the setup of a job from its file and its program's text.
 
-The programs of jobs/train, and copies of them, are known by their flags. Of any other program only
+The programs of jobs/, and copies of them, are known by their flags. Of any other program only
 the DeepSpeed section is known, and its model must be given.
 """
 
@@ -38,7 +38,7 @@ _HAS_PRESETS = re.compile(r"^from model import .*\bPRESETS\b", re.MULTILINE)
 class Program:
     """The arguments of a job's program."""
 
-    ours: bool  # one of jobs/train, so that its flags are ours
+    ours: bool  # one of jobs/, so that its flags are ours
     presets: bool  # --model takes our GPT's presets
     flags: Mapping[str, str]  # to values; the last one counts, as in argparse; a bare flag is ""
     defaults: Mapping[str, str]  # of flags that are not given, from the program's text
