@@ -49,6 +49,7 @@ def test_command_of_readme_prints_what_the_page_shows(
         "CLUSTERKIT_HOME": str(own_home),
         "CLUSTERKIT_DEVICE": "cpu",
         "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",  # more wait for each other where other tests run
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "TMPDIR": str(tmp_path),  # torch and torchrun leave folders there
     }
