@@ -21,6 +21,7 @@ from clusterkit.errors import (
     RunNotFound,
     RunNotOver,
 )
+from clusterkit.files import other_owner
 from clusterkit.jobfile.arguments import checked
 from clusterkit.lifecycle import control
 from clusterkit.plan import Plan
@@ -310,9 +311,11 @@ class Run:
             force: remove it on this machine even if a host does not answer.
 
         Raises:
-            BadInput: the run has not ended.
+            BadInput: the run has not ended, or is another user's.
             Unavailable: a host does not answer; the folder on this machine is kept.
         """
+        if (owner := other_owner(self._folder.path)) is not None and os.geteuid() != 0:
+            raise BadInput(f"run {self.id} belongs to {owner}", f"only {owner} can remove it")
         status = self.status()
         if not status.state.final:
             self._refuse_elsewhere("rm")

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -418,6 +419,45 @@ def test_cancel_refuses_run_of_other_user(unstarted_run, monkeypatch):
     monkeypatch.setattr(Path, "touch", touch)
     with pytest.raises(RunFolderError, match="Permission denied"):
         run.cancel()
+
+
+def test_rm_refuses_run_of_other_user_and_names_owner(cli, ended, monkeypatch):
+    path = ended("a").path
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    done = cli("rm", "a", "--force")
+    assert done.code == 125
+    owner = path.owner()
+    assert done.err == f"error: run a belongs to {owner}\n hint: only {owner} can remove it\n"
+    assert path.exists()
+
+
+def test_export_replaces_existing_file_only_with_force(cli, cwd):
+    words = ("export", "job", "-o", "x.yaml", "--gpus", "1", "--", "true")
+    assert cli(*words).code == 0
+    (cwd / "x.yaml").write_text("mine")
+    done = cli(*words)
+    assert (done.code, done.err) == (
+        125,
+        "error: x.yaml exists already\n hint: --force replaces it\n",
+    )
+    assert (cwd / "x.yaml").read_text() == "mine"
+    assert cli(*words[:4], "--force", *words[4:]).code == 0
+    assert (cwd / "x.yaml").read_text() != "mine"
+
+
+def test_export_writes_to_device_and_refuses_folder_and_missing_folder(cli, cwd):
+    os.mkfifo("fifo")
+    words = ("--gpus", "1", "--", "true")
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit((cwd / "fifo").read_bytes)
+        assert cli("export", "job", "-o", "fifo", *words).code == 0
+        assert read.result().startswith(b"#")
+    assert (cwd / "fifo").is_fifo()
+    for output, said in {
+        str(cwd): f"{cwd} is a folder\n hint: name a file in it",
+        "none/x": "none/x: there is no folder none\n hint: mkdir -p none",
+    }.items():
+        assert cli("export", "job", "-o", output, *words).err == f"error: {said}\n"
 
 
 def test_ls_shows_unreadable_run_folder_as_unknown(cli, ended, unstarted_run, monkeypatch):
