@@ -167,6 +167,7 @@ class Run:
             ),
         )
 
+    @checked
     def logs(
         self,
         *,
@@ -298,6 +299,7 @@ class Run:
                 f"run {self.id}: its processes run on {host}", hint=f"clusterkit {verb} there"
             )
 
+    @checked
     def cancel(self) -> RunStatus:
         """End the run and everything that it started. Idempotent."""
         return control.cancel(self._folder)
