@@ -261,6 +261,39 @@ def test_logs_filters_by_time_pattern_and_attempt(cli, ended):
     assert (done.code, done.err) == (125, "error: --attempt: run a has 1 attempt\n")
 
 
+def test_logs_of_several_runs_are_merged_by_time_and_name_their_run(cli, ended):
+    ended("a", log=stamped(60, "one") + stamped(20, "three"))
+    ended("b", log=stamped(40, "two") + stamped(10, "four"))
+
+    def said(*words):
+        lines = cli("logs", "a", "b", "a", *words).out.splitlines()
+        return [f"{line.split()[0]} {line.split()[-1]}" for line in lines]
+
+    merged = ["a one", "b two", "a three", "b four"]
+    assert said() == merged
+    assert sorted(said("-f")) == sorted(merged)
+    assert said("--tail", "2") == merged[2:]
+    assert said("--grep", "o") == ["a one", "b two", "b four"]
+    assert said("--grep", "o", "--tail", "2") == ["b two", "b four"]
+    assert cli("logs", "a", "b", "--raw").out == "one\ntwo\nthree\nfour\n"
+    objects = cli("logs", "a", "b", "--json").json
+    assert [f"{each['run']} {each['text']}" for each in objects] == merged
+    lines = cli("logs", "a", "b", "-f", "--json").out.splitlines()
+    assert {(json.loads(line)["run"], json.loads(line)["rank"]) for line in lines} == {
+        ("a", 0), ("b", 0),
+    }  # fmt: skip
+    assert "run" not in cli("logs", "a", "--json").json[0]
+
+
+def test_logs_grep_matches_metrics_as_written_and_as_shown(cli, ended):
+    mark = '@clusterkit {"event": "metrics", "step": 3, "loss": 0.5}'
+    ended("a", log=stamped(60, mark) + stamped(50, "step 4"))
+    for pattern in ("step 3  loss 0.5", '"step": 3'):
+        assert [line["text"] for line in cli("logs", "a", "--json", "--grep", pattern).json] == [
+            mark
+        ]
+
+
 def test_metrics_plots_several_runs_and_requires_plot_option(cli, ended, monkeypatch):
     ended("a"), ended("b")
     seen = []
