@@ -113,15 +113,15 @@ def cli(debug: bool) -> None:
 
 def _print_error(message: str, hint: str | None, as_json: bool) -> None:
     """Print an error for people on stderr, and with ``--json`` as an object on stdout as well."""
-    from clusterkit.ui.formatting import terminal_filter
+    from clusterkit.ui.formatting import prose, terminal_filter
 
     clean = terminal_filter(sys.stderr)
     # click's own setting for NO_COLOR ended with its context.
     colour = False if os.environ.get("NO_COLOR") else None
     click.secho("error: ", fg="red", bold=True, nl=False, err=True, color=colour)
-    click.echo(clean(message), err=True)
+    click.echo(prose(f"error: {clean(message)}").removeprefix("error: "), err=True)
     if hint:
-        click.echo(f" hint: {clean(hint)}", err=True)
+        click.echo(prose(f" hint: {clean(hint)}"), err=True)
     if as_json:
         from clusterkit.cli.common import print_json
 

@@ -9,7 +9,7 @@ import click
 from clusterkit import api
 from clusterkit.cli.common import json_option, parse_duration, print_one_or_all, runs_argument, verb
 from clusterkit.errors import EXIT_FAILURE, EXIT_TIMEOUT, RunNotOver
-from clusterkit.ui.formatting import failure_text
+from clusterkit.ui.formatting import failure_text, prose
 from clusterkit.ui.spinner import spinner
 
 
@@ -45,7 +45,7 @@ def command(runs: tuple[str, ...], timeout: float | None, as_json: bool) -> int:
         if not as_json:
             click.echo(f"{status.run} {status.state}")
             if text := failure_text(status) or status.remark:
-                click.echo(text, err=True)
+                click.echo(prose(text), err=True)
     if as_json:
         print_one_or_all(ended)
     return code

@@ -111,6 +111,7 @@ def prepare(
     return _prepare(asked, loaded, facts, doctor, run_id)
 
 
+@checked
 def prepare_again(
     run: Run,
     *,

@@ -22,6 +22,7 @@ from clusterkit.run.status import RunStatus, State
 from clusterkit.ui.formatting import (
     duration,
     failure_text,
+    fold,
     loss_text,
     pending_reason,
     printable,
@@ -209,10 +210,17 @@ def _plain(view: View, lines: Iterable[LogLine], console: Console) -> None:
 
 
 def _show(console: Console, line: LogLine) -> None:
-    _print(console, f"{source(line)} {line.text}")
+    _write(console, f"{source(line)} {line.text}")
 
 
 def _print(console: Console, text: str, style: str | None = None) -> None:
+    if console.is_terminal:
+        lines = text.split("\n")
+        text = "\n".join(part for line in lines for part in fold(line, console.width))
+    _write(console, text, style)
+
+
+def _write(console: Console, text: str, style: str | None = None) -> None:
     if console.is_terminal:
         # No markup, no emoji codes, but the program's own colours.
         console.print(Text.from_ansi(printable(text), style=style or ""), soft_wrap=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import TextIO
 
@@ -66,6 +68,17 @@ def fold(text: str, width: float) -> list[str]:
         if line != margin or not word.isspace():
             line, used = line + word, used + size
     return [*lines, line]
+
+
+def prose(text: str) -> str:
+    """Return a text for stderr: on a terminal in lines of its width, by `fold`."""
+    if not sys.stderr.isatty():
+        return text
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdecimal() else 0
+    with suppress(OSError):
+        width = width or os.get_terminal_size(sys.stderr.fileno()).columns
+    return "\n".join(part for line in text.split("\n") for part in fold(line, width or 80))
 
 
 def cells(text: str) -> int:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -260,6 +261,39 @@ def test_logs_filters_by_time_pattern_and_attempt(cli, ended):
     assert (done.code, done.err) == (125, "error: --attempt: run a has 1 attempt\n")
 
 
+def test_logs_of_several_runs_are_merged_by_time_and_name_their_run(cli, ended):
+    ended("a", log=stamped(60, "one") + stamped(20, "three"))
+    ended("b", log=stamped(40, "two") + stamped(10, "four"))
+
+    def said(*words):
+        lines = cli("logs", "a", "b", "a", *words).out.splitlines()
+        return [f"{line.split()[0]} {line.split()[-1]}" for line in lines]
+
+    merged = ["a one", "b two", "a three", "b four"]
+    assert said() == merged
+    assert sorted(said("-f")) == sorted(merged)
+    assert said("--tail", "2") == merged[2:]
+    assert said("--grep", "o") == ["a one", "b two", "b four"]
+    assert said("--grep", "o", "--tail", "2") == ["b two", "b four"]
+    assert cli("logs", "a", "b", "--raw").out == "one\ntwo\nthree\nfour\n"
+    objects = cli("logs", "a", "b", "--json").json
+    assert [f"{each['run']} {each['text']}" for each in objects] == merged
+    lines = cli("logs", "a", "b", "-f", "--json").out.splitlines()
+    assert {(json.loads(line)["run"], json.loads(line)["rank"]) for line in lines} == {
+        ("a", 0), ("b", 0),
+    }  # fmt: skip
+    assert "run" not in cli("logs", "a", "--json").json[0]
+
+
+def test_logs_grep_matches_metrics_as_written_and_as_shown(cli, ended):
+    mark = '@clusterkit {"event": "metrics", "step": 3, "loss": 0.5}'
+    ended("a", log=stamped(60, mark) + stamped(50, "step 4"))
+    for pattern in ("step 3  loss 0.5", '"step": 3'):
+        assert [line["text"] for line in cli("logs", "a", "--json", "--grep", pattern).json] == [
+            mark
+        ]
+
+
 def test_metrics_plots_several_runs_and_requires_plot_option(cli, ended, monkeypatch):
     ended("a"), ended("b")
     seen = []
@@ -418,6 +452,45 @@ def test_cancel_refuses_run_of_other_user(unstarted_run, monkeypatch):
     monkeypatch.setattr(Path, "touch", touch)
     with pytest.raises(RunFolderError, match="Permission denied"):
         run.cancel()
+
+
+def test_rm_refuses_run_of_other_user_and_names_owner(cli, ended, monkeypatch):
+    path = ended("a").path
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    done = cli("rm", "a", "--force")
+    assert done.code == 125
+    owner = path.owner()
+    assert done.err == f"error: run a belongs to {owner}\n hint: only {owner} can remove it\n"
+    assert path.exists()
+
+
+def test_export_replaces_existing_file_only_with_force(cli, cwd):
+    words = ("export", "job", "-o", "x.yaml", "--gpus", "1", "--", "true")
+    assert cli(*words).code == 0
+    (cwd / "x.yaml").write_text("mine")
+    done = cli(*words)
+    assert (done.code, done.err) == (
+        125,
+        "error: x.yaml exists already\n hint: --force replaces it\n",
+    )
+    assert (cwd / "x.yaml").read_text() == "mine"
+    assert cli(*words[:4], "--force", *words[4:]).code == 0
+    assert (cwd / "x.yaml").read_text() != "mine"
+
+
+def test_export_writes_to_device_and_refuses_folder_and_missing_folder(cli, cwd):
+    os.mkfifo("fifo")
+    words = ("--gpus", "1", "--", "true")
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit((cwd / "fifo").read_bytes)
+        assert cli("export", "job", "-o", "fifo", *words).code == 0
+        assert read.result().startswith(b"#")
+    assert (cwd / "fifo").is_fifo()
+    for output, said in {
+        str(cwd): f"{cwd} is a folder\n hint: name a file in it",
+        "none/x": "none/x: there is no folder none\n hint: mkdir -p none",
+    }.items():
+        assert cli("export", "job", "-o", output, *words).err == f"error: {said}\n"
 
 
 def test_ls_shows_unreadable_run_folder_as_unknown(cli, ended, unstarted_run, monkeypatch):
