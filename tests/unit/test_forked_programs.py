@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import Case, servers
+from tests.forked import Case, at_start, servers
 
 ADDRESS = re.compile(r"0x[0-9a-f]+|(?<=started )[0-9]+")
 
@@ -238,12 +238,8 @@ raise ValueError("at the end")
 
 def taken(*names: str, argv: tuple[str, ...] = ("program.py",)) -> Case:
     """A program whose Python has imported modules of these names as it started."""
-    folder = "sys.path.insert(0, os.path.join(os.path.dirname(__file__), 'lib'))"
-    imports = "".join(f"sys.modules.pop({n!r}, None)\nimport {n}\n" for n in names)
-    files = {f"site/lib/{name}.py": "mine = True" for name in names}
-    files["site/sitecustomize.py"] = f"import os, sys\n{folder}\n{imports}"
     env = {"PYTHONPATH": "site", "CASE": " ".join((*names, *argv))}
-    return Case(SHOWS_TAKEN, argv=argv, files=files, env=env)
+    return Case(SHOWS_TAKEN, argv=argv, files=at_start(*names), env=env)
 
 
 PROGRAMS = {
