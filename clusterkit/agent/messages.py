@@ -62,6 +62,7 @@ class Directive:
     seconds: float = 0.0  # wait: how long that may take; 0: not known
     rank: int = 0  # start: the node's rank in this round
     nodes: int = 0  # start: how many nodes this round has
+    free: str = ""  # start: why no restart was used, although a launcher failed
     failed: int | None = None  # stop: the node whose launcher failed; None: none did
     final: str | None = None
     """Not None: nobody may start the run again, for this reason if it is not empty."""
