@@ -12,7 +12,8 @@ NODES ?= 1
 GPUS ?= 2
 OUT ?= build
 HOSTS ?= 2
-WORKERS ?= $(shell nproc 2>/dev/null || echo 1)
+# One more than processors: the tests also wait, for processes to end and clocks to pass.
+WORKERS ?= $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 1)))
 
 .PHONY: help
 help: ## Show this list
