@@ -293,7 +293,7 @@ def _gpt_parser() -> argparse.ArgumentParser:
     folder = str(ROOT / "jobs" / "train" / "gpt")
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    settings, train = map(importlib.import_module, ("settings", "train"))
+    settings, train = map(importlib.import_module, ("gpt_settings", "train"))
     # A run's own environment would show as defaults.
     inherited = {key: os.environ.pop(key) for key in [*os.environ] if key.startswith("CLUSTERKIT_")}
     try:

@@ -26,7 +26,7 @@ from clusterkit.jobfile.deepspeed_config import precision
 from clusterkit.spec import JobSpec
 
 _DEFAULT_GLOBAL_BATCH = 32
-"""The default of jobs/train/gpt/choices.py."""
+"""The default of jobs/train/gpt/gpt_settings.py."""
 _HUGGING_FACE_CONTEXT = 256
 """The default of train.py for Hugging Face models, in tokens."""
 _RECOMPUTE = ("--activation-checkpointing", "--gradient-checkpointing", "--gradient_checkpointing")

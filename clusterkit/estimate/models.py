@@ -28,7 +28,7 @@ _ASPECT = 128
 def gpt(name: str, context: int | None = None) -> Model:
     """Return a preset of our GPT. ``context`` None: the preset's."""
     config = {**published.PRESETS[name], **({"n_positions": context} if context else {})}
-    return _gpt2(f"gpt {name}", config, divisible=True, origin="jobs/train/gpt/model.py")
+    return _gpt2(f"gpt {name}", config, divisible=True, origin="jobs/train/gpt/gpt_model.py")
 
 
 def _transformer(

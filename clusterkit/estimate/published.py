@@ -15,7 +15,7 @@ _KEYS = (
     "tie_word_embeddings",
 )  # fmt: skip
 _GPT2_KEYS = ("n_embd", "n_layer", "n_head", "vocab_size", "n_positions")
-# The sizes of the GPT in jobs/train/gpt/model.py, which a test holds to be the same. Those with
+# The sizes of the GPT in jobs/train/gpt/gpt_model.py, which a test holds to be the same. Those with
 # GPT-2's vocabulary have GPT-2's parameter counts; bytes use 256 of its tokens.
 _OURS = """
 tiny   128  2  4   256   64

@@ -347,7 +347,7 @@ def send(bucket: Bucket, draft: Path, name: str, manifest: Mapping[str, Any], wo
     if world.local_rank == 0:
         sizes = file_sizes(draft)
         for file in sizes:
-            bucket.upload(draft / file, f"{name}/{file}")
+            bucket.write(f"{name}/{file}", draft / file)
         shutil.rmtree(draft.parent)
     whole = {"files": {file: n for each in world.gather(sizes) for file, n in each.items()}}
     if world.is_first:
