@@ -198,7 +198,7 @@ def packages() -> str:
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
     extras = {"": project["dependencies"], **project["optional-dependencies"]}
     rows = []
-    for extra in ("", "ssh", "kubernetes", "top", "plot", "track", "ansible", "train"):
+    for extra in ("", "ssh", "kubernetes", "top", "plot", "s3", "track", "ansible", "train"):
         for wanted in extras[extra]:
             name = re.split(r"[^\w.-]", wanted)[0]
             if name != "clusterkit":

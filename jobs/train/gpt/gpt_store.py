@@ -15,6 +15,7 @@ is DeepSpeed's own ``ds_to_universal``, reading so.
 from __future__ import annotations
 
 import enum
+import importlib
 import json
 import os
 import pickle
@@ -277,8 +278,7 @@ class Bucket:
                 names = "secrets: [AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY]"
                 raise BadInput(f"{url}: {name} is not set", f"{names} in the job")
         try:
-            import obstore
-            from obstore.store import S3Store
+            obstore = importlib.import_module("obstore")
         except ImportError:
             hint = "pip install 'clusterkit[s3]', or obstore alone"
             raise BadInput(f"{url}: a bucket needs the package obstore", hint) from None
@@ -288,7 +288,7 @@ class Bucket:
         if not re.match(r"https?://[^/]", self._server):
             raise BadInput(f"AWS_ENDPOINT_URL is {server!r}", "give http://HOST:PORT or https://")
         token = given("AWS_SESSION_TOKEN")
-        self._obstore, self._store = obstore, S3Store(
+        self._obstore, self._store = obstore, obstore.store.S3Store(
             parts.netloc, prefix=parts.path.strip("/") or None, region=region,
             endpoint=self._server, access_key_id=given("AWS_ACCESS_KEY_ID"),
             secret_access_key=given("AWS_SECRET_ACCESS_KEY"),
