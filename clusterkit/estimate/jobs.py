@@ -30,8 +30,8 @@ _DEFAULT_GLOBAL_BATCH = 32
 _HUGGING_FACE_CONTEXT = 256
 """The default of train.py for Hugging Face models, in tokens."""
 _RECOMPUTE = ("--activation-checkpointing", "--gradient-checkpointing", "--gradient_checkpointing")
-_OURS = re.compile(r"\b(settings\.Parser|make_parser)\(__doc__")
-_HAS_PRESETS = re.compile(r"^from model import .*\bPRESETS\b", re.MULTILINE)
+_OURS = re.compile(r"\b(gpt_settings\.Parser|make_parser)\(__doc__")
+_HAS_PRESETS = re.compile(r"^from gpt_model import .*\bPRESETS\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
