@@ -493,7 +493,7 @@ def with_plan(config: Config, own: bool) -> Config:
         return config
     rows = {"patterns": [r".*\.output\.weight$"], "partition_type": "row"}
     columns = {
-        "patterns": [r".*\.heads_in\.weight$", r".*\.expand\.weight$"],
+        "patterns": [rf".*\.{name}\.weight$" for name in ("heads_in", "expand", "gate")],
         "partition_type": "column",
     }
     plan = {"use_default_specs": False, "layer_specs": [rows, columns]}

@@ -204,7 +204,8 @@ def flops_per_token(facts: Mapping[str, Any], parameters: int, context: int) -> 
     is computed twice (activation checkpointing) counts once. Where the layers are not known: 6 N.
     """
     layers, width = facts.get("layers", 0), facts.get("width", 0)
-    return 6.0 * (parameters - facts.get("context", 0) * width) + 12.0 * layers * width * context
+    places = 0 if facts.get("llama") else facts.get("context", 0)
+    return 6.0 * (parameters - places * width) + 12.0 * layers * width * context
 
 
 def comms_table(summary: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:
