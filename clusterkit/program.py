@@ -83,7 +83,7 @@ def deepspeed_config(
             )
         whole[key] = value
     if elastic and numbers:
-        # They change with the world size; the program sets them (jobs/train/gpt/zero_config.py).
+        # They change with the world size; the program sets them (jobs/train/gpt/gpt_deepspeed.py).
         del whole["train_batch_size"], whole["gradient_accumulation_steps"]
     if (place := _not_json(whole, "deepspeed")) is not None:
         raise BadInput(f"{place}: a DeepSpeed config cannot hold NaN or infinity")

@@ -74,7 +74,7 @@ PROGRAMS: dict[str, _Program] = {
         switches=f"{_TRAINING_SWITCHES} --pretrained",
     ),
     "qwen": _Program(
-        "jobs/train/gpt/qwen.py",
+        "jobs/train/gpt/gpt_hugging_face.py",
         {**_TRAINING, "--model": {}, "--context": {**_POSITIVE, "default": 128}},
         values=f"{_TRAINING_VALUES} --data --steps --learning-rate --seed",
         switches=_TRAINING_SWITCHES,

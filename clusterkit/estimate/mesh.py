@@ -1,4 +1,4 @@
-"""The mesh of ranks that ``--mesh`` of jobs/train/gpt describes (see its mesh.py)."""
+"""The mesh of ranks that ``--mesh`` of jobs/train/gpt describes (see its gpt_settings.py)."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ _SIGNALS: dict[int, tuple[str, str | None]] = {
         "SIGSEGV: {who} crashed in native code", "env: {PYTHONFAULTHANDLER: '1'} shows where"),
     signal.SIGABRT: (
         "SIGABRT: {who} aborted in native code",
-        "if training had ended: end ranks with a barrier and os._exit, as world.py does"),
+        "if training had ended: end ranks with a barrier and os._exit, as gpt_ranks.py does"),
 }  # fmt: skip
 """Cause and hint by signal."""
 _OOM_KILLED = "OOMKilled: {who} was killed by the kernel (SIGKILL) because memory ran out"

@@ -115,7 +115,7 @@ def test_formulas_from_model_config_agree_with_meta_device(kind: str, tmp_path: 
 @pytest.mark.timeout(600)
 def test_gpt_presets_have_parameter_count_of_built_model() -> None:
     code = (
-        "import torch\nfrom model import GPT, PRESETS\n"
+        "import torch\nfrom gpt_model import GPT, PRESETS\n"
         "with torch.device('meta'):\n"
         "    print({n: sum(p.numel() for p in GPT(s).parameters()) for n, s in PRESETS.items()})"
     )

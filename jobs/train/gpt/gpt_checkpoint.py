@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 from gpt_metrics import report
-from gpt_model import GPT, Shape
+from gpt_model import GPT, SIZES, Shape
 from gpt_ranks import BadInput, Ranks, World, random_state, read_ranks, run, set_random_state
 from gpt_store import (
     Bucket,
@@ -347,7 +347,7 @@ def send(bucket: Bucket, draft: Path, name: str, manifest: Mapping[str, Any], wo
     if world.local_rank == 0:
         sizes = file_sizes(draft)
         for file in sizes:
-            bucket.upload(draft / file, f"{name}/{file}")
+            bucket.write(f"{name}/{file}", draft / file)
         shutil.rmtree(draft.parent)
     whole = {"files": {file: n for each in world.gather(sizes) for file, n in each.items()}}
     if world.is_first:
@@ -371,8 +371,9 @@ def export(source: Path, target: Path) -> Path:
     with readable(checkpoint.path):
         state = weights(checkpoint)
     target.mkdir(parents=True, exist_ok=True)
-    if {field.name for field in fields(Shape)} <= checkpoint.model.keys():
-        sizes = {field.name: checkpoint.model[field.name] for field in fields(Shape)}
+    if checkpoint.model.keys() >= set(SIZES):
+        known = checkpoint.model
+        sizes = {field.name: known[field.name] for field in fields(Shape) if field.name in known}
         model = _filled(GPT(Shape(**sizes)), state, source)
         torch.save(model.state_dict(), target / "model.pt")
         return target / "model.pt"

@@ -2,8 +2,7 @@
 
 With ``tp`` in the mesh AutoTP cuts the layers, with ``pp`` DeepSpeed's ``PipelineModule`` the model
 into stages. Its config is read, checked and completed before any rank waits for another: DeepSpeed
-0.19 tells of most mistakes by an assertion when the engine starts. `clusterkit submit` refuses keys
-that it does not know; what only this run knows is refused here.
+0.19 tells of most mistakes by an assertion when the engine starts.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpt_metrics import comms_table
 from gpt_model import GPT
 from gpt_optimizer import adamw
 from gpt_parallelize import count_parameters, recompute
@@ -36,15 +36,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Config = dict[str, Any]
-
 _TELLING = ("wall_clock_breakdown", "memory_breakdown", "flops_profiler", "dump_state")
-
 _BATCH = {
     "global_size": "train_batch_size",
     "micro": "train_micro_batch_size_per_gpu",
     "accumulation": "gradient_accumulation_steps",
 }
-
 _INCLUDES = ("/usr/include", "/usr/local/include")
 
 
@@ -161,18 +158,6 @@ class Engine:
             print(text, flush=True)
             if folder := os.environ.get("CLUSTERKIT_RUN_DIR"):
                 (Path(folder) / "comms.txt").write_text(text + "\n")
-
-
-def comms_table(summary: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:
-    """What a comms logger has counted, one line for each operation and message size."""
-    lines = [f"{'operation':<24}{'bytes':>12}{'count':>8}{'total ms':>12}{'mean ms':>10}"]
-    for operation, sizes in sorted(summary.items()):
-        for size, entry in sorted(sizes.items()):
-            lines.append(
-                f"{operation:<24}{size:>12}{entry['count']:>8}"
-                f"{entry['total_latency_ms']:>12.2f}{entry['avg_latency_ms']:>10.3f}"
-            )
-    return "\n".join(lines)
 
 
 def _offloaded(optimizer: Optimizer, world: World) -> Optimizer:
@@ -508,7 +493,7 @@ def with_plan(config: Config, own: bool) -> Config:
         return config
     rows = {"patterns": [r".*\.output\.weight$"], "partition_type": "row"}
     columns = {
-        "patterns": [r".*\.heads_in\.weight$", r".*\.expand\.weight$"],
+        "patterns": [rf".*\.{name}\.weight$" for name in ("heads_in", "expand", "gate")],
         "partition_type": "column",
     }
     plan = {"use_default_specs": False, "layer_specs": [rows, columns]}

@@ -178,10 +178,7 @@ def choose_model(args: argparse.Namespace) -> tuple[dict[str, Any], Callable[[],
         facts, make_model, tokenize = choose_hugging_face(args.model, True)
         text = gpt_data.read(args.data, args.context, facts["vocabulary"], tokenize)
         return facts, make_model, text
-    import_transformers()
-    from transformers import Qwen2Config
-
-    config = Qwen2Config(**TINY)
+    config = import_transformers().Qwen2Config(**TINY)
     make = partial(CausalLM, "tiny qwen2", config, pretrained=False)
     return {"name": "tiny qwen2", **TINY}, make, gpt_data.read(args.data, args.context, 256)
 

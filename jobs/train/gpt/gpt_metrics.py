@@ -204,7 +204,20 @@ def flops_per_token(facts: Mapping[str, Any], parameters: int, context: int) -> 
     is computed twice (activation checkpointing) counts once. Where the layers are not known: 6 N.
     """
     layers, width = facts.get("layers", 0), facts.get("width", 0)
-    return 6.0 * (parameters - facts.get("context", 0) * width) + 12.0 * layers * width * context
+    places = 0 if facts.get("llama") else facts.get("context", 0)
+    return 6.0 * (parameters - places * width) + 12.0 * layers * width * context
+
+
+def comms_table(summary: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:
+    """What a comms logger has counted, one line for each operation and message size."""
+    lines = [f"{'operation':<24}{'bytes':>12}{'count':>8}{'total ms':>12}{'mean ms':>10}"]
+    for operation, sizes in sorted(summary.items()):
+        for size, entry in sorted(sizes.items()):
+            lines.append(
+                f"{operation:<24}{size:>12}{entry['count']:>8}"
+                f"{entry['total_latency_ms']:>12.2f}{entry['avg_latency_ms']:>10.3f}"
+            )
+    return "\n".join(lines)
 
 
 def profiler(folder: str | None, rank: int) -> Any:

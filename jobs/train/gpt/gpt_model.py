@@ -1,14 +1,16 @@
-"""A GPT-2 in plain torch. Nothing here knows ranks; gpt_parallelize.py cuts it."""
+"""A GPT-2 or a Llama in plain torch. Nothing here knows ranks; gpt_parallelize.py cuts it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 _STD = 0.02
@@ -26,7 +28,19 @@ class Shape:
     width: int
     context: int
     vocabulary: int = 256  # one token per byte
+    # Those of Llama: RMSNorm, rotary positions, a gated perceptron (SwiGLU), no biases.
+    llama: bool = False
+    kv_heads: int | None = None  # of keys and values; None: as many as heads
+    inner: int | None = None  # width of the perceptron; None: 4 x width
+    theta: float = 10_000.0  # of the rotary positions
 
+    def facts(self) -> dict[str, Any]:
+        """What describes the model in a checkpoint: of GPT-2 without Llama's options."""
+        own = asdict(self)
+        return own if self.llama else {key: own[key] for key in SIZES}
+
+
+SIZES = ("layers", "heads", "width", "context", "vocabulary")
 
 # The four sizes with GPT-2's vocabulary have GPT-2's parameter counts; bytes use 256 of its tokens.
 PRESETS = {
@@ -36,7 +50,15 @@ PRESETS = {
     "355m": Shape(layers=24, heads=16, width=1024, context=1024, vocabulary=50257),
     "774m": Shape(layers=36, heads=20, width=1280, context=1024, vocabulary=50257),
     "1.5b": Shape(layers=48, heads=25, width=1600, context=1024, vocabulary=50257),
-}
+    "llama-tiny": Shape(
+        layers=2, heads=4, width=128, context=64, llama=True, kv_heads=2, inner=352
+    ),
+    # The sizes of Llama 3.2 1B.
+    "llama-1b": Shape(
+        layers=16, heads=32, width=2048, context=8192, vocabulary=128256,
+        llama=True, kv_heads=8, inner=8192, theta=500_000.0,
+    ),
+}  # fmt: skip
 
 
 class Linear(nn.Linear):
@@ -68,23 +90,56 @@ def _output_std(shape: Shape) -> float:
     return _STD / math.sqrt(2 * shape.layers)
 
 
+def _norm(shape: Shape) -> nn.Module:
+    return nn.RMSNorm(shape.width, eps=1e-5) if shape.llama else nn.LayerNorm(shape.width)
+
+
+Angles = tuple[Tensor, Tensor]
+"""Cosine and sine of rotary positions, both (length, width of a head)."""
+
+
+def rotary_angles(shape: Shape, places: Tensor) -> Angles:
+    """Su et al. 2021, https://arxiv.org/abs/2104.09864: each pair of numbers of a head turns with
+    the position, the first one fastest. The pairs are one half with the other, as in Llama."""
+    width = shape.width // shape.heads
+    speeds = 1.0 / shape.theta ** (torch.arange(0, width, 2, device=places.device).float() / width)
+    turns = places.float()[:, None] * speeds
+    angles = torch.cat([turns, turns], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def _rotated(x: Tensor, angles: Angles) -> Tensor:
+    cos, sin = (part.to(x.dtype) for part in angles)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
 class Attention(nn.Module):
     """Causal self-attention with several heads: (batch, length, width) to the same."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.head_width = shape.width // shape.heads
-        # The rows of one head lie together, so that a slice of the rows is a number of heads.
-        self.heads_in = Linear(shape.width, 3 * shape.width)
-        self.output = Linear(shape.width, shape.width, std=_output_std(shape))
+        groups = shape.kv_heads or shape.heads
+        self.queries = shape.heads // groups  # that share a key and a value
+        # The rows of one group of heads, its queries, its key, its value, lie together, so that a
+        # slice of the rows is a number of heads.
+        rows = (self.queries + 2) * groups * self.head_width
+        self.heads_in = Linear(shape.width, rows, bias=not shape.llama)
+        self.output = Linear(shape.width, shape.width, bias=not shape.llama, std=_output_std(shape))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles | None = None) -> Tensor:
         rows = self.heads_in(x)
         batch, length, _ = rows.shape
-        heads = rows.view(batch, length, -1, 3, self.head_width)
+        heads = rows.view(batch, length, -1, self.queries + 2, self.head_width)
         # Each of the three: (batch, heads of this rank, length, width of a head).
-        query, key, value = heads.permute(3, 0, 2, 1, 4)
-        y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        parts = heads.split([self.queries, 1, 1], dim=3)
+        query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in parts)
+        if angles is not None:
+            query, key = _rotated(query, angles), _rotated(key, angles)
+        y = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=self.queries > 1
+        )
         return self.output(y.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -93,15 +148,24 @@ class Block(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(shape.width)
+        inner, bias = shape.inner or 4 * shape.width, not shape.llama
+        self.shape = shape
+        self.attention_norm = _norm(shape)
         self.attention = Attention(shape)
-        self.perceptron_norm = nn.LayerNorm(shape.width)
-        self.expand = Linear(shape.width, 4 * shape.width)
-        self.output = Linear(4 * shape.width, shape.width, std=_output_std(shape))
+        self.perceptron_norm = _norm(shape)
+        self.expand = Linear(shape.width, inner, bias=bias)
+        self.gate = Linear(shape.width, inner, bias=bias) if shape.llama else None
+        self.output = Linear(inner, shape.width, bias=bias, std=_output_std(shape))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        inner = F.gelu(self.expand(self.perceptron_norm(x)), approximate="tanh")
+    def forward(self, x: Tensor, angles: Angles | None = None) -> Tensor:
+        if angles is None and self.gate is not None:  # alone, in DeepSpeed's pipeline
+            angles = rotary_angles(self.shape, _places(x))
+        x = x + self.attention(self.attention_norm(x), angles)
+        y = self.perceptron_norm(x)
+        if self.gate is None:
+            inner = F.gelu(self.expand(y), approximate="tanh")
+        else:
+            inner = F.silu(self.gate(y)) * self.expand(y)
         return x + self.output(inner)
 
 
@@ -114,6 +178,7 @@ class _Blocks(nn.Module):
     """
 
     recompute: Callable[..., Any] | None = None
+    shape: Shape
     blocks: nn.ModuleDict
     # Modules; None in a stage that is not the first, or not the last.
     token: Any
@@ -122,26 +187,40 @@ class _Blocks(nn.Module):
     head: Any
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Tokens with their positions as vectors: (batch, length) to (batch, length, width)."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.token(tokens) + self.position(places)
+        """Tokens as vectors, (batch, length) to (batch, length, width), with those of their
+        positions, unless the blocks turn them."""
+        if self.position is None:
+            return self.token(tokens)
+        return self.token(tokens) + self.position(_places(tokens))
 
     def through(self, x: Tensor) -> Tensor:
         """Activations after all blocks that are here."""
-        for block in self.blocks.values():
+        angles = rotary_angles(self.shape, _places(x)) if self.shape.llama else None
+        for module in self.blocks.values():
+            block = module if angles is None else partial(module, angles=angles)
             x = block(x) if self.recompute is None else self.recompute(block, x)
         return x
 
 
-class GPT(_Blocks):
-    """GPT-2 without dropout; the output layer shares its weight with the token embedding."""
+def _places(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1], device=x.device)
 
-    def __init__(self, shape: Shape) -> None:
+
+class GPT(_Blocks):
+    """GPT-2 without dropout, or Llama; the output layer shares its weight with the token embedding.
+
+    Args:
+        chunked_loss: compute the loss, and again its gradient, of `CHUNK` tokens at a time, so that
+            there are never the logits of all.
+    """
+
+    def __init__(self, shape: Shape, *, chunked_loss: bool = False) -> None:
         super().__init__()
+        self.shape, self.chunked_loss = shape, chunked_loss
         self.token = Embedding(shape.vocabulary, shape.width)
-        self.position = Embedding(shape.context, shape.width)
+        self.position = None if shape.llama else Embedding(shape.context, shape.width)
         self.blocks = nn.ModuleDict({str(n): Block(shape) for n in range(shape.layers)})
-        self.norm = nn.LayerNorm(shape.width)
+        self.norm = _norm(shape)
         self.head = Linear(shape.width, shape.vocabulary, bias=False)
         self.tie()
 
@@ -151,8 +230,10 @@ class GPT(_Blocks):
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy of ``targets``, a float32 scalar; both (batch, length), int64."""
-        x = self.through(self.embed(tokens))
-        return cross_entropy(self.head(self.norm(x)), targets)
+        x = self.norm(self.through(self.embed(tokens)))
+        if self.chunked_loss:
+            return chunked_cross_entropy(self.head, x, targets)
+        return cross_entropy(self.head(x), targets)
 
     def stage(self, index: int, stages: int) -> Stage:
         """The ``index``-th of ``stages`` equal runs of the blocks, with what stands at the ends.
@@ -172,7 +253,7 @@ class Stage(_Blocks):
 
     def __init__(self, gpt: GPT, blocks: dict[str, nn.Module], *, first: bool, last: bool) -> None:
         super().__init__()
-        self.recompute = gpt.recompute
+        self.recompute, self.shape = gpt.recompute, gpt.shape
         self.token = gpt.token if first else None
         self.position = gpt.position if first else None
         self.blocks = nn.ModuleDict(blocks)
@@ -192,3 +273,17 @@ class Stage(_Blocks):
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """The mean over all tokens, in float32."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+CHUNK = 512
+
+
+def chunked_cross_entropy(head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
+    """`cross_entropy` of ``head(x)``, of which a chunk is kept as its input alone."""
+
+    def total(part: Tensor, answers: Tensor) -> Tensor:
+        return F.cross_entropy(head(part).float(), answers, reduction="sum")
+
+    parts = zip(x.flatten(0, 1).split(CHUNK), targets.flatten().split(CHUNK), strict=True)
+    sums = [torch.utils.checkpoint.checkpoint(total, *part, use_reentrant=False) for part in parts]
+    return torch.stack(sums).sum() / targets.numel()

@@ -110,6 +110,8 @@ def tensor_plan(model: Any, *, sequence: bool) -> dict[str, Any]:
             f"{block}.expand": ColwiseParallel(input_layouts=between),
             f"{block}.output": RowwiseParallel(output_layouts=between),
         }
+        if model.shape.llama:
+            plan[f"{block}.gate"] = ColwiseParallel(input_layouts=between)
         if sequence:
             plan[f"{block}.attention_norm"] = SequenceParallel(use_local_output=True)
             plan[f"{block}.perceptron_norm"] = SequenceParallel(use_local_output=True)

@@ -104,7 +104,7 @@ def pipeline_module(model: GPT, mesh: Mesh) -> nn.Module:
     module: nn.Module = PipelineModule(
         layers=[
             TiedLayerSpec("token", _Given, model.token, **token),
-            LayerSpec(_AddPosition, model.position),
+            *([] if model.position is None else [LayerSpec(_AddPosition, model.position)]),
             *model.blocks.values(),
             model.norm,
             TiedLayerSpec("token", _Given, model.token, forward_fn=logits, **token),

@@ -13,7 +13,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -131,8 +131,11 @@ def choose_model(args: argparse.Namespace) -> tuple[dict[str, Any], Callable[[],
     if args.model in PRESETS:
         shape = PRESETS[args.model]
         shape = replace(shape, context=args.context or shape.context)
-        facts = {"name": args.model, **asdict(shape)}
-        return facts, partial(GPT, shape), gpt_data.read(args.data, shape.context, shape.vocabulary)
+        facts = {"name": args.model, **shape.facts()}
+        make_model = partial(GPT, shape, chunked_loss=args.chunked_loss)
+        return facts, make_model, gpt_data.read(args.data, shape.context, shape.vocabulary)
+    if args.chunked_loss:
+        raise BadInput(f"--chunked-loss is for {', '.join(PRESETS)}, not for --model {args.model}")
     import gpt_hugging_face
 
     if not gpt_hugging_face.looks_like_a_name(args.model):
@@ -250,7 +253,8 @@ def check_model(strategy: str, mesh: Mesh, model: Mapping[str, Any], *, sequence
             f"--strategy {strategy} cannot cut {name}: it does not know its layers",
             hint="--strategy fsdp or deepspeed divide any model",
         )
-    layers, heads = int(model["layers"]), int(model["heads"])
+    layers, heads = int(model["layers"]), int(model.get("kv_heads") or model["heads"])
+    kind = "key-value" if model.get("kv_heads") else "attention"
     if mesh.pp > layers:
         raise BadInput(
             f"--mesh pp={mesh.pp}: {name} has {counted(layers, 'layer')}, and a stage needs one "
@@ -260,7 +264,7 @@ def check_model(strategy: str, mesh: Mesh, model: Mapping[str, Any], *, sequence
     if heads % mesh.tp:
         fits = [n for n in range(2, heads + 1) if heads % n == 0]
         raise BadInput(
-            f"--mesh tp={mesh.tp}: the {heads} attention heads of {name} do not divide by it",
+            f"--mesh tp={mesh.tp}: the {heads} {kind} heads of {name} do not divide by it",
             hint=f"tp can be {', '.join(map(str, fits)) or 'nothing but 1'}",
         )
     if sequence and int(model["context"]) % mesh.tp:
@@ -408,6 +412,11 @@ def choose_strategy(
 ) -> Chosen:
     """The strategy, with its settings checked."""
     _refuse_unused(args)
+    if mesh.pp > 1 and vars(args).get("chunked_loss"):
+        raise BadInput(
+            "--chunked-loss: a pipeline computes the loss from the logits of a micro batch",
+            hint="a mesh without pp, or leave it out",
+        )
     if args.compile:
         check_compiler(device)
     if args.strategy == "deepspeed":

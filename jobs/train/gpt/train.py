@@ -54,6 +54,8 @@ def parse_args() -> argparse.Namespace:
     add("--learning-rate", type=float, default=1e-3, metavar="RATE", help="at its peak")
     add("--warmup", type=count, default=20, metavar="STEPS", help="until the peak (default: 20)")
     add("--weight-decay", type=float, default=0.1, help="of matrices alone (default: 0.1)")
+    text = "compute the loss of 512 tokens at a time: less memory, the output layer twice"
+    add("--chunked-loss", action="store_true", help=text)
     add("--seed", type=int, default=0, help="of weights and samples (default: 0)")
     add("--log-every", type=positive, default=1, metavar="STEPS", help="metrics (default: 1)")
     add("--eval-every", type=count, default=0, metavar="STEPS", help="0: never")

@@ -418,10 +418,20 @@ def test_program_file_is_under_500_lines_without_clusterkit_import(path: Path) -
 
 def test_estimate_presets_match_model_shapes() -> None:
     for name, shape in models.PRESETS.items():
-        assert published.PRESETS[name] == {
-            "model_type": "gpt2", "n_layer": shape.layers, "n_head": shape.heads,
-            "n_embd": shape.width, "n_positions": shape.context, "vocab_size": shape.vocabulary,
-        }  # fmt: skip
+        assert published.PRESETS[name] == (
+            {
+                "model_type": "llama", "num_hidden_layers": shape.layers,
+                "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+                "head_dim": shape.width // shape.heads, "hidden_size": shape.width,
+                "intermediate_size": shape.inner, "max_position_embeddings": shape.context,
+                "vocab_size": shape.vocabulary, "tie_word_embeddings": 1,
+            }
+            if shape.llama
+            else {
+                "model_type": "gpt2", "n_layer": shape.layers, "n_head": shape.heads,
+                "n_embd": shape.width, "n_positions": shape.context, "vocab_size": shape.vocabulary,
+            }
+        )  # fmt: skip
     assert published.PRESETS.keys() == models.PRESETS.keys()
 
 
