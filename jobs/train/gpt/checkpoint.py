@@ -114,11 +114,12 @@ class Checkpoints:
         write: Callable[[Path], Future[Any] | None],
         world: World,
         notes: Mapping[str, Any] | None = None,
+        data: Mapping[str, Any] | None = None,
     ) -> Path:
         """Write the checkpoint of ``step`` and remove those beyond ``keep``. Collective.
 
         ``write`` may return before its files are there: then the checkpoint counts from ``finish``
-        on. ``notes`` come back in ``Checkpoint.notes``.
+        on. ``notes`` and ``data`` come back in the ``Checkpoint``.
         """
         self.finish(world)
         started = time.perf_counter()
@@ -136,7 +137,7 @@ class Checkpoints:
         manifest = {
             "step": step, "strategy": self.strategy, "world_size": world.size,
             "any_world_size": self.any_world_size, "model": self.model,
-            "notes": dict(notes or {}), "saved_at": time.time(),
+            "notes": dict(notes or {}), "data": dict(data or {}), "saved_at": time.time(),
         }  # fmt: skip
         self._writing = draft, final, manifest, files, started
         if files is None:

@@ -29,7 +29,13 @@ def choose_model(args: argparse.Namespace) -> tuple[dict[str, Any], Callable[[],
         shape = PRESETS[args.model]
         shape = replace(shape, context=args.context or shape.context)
         facts = {"name": args.model, **asdict(shape)}
-        return facts, partial(GPT, shape), gpt_data.read(args.data, shape.context, shape.vocabulary)
+        return (
+            facts,
+            partial(GPT, shape),
+            gpt_data.read(
+                args.data, shape.context, shape.vocabulary, document_mask=args.document_mask
+            ),
+        )
     import hugging_face
 
     if not hugging_face.looks_like_a_name(args.model):
@@ -38,7 +44,10 @@ def choose_model(args: argparse.Namespace) -> tuple[dict[str, Any], Callable[[],
             f"one of {', '.join(PRESETS)}, or the name or folder of a Hugging Face model",
         )
     facts, make_model, tokenize = hugging_face.choose(args.model, args.pretrained)
-    tokens = gpt_data.read(args.data, args.context or 256, facts["vocabulary"], tokenize)
+    tokens = gpt_data.read(
+        args.data, args.context or 256, facts["vocabulary"], tokenize,
+        document_mask=args.document_mask,
+    )  # fmt: skip
     return facts, make_model, tokens
 
 
@@ -131,6 +140,11 @@ def choose_strategy(
 ) -> Chosen:
     """The strategy, with its settings checked."""
     _refuse_unused(args)
+    if args.document_mask and mesh.pp > 1:
+        raise BadInput(
+            "--document-mask: stages of a pipeline send each other no positions",
+            hint="a mesh without pp, or leave it out",
+        )
     if args.compile:
         speed.check_compiler(device)
     if args.strategy == "deepspeed":

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from gpt_data import as_tokens
+from model import document_mask
 from ranks import BadInput
 from torch import Tensor, nn
 
@@ -56,9 +57,12 @@ class CausalLM(nn.Module):
         else:
             self.model = loading(name, lambda: auto.from_config(config, dtype=torch.float32))
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy of ``targets``; both (batch, context), int64."""
-        logits = self.model(tokens, use_cache=False).logits
+    def forward(self, tokens: Tensor, targets: Tensor, places: Tensor | None = None) -> Tensor:
+        """Mean cross entropy of ``targets``, like `model.GPT`; all (batch, context), int64."""
+        mask = None if places is None else document_mask(places)
+        logits = self.model(
+            tokens, attention_mask=mask, position_ids=places, use_cache=False
+        ).logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
@@ -113,8 +117,9 @@ def _tokenize(name: str, text: bytes) -> Tensor:
     tokenizer = load_tokenizer(name)
     if tokenizer is None:
         return as_tokens(text)
-    tokens = tokenizer(text.decode(errors="replace"), verbose=False)["input_ids"]
-    return torch.tensor(tokens, dtype=torch.int32)
+    # A special token that stands in the text is text: only the tokenizer itself may put one.
+    tokens = tokenizer(text.decode(errors="replace"), verbose=False, split_special_tokens=True)
+    return torch.tensor(tokens["input_ids"], dtype=torch.int32)
 
 
 def loading(name: str, load: Callable[[], Any]) -> Any:

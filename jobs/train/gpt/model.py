@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,13 +78,14 @@ class Attention(nn.Module):
         self.heads_in = Linear(shape.width, 3 * shape.width)
         self.output = Linear(shape.width, shape.width, std=_output_std(shape))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         rows = self.heads_in(x)
         batch, length, _ = rows.shape
         heads = rows.view(batch, length, -1, 3, self.head_width)
         # Each of the three: (batch, heads of this rank, length, width of a head).
         query, key, value = heads.permute(3, 0, 2, 1, 4)
-        y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        causal = mask is None
+        y = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
         return self.output(y.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -98,8 +100,8 @@ class Block(nn.Module):
         self.expand = Linear(shape.width, 4 * shape.width)
         self.output = Linear(4 * shape.width, shape.width, std=_output_std(shape))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), mask)
         inner = F.gelu(self.expand(self.perceptron_norm(x)), approximate="tanh")
         return x + self.output(inner)
 
@@ -120,14 +122,16 @@ class _Blocks(nn.Module):
     norm: Any
     head: Any
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, places: Tensor | None = None) -> Tensor:
         """Tokens with their positions as vectors: (batch, length) to (batch, length, width)."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
+        if places is None:
+            places = torch.arange(tokens.shape[1], device=tokens.device)
         return self.token(tokens) + self.position(places)
 
-    def through(self, x: Tensor) -> Tensor:
+    def through(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Activations after all blocks that are here."""
-        for block in self.blocks.values():
+        for module in self.blocks.values():
+            block = module if mask is None else partial(module, mask=mask)
             x = block(x) if self.recompute is None else self.recompute(block, x)
         return x
 
@@ -148,9 +152,13 @@ class GPT(_Blocks):
         """Let the output layer use the token embedding's weight."""
         self.head.weight = self.token.weight
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy of ``targets``, a float32 scalar; both (batch, length), int64."""
-        x = self.through(self.embed(tokens))
+    def forward(self, tokens: Tensor, targets: Tensor, places: Tensor | None = None) -> Tensor:
+        """Mean cross entropy of ``targets``, a float32 scalar; all (batch, length), int64.
+
+        With ``places``, of the tokens in their documents, attention does not leave those.
+        """
+        mask = None if places is None else document_mask(places)
+        x = self.through(self.embed(tokens, places), mask)
         return cross_entropy(self.head(self.norm(x)), targets)
 
     def stage(self, index: int, stages: int) -> Stage:
@@ -186,6 +194,13 @@ class Stage(_Blocks):
         if self.head is not None:
             x = self.head(self.norm(x))
         return x
+
+
+def document_mask(places: Tensor) -> Tensor:
+    """What each token may attend to, from its place in its document: (batch, 1, length, length)."""
+    numbers = torch.arange(places.shape[1], device=places.device)
+    before = numbers[:, None] - numbers
+    return ((before >= 0) & (before <= places[:, :, None]))[:, None]
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

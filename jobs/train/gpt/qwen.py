@@ -55,16 +55,16 @@ def describe(rank: int, strategy: str, model: nn.Module, total: int) -> str:
 
 def choose_model(args: argparse.Namespace) -> tuple[dict[str, Any], Callable[[], nn.Module], Any]:
     """What describes the model, what builds it, and the text in its tokens."""
+    read = partial(gpt_data.read, document_mask=args.document_mask)
     if args.model is not None:
         facts, make_model, tokenize = hugging_face.choose(args.model, True)
-        text = gpt_data.read(args.data, args.context, facts["vocabulary"], tokenize)
-        return facts, make_model, text
+        return facts, make_model, read(args.data, args.context, facts["vocabulary"], tokenize)
     hugging_face.import_transformers()
     from transformers import Qwen2Config
 
     config = Qwen2Config(**TINY)
     make = partial(hugging_face.CausalLM, "tiny qwen2", config, pretrained=False)
-    return {"name": "tiny qwen2", **TINY}, make, gpt_data.read(args.data, args.context, 256)
+    return {"name": "tiny qwen2", **TINY}, make, read(args.data, args.context, 256)
 
 
 def learning_rate(args: argparse.Namespace) -> float:
@@ -78,7 +78,7 @@ def parse_args() -> argparse.Namespace:
     parser = settings.Parser(__doc__)
     add = parser.add_argument
     add("--model", metavar="NAME", help="Hugging Face name or folder (default: a tiny new Qwen2)")
-    add("--data", metavar="PATH", help="file or folder (default: Python's standard library)")
+    add("--data", metavar="PATH", help=gpt_data.HELP)
     add("--context", type=positive, default=128, metavar="TOKENS", help="default: 128")
     add("--steps", type=positive, default=50, help="default: 50")
     add("--learning-rate", type=float, metavar="RATE",

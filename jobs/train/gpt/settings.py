@@ -10,6 +10,7 @@ import os
 from functools import partial
 from typing import NoReturn
 
+from gpt_data import SAMPLINGS
 from mesh import STRATEGIES
 from ranks import BadInput
 
@@ -59,6 +60,10 @@ class Parser(argparse.ArgumentParser):
         text = "largest gradient norm; 0: no clipping (default: 1.0)"
         add("--clip", type=float, metavar="NORM", help=text)
         switch("--stop-at-nan", help="end when the loss is NaN or infinite")
+        text = "samples that begin anywhere, or each once an epoch, shuffled (default: random)"
+        add("--sampling", choices=SAMPLINGS, default="random", help=text)
+        text = "attend within a document alone, and count positions from its start"
+        switch("--document-mask", help=text)
         samples = partial(add, type=positive, metavar="SAMPLES")
         text = "of one step, over all ranks (default: 32)"
         samples("--global-batch", default=_env("GLOBAL_BATCH"), help=text)

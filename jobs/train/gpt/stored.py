@@ -36,6 +36,7 @@ class Checkpoint:
     saved_at: float
     files: Mapping[str, int] = field(repr=False)
     bucket: Bucket | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)  # gpt_data.Batches.state
 
     @property
     def where(self) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -68,10 +69,16 @@ def train(
     with distributed(ranks, device) as world, profiler as trace:
         reporter.phase("build")
         gpt_data.check_same(text, world)
-        batches = gpt_data.Batches(text, args.seed, batch, device, mesh.replica(world.rank))
+        batches = gpt_data.Batches(
+            text, args.seed, batch, device, mesh.replica(world.rank),
+            args.sampling, args.document_mask,
+        )  # fmt: skip
         training = build(make_model, args, chosen, batch, mesh, world)
         if resumed is not None:
             checkpoints.load(resumed, training.load, world)
+            warning = batches.resume(resumed.step, resumed.data)
+            if warning and world.is_first:
+                print(f"warning: resuming with {warning}", file=sys.stderr)
         meter = speed.Meter(facts, training.total, text.context, chosen.dtype, world)
         first = resumed.step + 1 if resumed else 1
         if describe is not None:
@@ -116,11 +123,11 @@ def train(
                         loss = training.pipe.backward(micro_batches, training.parameters)
                 else:
                     losses = []
-                    for number, (tokens, targets) in enumerate(micro_batches, 1):
+                    for number, micro_batch in enumerate(micro_batches, 1):
                         # The gradients travel once per step, with the last micro batch.
                         send_gradients(training.module, number == len(micro_batches))
                         with training.computing():
-                            loss = training.module(tokens, targets)
+                            loss = training.module(*micro_batch)
                         training.scaler.scale(loss / len(micro_batches)).backward()
                         losses.append(loss.detach())
                     loss = mean(losses)
@@ -156,7 +163,7 @@ def train(
                 evaluated["eval_loss"] = world.mean(training.evaluate(batches.held_out()))[0]
             stop = max(stop, report_step(step, rate, seconds, read_numbers, **evaluated))
             if saves:
-                checkpoints.save(step, training.save, world, notes)
+                checkpoints.save(step, training.save, world, notes, batches.state(step))
             if last:
                 break
 
@@ -185,7 +192,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="tiny", help=f"{', '.join(PRESETS)}, or a Hugging Face name or folder")
     add("--pretrained", action="store_true", help="start from the Hugging Face model's weights")
-    add("--data", metavar="PATH", help="file or folder (default: Python's standard library)")
+    add("--data", metavar="PATH", help=gpt_data.HELP)
     add("--context", type=positive, help="tokens in a sample (default: the model's own)")
     add("--steps", type=positive, default=200, help="how long to train (default: 200)")
     add("--learning-rate", type=float, default=1e-3, metavar="RATE", help="at its peak")
