@@ -46,8 +46,6 @@ _NOT_EVERYWHERE = {
     *("lib2to3", "ensurepip", "distutils", "__pycache__"),
 }
 
-# ---------------------------------------------------------------- text
-
 
 def text_files(path: Path, seen: set[tuple[int, int]] | None = None) -> Iterator[Path]:
     """A file, or a folder's files in sorted order. Links are followed, and each folder is read
@@ -194,9 +192,6 @@ def other_vocabulary(path: object, what: str, vocabulary: int) -> BadInput:
         f"--data {path} has {what}, the model one of {vocabulary}",
         hint="another --model, or tokens of its own tokenizer (prepare.py --tokenizer)",
     )
-
-
-# ---------------------------------------------------------------- what --data names
 
 
 @dataclass(frozen=True)

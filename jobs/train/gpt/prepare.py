@@ -8,8 +8,8 @@ Every plain file, and every line of a .jsonl file, is a document. A tokenizer's 
 follows each; special tokens that stand in a text stay text.
 
 ``train.bin`` and ``val.bin`` (the last tenth) hold tokens of 16 bits, as nanoGPT has them, or of 32
-for more than 65,536 different ones; ``train.idx`` and ``val.idx`` where each document starts, of 64
-bits; ``meta.json`` how many of each there are: a torn copy is noticed.
+for a vocabulary above 65,536; ``train.idx`` and ``val.idx`` where each document starts, in 64 bits;
+``meta.json`` how many of each there are: a torn copy is noticed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import argparse
 import codecs
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -30,7 +31,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from gpt_data import COMPRESSED, JSON_LINES, Tokens, text_files
@@ -41,16 +42,9 @@ from world import run
 PIECE = 1 << 18
 """Characters that are tokenized together. Longer documents are cut, so that memory is bounded."""
 
-FILES = {"train.bin": 0, "val.bin": 0, "train.idx": 8, "val.idx": 8}
-"""With the bytes of a number; 0: of a token."""
+FILES = {"train.bin": 0, "val.bin": 0, "train.idx": 8, "val.idx": 8}  # bytes of a number; 0: token
 
-
-class Piece(NamedTuple):
-    """A document, or what is cut out of one."""
-
-    text: str
-    begins: bool
-    ends: bool
+Piece = tuple[str, bool, bool]  # of a document; whether it begins, and ends, the document
 
 
 def documents(text: Path, folder: Path, key: str) -> Iterator[Piece]:
@@ -106,8 +100,8 @@ def _records(file: Path, key: str) -> Iterator[str]:
                 hint = "say with --key which of them is the text"
                 raise BadInput(f'{where} has no text "{key}", only {keys or "{}"}', hint)
             if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
-                hint = "write both halves, or take it out"
-                raise BadInput(f"{where} holds half a character (\\ud800 to \\udfff alone)", hint)
+                said = f"{where} holds half a character (\\ud800 to \\udfff alone)"
+                raise BadInput(said, "write both halves, or take it out")
             yield text
 
 
@@ -118,22 +112,17 @@ def _pieces(blocks: Iterable[str]) -> Iterator[Piece]:
         held += block
         while len(held) > PIECE:
             place = _end(held[:PIECE])
-            yield Piece(held[:place], begins, ends=False)
+            yield held[:place], begins, False
             held, begins = held[place:], False
     if held:
-        yield Piece(held, begins, ends=True)
+        yield held, begins, True
 
 
 def _end(text: str) -> int:
     """Behind the last line end between two letters, across which usual tokens do not go; else
     before the last such space; else the end."""
-    for space, behind in (("\n", 1), (" ", 0)):
-        place = text.rfind(space, 1, -1)
-        while place > 0:
-            if not (text[place - 1].isspace() or text[place + 1].isspace()):
-                return place + behind
-            place = text.rfind(space, 1, place)
-    return len(text)
+    found = re.match(r".*\S\n(?=\S)", text, re.S) or re.match(r".*\S(?= \S)", text, re.S)
+    return found.end() if found else len(text)
 
 
 def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
@@ -142,15 +131,15 @@ def batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     size = 0
     for piece in pieces:
         batch.append(piece)
-        size += len(piece.text)
+        size += len(piece[0])
         if size >= PIECE:
             yield batch
             batch, size = [], 0
     yield batch
 
 
-Encoded = tuple[bytes, list[int]]
-"""The tokens of some pieces, as they stand in a file, and where among them documents start."""
+Encoded = tuple[bytes, list[int]]  # tokens as they stand in a file; where documents start in them
+_PLAIN = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
 
 
 class Encoder:
@@ -159,15 +148,14 @@ class Encoder:
     def __init__(self, tokenizer: str | None) -> None:
         self.known: Any = None
         self.vocabulary = 256
-        self.begin: list[int] = []
+        self.begin: list[int] = []  # put before each document, and behind it
         self.end: list[int] = []
         if tokenizer is not None:
             from hugging_face import load_tokenizer
 
             self.known = known = load_tokenizer(tokenizer)
             if known is None:
-                hint = "give a name of the hub, or a folder with tokenizer.json"
-                raise BadInput(f"--tokenizer {tokenizer}: there is none", hint)
+                raise BadInput(f"--tokenizer {tokenizer}: there is none", "a hub name, or a folder")
             self.vocabulary = max(known.get_vocab().values()) + 1
             self.end = [] if known.eos_token_id is None else [known.eos_token_id]
             if known("")["input_ids"][:1] == [known.bos_token_id]:
@@ -181,13 +169,10 @@ class Encoder:
                 starts.append(len(tokens) // self.width)
             if self.known is None:
                 one = text.encode()
-                two = bytearray(2 * len(one))
-                two[::2] = one
-                tokens += two
+                tokens += bytes(2 * len(one))
+                tokens[-2 * len(one) :: 2] = one
                 continue
-            ids = self.known(
-                text, add_special_tokens=False, split_special_tokens=True, verbose=False
-            )["input_ids"]
+            ids = self.known(text, **_PLAIN)["input_ids"]
             ids = self.begin * begins + ids + self.end * ends
             tokens += array("H" if self.width == 2 else "I", ids).tobytes()
         return bytes(tokens), starts
@@ -227,7 +212,7 @@ def encoded(pieces: Iterable[Piece], encoder: Encoder, processes: int) -> Iterat
 
 
 def prepare(
-    text: Path, folder: Path, tokenizer: str | None = None, *, key: str = "text", processes: int = 1
+    text: Path, folder: Path, tokenizer: str | None = None, key: str = "text", processes: int = 1
 ) -> dict[str, int]:
     """Write the files; returns what meta.json says of them."""
     _check(text, folder)
@@ -259,13 +244,9 @@ def _check(text: Path, folder: Path) -> None:
         raise BadInput(f"{folder} is a file", hint="give a folder to write to")
     if text.is_dir() and folder.resolve().is_relative_to(text.resolve()):
         raise BadInput(f"{folder} lies in {text}", hint="write to a folder outside the text's")
-    with suppress(FileNotFoundError):
-        try:
-            ours = "vocabulary" in json.loads((folder / "meta.json").read_text())
-        except (ValueError, TypeError):
-            ours = False
-        if not ours:
-            raise BadInput(f"{folder}/meta.json is not of prepare.py", hint="give another folder")
+    about = folder / "meta.json"
+    if about.exists() and b'"vocabulary"' not in about.read_bytes():
+        raise BadInput(f"{about} is not of prepare.py", hint="give another folder")
 
 
 def _write(draft: Path, found: Iterable[Encoded], width: int) -> None:
@@ -301,13 +282,11 @@ def main() -> int:
     add("folder", type=Path, help="where to write")
     add("--tokenizer", metavar="NAME", help="Hugging Face name or folder")
     add("--key", default="text", help="of the text in a JSONL line (default: text)")
-    cores = os.cpu_count() or 1
-    help = "that tokenize at a time (default: one for each core, and 1 without --tokenizer)"
+    help = "that tokenize (default: one a core, and 1 without --tokenizer)"
     add("--processes", type=positive, metavar="N", help=help)
     args = parser.parse_args()
-    processes = args.processes or (cores if args.tokenizer else 1)
-    about = prepare(args.text, args.folder, args.tokenizer, key=args.key, processes=processes)
-    print(json.dumps(about))
+    processes = args.processes or (os.cpu_count() or 1 if args.tokenizer else 1)
+    print(json.dumps(prepare(args.text, args.folder, args.tokenizer, args.key, processes)))
     return 0
 
 

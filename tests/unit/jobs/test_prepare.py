@@ -202,7 +202,7 @@ def test_output_that_is_input_or_something_else_is_refused(tmp_path: Path) -> No
     text.mkdir()
     (text / "a").write_text("x" * 50)
     for folder in (text, text / "tokens"):
-        with pytest.raises(BadInput, match="text lies in|tokens lies in"):
+        with pytest.raises(BadInput, match=r"(text|tokens) lies in"):
             prepare(text, folder)
     with pytest.raises(BadInput, match="/text/a is a file"):
         prepare(text, text / "a")
@@ -234,7 +234,7 @@ def test_zero_processes_and_missing_tokenizer_are_refused(tmp_path: Path) -> Non
     pytest.importorskip(
         "transformers", reason="transformers: not installed (pip install 'clusterkit[train]')"
     )
-    with pytest.raises(BadInput, match="--tokenizer .*: there is none"):
+    with pytest.raises(BadInput, match=r"--tokenizer .*: there is none"):
         Encoder(str(tmp_path))
 
 
@@ -243,10 +243,10 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
     import tracemalloc
 
     line = "some words of a line\n"
-    (tmp_path / "a").write_text(line * (20 * PIECE // len(line)))
+    (tmp_path / "a").write_text(line * (40 * PIECE // len(line)))
     torch.zeros(1)
     tracemalloc.start()
     prepare(tmp_path / "a", tmp_path / "tokens")
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert most < 12 * PIECE
+    assert most < 25 * PIECE

@@ -410,10 +410,10 @@ def test_copied_gpt_folder_trains_without_clusterkit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(GPT.parent.glob("*.py")), ids=lambda path: path.name)
-def test_program_file_is_under_300_lines_without_clusterkit_import(path: Path) -> None:
+def test_program_file_is_under_500_lines_without_clusterkit_import(path: Path) -> None:
     text = path.read_text()
     assert not re.search(r"^\s*(from|import) clusterkit\b", text, re.MULTILINE)
-    assert text.count("\n") < 300
+    assert text.count("\n") <= 500
 
 
 def test_estimate_presets_match_model_shapes() -> None:
