@@ -59,10 +59,12 @@ class CausalLM(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor, places: Tensor | None = None) -> Tensor:
         """Mean cross entropy of ``targets``, like `model.GPT`; all (batch, context), int64."""
-        mask = None if places is None else document_mask(places)
-        logits = self.model(
-            tokens, attention_mask=mask, position_ids=places, use_cache=False
-        ).logits
+        more: dict[str, Tensor] = {}
+        if places is not None:
+            if (kind := self.model.config._attn_implementation) != "sdpa":
+                raise BadInput(f"--document-mask: this model has no sdpa attention, but {kind}")
+            more = {"attention_mask": document_mask(places), "position_ids": places}
+        logits = self.model(tokens, use_cache=False, **more).logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 

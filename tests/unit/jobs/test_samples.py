@@ -375,6 +375,27 @@ def test_document_mask_gives_the_losses_of_the_documents_alone() -> None:
     torch.testing.assert_close(gpt(ids, targets, torch.arange(12)[None]), gpt(ids, targets))
 
 
+def test_document_mask_of_hugging_face_model_gives_losses_of_documents_alone() -> None:
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers: not installed (pip install 'clusterkit[train]')"
+    )
+    from hugging_face import CausalLM
+
+    config = transformers.Qwen2Config(
+        vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = CausalLM("tiny", config, pretrained=False)
+    ids, targets = torch.randint(50, (2, 1, 12))
+    places = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
+    parts = model(ids[:, :5], targets[:, :5]) * 5 + model(ids[:, 5:], targets[:, 5:]) * 7
+    torch.testing.assert_close(model(ids, targets, places), parts / 12)
+    config._attn_implementation = "eager"
+    with pytest.raises(BadInput, match="this model has no sdpa attention, but eager"):
+        CausalLM("tiny", config, pretrained=False)(ids, targets, places)
+
+
 def test_document_mask_adds_positions_and_needs_idx_files(tmp_path: Path) -> None:
     lines = [json.dumps({"text": "ab" * n}) for n in range(1, 60)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
