@@ -1,8 +1,9 @@
-"""Runs that go on from a checkpoint with the sample that comes next."""
+"""Runs that read token files, and go on from a checkpoint with the sample that comes next."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,30 @@ def test_document_mask_is_refused_where_it_cannot_be(launch, tokens: Path) -> No
         result = launch(*WORDS, "--document-mask", *more, ranks=ranks)
         assert result.codes == [1] * ranks
         assert said in result.stderr[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["fsdp", "--activation-checkpointing"], marks=pytest.mark.thorough),
+        ["tp", "--sequence-parallel", "--activation-checkpointing"],
+    ],
+    ids=" ".join,
+)
+def test_document_mask_gives_same_losses_where_model_is_cut(
+    launch, tokens: Path, words: list[str]
+) -> None:
+    args = [*WORDS, "--data", tokens, "--document-mask", "--global-batch", "4"]
+    alone, cut = launch(*args), launch(*args, "--strategy", *words, ranks=2)
+    assert (alone.codes, cut.codes) == ([0], [0, 0]), cut.stderr
+    assert cut.losses() == pytest.approx(alone.losses(), abs=2e-6)
+
+
+@pytest.mark.thorough
+def test_document_mask_gives_same_losses_with_deepspeed(
+    launch, zero: Callable[..., list[str]], tokens: Path
+) -> None:
+    args = [*WORDS, "--data", tokens, "--document-mask", "--global-batch", "4"]
+    alone, cut = launch(*args), launch(*args, *zero(3), "--activation-checkpointing", ranks=2)
+    assert (alone.codes, cut.codes) == ([0], [0, 0]), cut.stderr
+    assert cut.losses() == pytest.approx(alone.losses(), abs=2e-6)
