@@ -12,7 +12,8 @@ NODES ?= 1
 GPUS ?= 2
 OUT ?= build
 HOSTS ?= 2
-WORKERS ?= $(shell nproc 2>/dev/null || echo 1)
+# One more than processors: the tests also wait, for processes to end and clocks to pass.
+WORKERS ?= $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 1)))
 
 .PHONY: help
 help: ## Show this list
@@ -169,7 +170,7 @@ unit: .venv/.dev ## Run the unit, contract, golden and simulation tests, a faile
 # What differs from Python to Python and needs no torch: the agent and its threads, tracebacks, files
 # and processes. `make thorough` runs all the rest there, with torch.
 ON_EACH ?= $(addprefix tests/unit/test_,$(addsuffix .py, \
-	agent catalogue diagnose estimate failure hangs pythons scaffold stragglers streams tracebacks usage watch_port watching worker))
+	agent catalogue diagnose estimate failure hangs pythons scaffold stragglers streams tracebacks usage watch_port watching worker)) tests/unit/estimate
 TORCH ?=
 
 .PHONY: unit-newest

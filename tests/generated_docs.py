@@ -176,7 +176,7 @@ def jobs() -> str:
         if job.error is not None:
             raise ValueError(job.error)
         rows.append([
-            f"[`{job.name}`](../jobs/{Path(job.path).name})", job.description,
+            f"[`{job.label}`](../jobs/{job.label}.yaml)", job.description,
             ", ".join(job.packages), job.nodes, job.ranks, job.device,
         ])  # fmt: skip
     return table(["Job", "What it does", "Packages", "Nodes", "Ranks", "Device"], rows)

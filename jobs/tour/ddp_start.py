@@ -1,8 +1,8 @@
-"""Two older ways to start the ranks of ddp.py, for scripts that use them.
+"""Two older ways to start the ranks of jobs/train/ddp.py, for scripts that use them.
 
-    clusterkit submit jobs/ddp-spawn.yaml        # torch.multiprocessing.spawn
-    clusterkit submit jobs/ddp-launch.yaml       # python -m torch.distributed.launch
-    python jobs/train/ddp_start.py spawn --ranks 2 -- --epochs 1
+    clusterkit submit jobs/tour/ddp-spawn.yaml        # torch.multiprocessing.spawn
+    clusterkit submit jobs/tour/ddp-launch.yaml       # python -m torch.distributed.launch
+    python jobs/tour/ddp_start.py spawn --ranks 2 -- --epochs 1
 
 Both start all ranks of a node from one process. clusterkit starts one process per rank: the first
 of each node does it, the others leave at once.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import runpy
 import socket
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as mp
 
-PROGRAM = Path(__file__).with_name("ddp.py")
+PROGRAM = Path(__file__).parents[1] / "train" / "ddp.py"
 
 
 def main() -> int:
@@ -61,9 +62,7 @@ def child(local_rank: int, rest: list[str]) -> None:
     rank = int(os.environ["NODE_RANK"]) * int(os.environ["LOCAL_WORLD_SIZE"]) + local_rank
     os.environ |= {"LOCAL_RANK": str(local_rank), "RANK": str(rank)}
     sys.argv = [str(PROGRAM), *rest]
-    import ddp
-
-    ddp.main()
+    runpy.run_path(str(PROGRAM), run_name="__main__")
 
 
 def launch(count: int, nodes: int, node_rank: int, rest: list[str]) -> None:

@@ -1,8 +1,8 @@
 """Classify reviews with the Hugging Face Trainer: DDP, or DeepSpeed ZeRO if the job has a config.
 
-    clusterkit submit jobs/sentiment-trainer.yaml      # DDP
-    clusterkit submit jobs/sentiment-zero2.yaml        # the same with ZeRO-2; -zero3 with ZeRO-3
-    torchrun --nproc-per-node 2 jobs/train/sentiment_trainer.py
+    clusterkit submit jobs/sentiment/sentiment-trainer.yaml      # DDP
+    clusterkit submit jobs/sentiment/sentiment-zero2.yaml        # with ZeRO-2; -zero3: with ZeRO-3
+    torchrun --nproc-per-node 2 jobs/sentiment/sentiment_trainer.py
 
 Data, model and tokenizer are those of sentiment.py; the loop is the Trainer's. What it must be told
 is here: batch sizes and clipping that agree with the DeepSpeed config, and, on CPUs, to use them.

@@ -1,7 +1,7 @@
 """A parameter server over torch RPC: rank 0 keeps the model, the other ranks compute gradients.
 
-    clusterkit submit jobs/rpc.yaml                          # one server, two workers
-    clusterkit submit jobs/rpc.yaml -- --asynchronous
+    clusterkit submit jobs/tour/rpc.yaml                     # one server, two workers
+    clusterkit submit jobs/tour/rpc.yaml -- --asynchronous
 
 Synchronous: the server waits for the gradients of all workers, averages them, makes the step and
 sends the new weights to all. At the end it trains alone on the same samples and compares: the

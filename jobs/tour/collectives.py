@@ -1,7 +1,7 @@
 """Every way that ranks can talk to each other: what each rank holds before and after, checked.
 
-    clusterkit submit jobs/collectives.yaml
-    torchrun --nproc-per-node 2 jobs/train/collectives.py
+    clusterkit submit jobs/tour/collectives.yaml
+    torchrun --nproc-per-node 2 jobs/tour/collectives.py
 
 The operations themselves are in operations.py and operations_all.py. Rank 0 prints the table. One
 that the backend is known to lack is tried all the same, and its refusal shown; any other failure,

@@ -1,13 +1,14 @@
 """nn.DataParallel, and what it is worth today.
 
-    clusterkit submit jobs/dp.yaml
-    python jobs/train/dp.py
+    clusterkit submit jobs/tour/dp.yaml
+    python jobs/tour/dp.py
 
 One process with one thread per GPU. Before every forward pass the whole model is copied to every
 GPU and the batch is cut and handed out; afterwards the outputs are gathered on the first GPU. So it
 cannot leave the machine, its threads take turns at Python, and the first GPU does and holds more
 than the others. Without GPUs it only calls the module. PyTorch's own advice is to use
-DistributedDataParallel (ddp.py). The program shows what each GPU was given and compares the times.
+DistributedDataParallel (jobs/train/ddp.py). The program shows what each GPU was given and compares
+the times.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def parse_args(gpus: int) -> argparse.Namespace:
     ranks, local = (os.environ.get(name) or 1 for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if (nodes := int(ranks) // int(local)) > 1:
         parser.error(f"nn.DataParallel is one process, so it cannot use {nodes} nodes: --nodes 1, "
-                     "or DistributedDataParallel: jobs/ddp-torchrun.yaml")  # fmt: skip
+                     "or DistributedDataParallel: jobs/tour/ddp-torchrun.yaml")  # fmt: skip
     if os.environ.get("CLUSTERKIT_ACCUMULATION", "1") != "1":
         parser.error("this program does not accumulate: give batch.global or batch.micro alone")
     if args.batch < max(gpus, 1) or args.steps < 1:

@@ -1,8 +1,8 @@
 """Classify reviews with BERT: a DDP loop of one's own, done right.
 
-    clusterkit submit jobs/sentiment.yaml
-    clusterkit submit jobs/sentiment.yaml -- --model google-bert/bert-base-chinese --data my.csv
-    python jobs/train/sentiment.py --epochs 1                     # one rank, no launcher
+    clusterkit submit jobs/sentiment/sentiment.yaml
+    clusterkit submit jobs/sentiment/sentiment.yaml -- --model google-bert/bert-base-chinese
+    python jobs/sentiment/sentiment.py --epochs 1                 # one rank, no launcher
 
 What goes wrong in most such loops, and does not here: the order changes with each epoch; the split
 comes from a seed, so no rank trains on rows that another one validates on; the validation rows are
