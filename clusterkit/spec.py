@@ -118,10 +118,9 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     micro_batch, accumulation, deepspeed_config, run_id, run_dir, checkpoint_dir, world_size,
     local_rank."""
     estimate: Estimable | None = None
-    """Whose flags `args` has: `gpt` (`jobs/train/gpt/train.py`), `qwen`
-    (`jobs/train/gpt/gpt_hugging_face.py`) or `sentiment` (`jobs/sentiment/sentiment.py` and
-    `sentiment_trainer.py`), or a copy's. Only `clusterkit estimate` and the warning of `submit`
-    about memory read it."""
+    """Whose flags `args` has, or which program it is a copy of: `gpt` (`jobs/train/gpt/train.py`),
+    `qwen` (`gpt_hugging_face.py` there) or `sentiment` (`sentiment.py` and `sentiment_trainer.py`
+    of `jobs/sentiment`). Only `clusterkit estimate` and submit's warning about memory read it."""
     python: Annotated[str, Meta(min_length=1)] | None = None
     """Interpreter of the ranks: a path, or a command on the hosts; by default the cluster entry's.
     """

@@ -57,6 +57,26 @@ for step in range(1, steps + 1):
     print(f'@clusterkit {{"event": "metrics", "loss": {value}, "step_seconds": {seconds}}}')
 """
 """After nanoGPT's train.py: the same things in the same order, written for this model."""
+READER = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+import torch
+from gpt_data import Batches, read
+from gpt_model import GPT, PRESETS
+from gpt_settings import Batch
+
+shape, size, steps = PRESETS[sys.argv[2]], int(sys.argv[3]), int(sys.argv[4])
+ahead, sampling = sys.argv[5] == "ahead", sys.argv[6]
+gpt, text = GPT(shape), read(None, shape.context)
+batches = Batches(text, 0, Batch(size, size, 1, 1), torch.device("cpu"), 0, sampling, ahead=ahead)
+for step in range(1, steps + 1):
+    started = time.perf_counter()
+    (samples,) = batches.of_step(step)
+    seconds = time.perf_counter() - started
+    gpt(*samples).backward()
+    print(f'@clusterkit {{"event": "metrics", "step_seconds": {seconds}}}')
+"""
+"""How long a step waits for its samples."""
 
 
 def median_step(program: list[str]) -> float:
@@ -89,11 +109,23 @@ def main() -> int:
         loop = Path(folder, "loop.py")
         loop.write_text(LOOP)
         by_hand = [str(loop), str(GPT), args.model, str(BATCH), str(args.steps)]
+        reader = Path(folder, "reader.py")
+        reader.write_text(READER)
+        waits = {
+            (ahead, sampling): median_step(
+                [str(reader), str(GPT), args.model, str(BATCH), str(args.steps), ahead, sampling]
+            )
+            for sampling in ("random", "epochs")
+            for ahead in ("now", "ahead")
+        }
         rows = [compare("ddp / nanoGPT's loop by hand", ours, lambda: median_step(by_hand),
                         args.rounds)]  # fmt: skip
         if args.against:
             old: Path = args.against
             rows.append(compare(f"ddp / {old}", ours, lambda: ours(old), args.rounds))
+    need = ours()
+    for (ahead, sampling), wait in waits.items():
+        print(f"samples of a step, {sampling}, {ahead}: {wait * 1e3:.2f} of {need * 1e3:.1f} ms")
     print(table([row.cells() for row in rows], ["step", "ours s", "peer s", "ratio", "spread"]))
     return 0
 

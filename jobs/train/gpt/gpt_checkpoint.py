@@ -138,11 +138,12 @@ class Checkpoints:
         write: Callable[[Path], Future[Any] | None],
         world: World,
         notes: Mapping[str, Any] | None = None,
+        data: Mapping[str, Any] | None = None,
     ) -> Path:
         """Write the checkpoint of ``step`` and remove those beyond ``keep``. Collective.
 
         ``write`` may return before its files are there: then the checkpoint counts from ``finish``
-        on. ``notes`` come back in ``Checkpoint.notes``.
+        on. ``notes`` and ``data`` come back in the ``Checkpoint``.
         """
         self.finish(world)
         started = time.perf_counter()
@@ -160,7 +161,7 @@ class Checkpoints:
         manifest = {
             "step": step, "strategy": self.strategy, "world_size": world.size,
             "any_world_size": self.any_world_size, "model": self.model,
-            "notes": dict(notes or {}), "saved_at": time.time(),
+            "notes": dict(notes or {}), "data": dict(data or {}), "saved_at": time.time(),
         }  # fmt: skip
         self._writing = draft, final, manifest, files, started
         if files is None:
@@ -234,6 +235,7 @@ class Checkpoint:
     saved_at: float
     files: Mapping[str, int] = field(repr=False)
     bucket: Bucket | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)  # gpt_data.Batches.state
 
     @property
     def where(self) -> str:

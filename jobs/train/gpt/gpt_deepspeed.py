@@ -110,8 +110,8 @@ class Engine:
             loss = self.engine.train_batch(iter(micro_batches)).detach().double().mean()
         else:
             losses = []
-            for tokens, targets in micro_batches:
-                loss = self.engine(tokens, targets)
+            for micro_batch in micro_batches:
+                loss = self.engine(*micro_batch)
                 self.engine.backward(loss)  # divides by the accumulation steps
                 self.engine.step()  # updates only after the last of them
                 losses.append(loss.detach().double())
@@ -126,7 +126,7 @@ class Engine:
             loss: Tensor = self.engine.eval_batch(iter(micro_batches))
             return loss.detach().double().mean()
         self.engine.eval()
-        losses = [self.engine(tokens, targets).double() for tokens, targets in micro_batches]
+        losses = [self.engine(*micro_batch).double() for micro_batch in micro_batches]
         self.engine.train()
         return torch.stack(losses).mean()
 

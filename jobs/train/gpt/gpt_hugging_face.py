@@ -27,6 +27,7 @@ import gpt_settings
 import torch
 import torch.nn.functional as F
 from gpt_data import as_tokens
+from gpt_model import document_mask
 from gpt_ranks import BadInput, run
 from gpt_settings import positive
 from torch import Tensor, nn
@@ -81,9 +82,14 @@ class CausalLM(nn.Module):
         else:
             self.model = loading(name, lambda: auto.from_config(config, dtype=torch.float32))
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy of ``targets``; both (batch, context), int64."""
-        logits = self.model(tokens, use_cache=False).logits
+    def forward(self, tokens: Tensor, targets: Tensor, places: Tensor | None = None) -> Tensor:
+        """Mean cross entropy of ``targets``, like `gpt_model.GPT`; all (batch, context), int64."""
+        more: dict[str, Tensor] = {}
+        if places is not None:
+            if (kind := self.model.config._attn_implementation) != "sdpa":
+                raise BadInput(f"--document-mask: this model has no sdpa attention, but {kind}")
+            more = {"attention_mask": document_mask(places), "position_ids": places}
+        logits = self.model(tokens, use_cache=False, **more).logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
@@ -138,8 +144,9 @@ def _tokenize(name: str, text: bytes) -> Tensor:
     tokenizer = load_tokenizer(name)
     if tokenizer is None:
         return as_tokens(text)
-    tokens = tokenizer(text.decode(errors="replace"), verbose=False)["input_ids"]
-    return torch.tensor(tokens, dtype=torch.int32)
+    # A special token that stands in the text is text: only the tokenizer itself may put one.
+    tokens = tokenizer(text.decode(errors="replace"), verbose=False, split_special_tokens=True)
+    return torch.tensor(tokens["input_ids"], dtype=torch.int32)
 
 
 def loading(name: str, load: Callable[[], Any]) -> Any:
@@ -174,13 +181,13 @@ def describe(rank: int, strategy: str, model: nn.Module, total: int) -> str:
 
 def choose_model(args: argparse.Namespace) -> tuple[dict[str, Any], Callable[[], nn.Module], Any]:
     """What describes the model, what builds it, and the text in its tokens."""
+    read = partial(gpt_data.read, document_mask=args.document_mask)
     if args.model is not None:
         facts, make_model, tokenize = choose_hugging_face(args.model, True)
-        text = gpt_data.read(args.data, args.context, facts["vocabulary"], tokenize)
-        return facts, make_model, text
+        return facts, make_model, read(args.data, args.context, facts["vocabulary"], tokenize)
     config = import_transformers().Qwen2Config(**TINY)
     make = partial(CausalLM, "tiny qwen2", config, pretrained=False)
-    return {"name": "tiny qwen2", **TINY}, make, gpt_data.read(args.data, args.context, 256)
+    return {"name": "tiny qwen2", **TINY}, make, read(args.data, args.context, 256)
 
 
 def learning_rate(args: argparse.Namespace) -> float:
@@ -194,7 +201,7 @@ def parse_args() -> argparse.Namespace:
     parser = gpt_settings.Parser(__doc__)
     add = parser.add_argument
     add("--model", metavar="NAME", help="Hugging Face name or folder (default: a tiny new Qwen2)")
-    add("--data", metavar="PATH", help="file or folder (default: Python's standard library)")
+    add("--data", metavar="PATH", help=gpt_data.HELP)
     add("--context", type=positive, default=128, metavar="TOKENS", help="default: 128")
     add("--steps", type=positive, default=50, help="default: 50")
     add("--learning-rate", type=float, metavar="RATE",

@@ -95,7 +95,8 @@ def _norm(shape: Shape) -> nn.Module:
 
 
 Angles = tuple[Tensor, Tensor]
-"""Cosine and sine of rotary positions, both (length, width of a head)."""
+"""Cosine and sine of rotary positions, both (length, width of a head); of positions that differ
+between samples (batch, 1, length, width of a head)."""
 
 
 def rotary_angles(shape: Shape, places: Tensor) -> Angles:
@@ -103,7 +104,7 @@ def rotary_angles(shape: Shape, places: Tensor) -> Angles:
     the position, the first one fastest. The pairs are one half with the other, as in Llama."""
     width = shape.width // shape.heads
     speeds = 1.0 / shape.theta ** (torch.arange(0, width, 2, device=places.device).float() / width)
-    turns = places.float()[:, None] * speeds
+    turns = places.float()[..., None] * speeds
     angles = torch.cat([turns, turns], dim=-1)
     return angles.cos(), angles.sin()
 
@@ -128,7 +129,9 @@ class Attention(nn.Module):
         self.heads_in = Linear(shape.width, rows, bias=not shape.llama)
         self.output = Linear(shape.width, shape.width, bias=not shape.llama, std=_output_std(shape))
 
-    def forward(self, x: Tensor, angles: Angles | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, angles: Angles | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         rows = self.heads_in(x)
         batch, length, _ = rows.shape
         heads = rows.view(batch, length, -1, self.queries + 2, self.head_width)
@@ -138,7 +141,7 @@ class Attention(nn.Module):
         if angles is not None:
             query, key = _rotated(query, angles), _rotated(key, angles)
         y = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=self.queries > 1
+            query, key, value, mask, is_causal=mask is None, enable_gqa=self.queries > 1
         )
         return self.output(y.transpose(1, 2).reshape(batch, length, -1))
 
@@ -157,10 +160,12 @@ class Block(nn.Module):
         self.gate = Linear(shape.width, inner, bias=bias) if shape.llama else None
         self.output = Linear(inner, shape.width, bias=bias, std=_output_std(shape))
 
-    def forward(self, x: Tensor, angles: Angles | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, angles: Angles | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         if angles is None and self.gate is not None:  # alone, in DeepSpeed's pipeline
             angles = rotary_angles(self.shape, _places(x))
-        x = x + self.attention(self.attention_norm(x), angles)
+        x = x + self.attention(self.attention_norm(x), angles, mask)
         y = self.perceptron_norm(x)
         if self.gate is None:
             inner = F.gelu(self.expand(y), approximate="tanh")
@@ -186,18 +191,23 @@ class _Blocks(nn.Module):
     norm: Any
     head: Any
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, places: Tensor | None = None) -> Tensor:
         """Tokens as vectors, (batch, length) to (batch, length, width), with those of their
         positions, unless the blocks turn them."""
         if self.position is None:
             return self.token(tokens)
-        return self.token(tokens) + self.position(_places(tokens))
+        return self.token(tokens) + self.position(_places(tokens) if places is None else places)
 
-    def through(self, x: Tensor) -> Tensor:
+    def through(self, x: Tensor, places: Tensor | None = None) -> Tensor:
         """Activations after all blocks that are here."""
-        angles = rotary_angles(self.shape, _places(x)) if self.shape.llama else None
+        more: dict[str, Any] = {}
+        if self.shape.llama:
+            turned = _places(x) if places is None else places[:, None]
+            more["angles"] = rotary_angles(self.shape, turned)
+        if places is not None:
+            more["mask"] = document_mask(places)
         for module in self.blocks.values():
-            block = module if angles is None else partial(module, angles=angles)
+            block = partial(module, **more) if more else module
             x = block(x) if self.recompute is None else self.recompute(block, x)
         return x
 
@@ -228,9 +238,12 @@ class GPT(_Blocks):
         """Let the output layer use the token embedding's weight."""
         self.head.weight = self.token.weight
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy of ``targets``, a float32 scalar; both (batch, length), int64."""
-        x = self.norm(self.through(self.embed(tokens)))
+    def forward(self, tokens: Tensor, targets: Tensor, places: Tensor | None = None) -> Tensor:
+        """Mean cross entropy of ``targets``, a float32 scalar; all (batch, length), int64.
+
+        With ``places``, of the tokens in their documents, attention does not leave those.
+        """
+        x = self.norm(self.through(self.embed(tokens, places), places))
         if self.chunked_loss:
             return chunked_cross_entropy(self.head, x, targets)
         return cross_entropy(self.head(x), targets)
@@ -268,6 +281,13 @@ class Stage(_Blocks):
         if self.head is not None:
             x = self.head(self.norm(x))
         return x
+
+
+def document_mask(places: Tensor) -> Tensor:
+    """What each token may attend to, from its place in its document: (batch, 1, length, length)."""
+    numbers = torch.arange(places.shape[1], device=places.device)
+    before = numbers[:, None] - numbers
+    return ((before >= 0) & (before <= places[:, :, None]))[:, None]
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

@@ -86,6 +86,10 @@ class Parser(argparse.ArgumentParser):
         text = "largest gradient norm; 0: no clipping (default: 1.0)"
         add("--clip", type=float, metavar="NORM", help=text)
         switch("--stop-at-nan", help="end when the loss is NaN or infinite")
+        text = "samples that begin anywhere, or each once an epoch, shuffled (default: random)"
+        add("--sampling", choices=gpt_data.SAMPLINGS, default="random", help=text)
+        text = "attend within a document alone, and count positions from its start"
+        switch("--document-mask", help=text)
         samples = partial(add, type=positive, metavar="SAMPLES")
         text = "of one step, over all ranks (default: 32)"
         samples("--global-batch", default=_env("GLOBAL_BATCH"), help=text)
@@ -128,12 +132,13 @@ def count(text: str, at_least: int = 0) -> int:
 
 def choose_model(args: argparse.Namespace) -> tuple[dict[str, Any], Callable[[], nn.Module], Any]:
     """What describes the model, what builds it, and the text in its tokens."""
+    read = partial(gpt_data.read, document_mask=args.document_mask)
     if args.model in PRESETS:
         shape = PRESETS[args.model]
         shape = replace(shape, context=args.context or shape.context)
         facts = {"name": args.model, **shape.facts()}
         make_model = partial(GPT, shape, chunked_loss=args.chunked_loss)
-        return facts, make_model, gpt_data.read(args.data, shape.context, shape.vocabulary)
+        return facts, make_model, read(args.data, shape.context, shape.vocabulary)
     if args.chunked_loss:
         raise BadInput(f"--chunked-loss is for {', '.join(PRESETS)}, not for --model {args.model}")
     import gpt_hugging_face
@@ -144,8 +149,8 @@ def choose_model(args: argparse.Namespace) -> tuple[dict[str, Any], Callable[[],
             f"one of {', '.join(PRESETS)}, or the name or folder of a Hugging Face model",
         )
     facts, make_model, tokenize = gpt_hugging_face.choose_hugging_face(args.model, args.pretrained)
-    tokens = gpt_data.read(args.data, args.context or 256, facts["vocabulary"], tokenize)
-    return facts, make_model, tokens
+    context = args.context or 256
+    return facts, make_model, read(args.data, context, facts["vocabulary"], tokenize)
 
 
 @dataclass(frozen=True)
@@ -412,6 +417,11 @@ def choose_strategy(
 ) -> Chosen:
     """The strategy, with its settings checked."""
     _refuse_unused(args)
+    if args.document_mask and mesh.pp > 1:
+        raise BadInput(
+            "--document-mask: stages of a pipeline send each other no positions",
+            hint="a mesh without pp, or leave it out",
+        )
     if mesh.pp > 1 and vars(args).get("chunked_loss"):
         raise BadInput(
             "--chunked-loss: a pipeline computes the loss from the logits of a micro batch",

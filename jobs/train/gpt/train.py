@@ -13,6 +13,7 @@ it and make it yours. The model is in gpt_model.py, how it is cut in gpt_paralle
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -48,7 +49,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", default="tiny", help=f"{', '.join(PRESETS)}, or a Hugging Face name or folder")
     add("--pretrained", action="store_true", help="start from the Hugging Face model's weights")
-    add("--data", metavar="PATH", help="file or folder (default: Python's standard library)")
+    add("--data", metavar="PATH", help=gpt_data.HELP)
     add("--context", type=positive, help="tokens in a sample (default: the model's own)")
     add("--steps", type=positive, default=200, help="how long to train (default: 200)")
     add("--learning-rate", type=float, default=1e-3, metavar="RATE", help="at its peak")
@@ -94,10 +95,16 @@ def train(
     with distributed(ranks, device) as world:
         reporter.phase("build")
         gpt_data.check_same(text, world)
-        batches = gpt_data.Batches(text, args.seed, batch, device, mesh.replica(world.rank))
+        batches = gpt_data.Batches(
+            text, args.seed, batch, device, mesh.replica(world.rank),
+            args.sampling, args.document_mask,
+        )  # fmt: skip
         training = build(make_model, args, chosen, batch, mesh, world)
         if resumed is not None:
             checkpoints.load(resumed, training.load, world)
+            warning = batches.resume(resumed.step, resumed.data)
+            if warning and world.is_first:
+                print(f"warning: resuming with {warning}", file=sys.stderr)
         meter = Meter(facts, training.total, text.context, chosen.dtype, world)
         first = resumed.step + 1 if resumed else 1
         if describe is not None:
@@ -155,7 +162,7 @@ def loop(
             if progress.written:
                 checkpoints.finish(world)
             if saves:
-                checkpoints.save(step, training.save, world, progress.notes)
+                checkpoints.save(step, training.save, world, progress.notes, batches.state(step))
             if last:
                 break
 
@@ -233,11 +240,11 @@ class Training:
             with self._computing():
                 return self._pipe.backward(micro_batches, self.parameters)
         losses = []
-        for number, (tokens, targets) in enumerate(micro_batches, 1):
+        for number, micro_batch in enumerate(micro_batches, 1):
             # The gradients travel once per step, with the last micro batch.
             send_gradients(self.module, number == len(micro_batches))
             with self._computing():
-                loss = self.module(tokens, targets)
+                loss = self.module(*micro_batch)
             self._scaler.scale(loss / len(micro_batches)).backward()
             losses.append(loss.detach())
         return mean(losses)
