@@ -61,9 +61,10 @@ _TRAINING: dict[str, Mapping[str, Any]] = {
     "--micro-batch": {**_POSITIVE, ENV: "MICRO_BATCH"},
 }
 _TRAINING_VALUES = (
-    "--profile --clip --checkpoint-dir --checkpoint-every --checkpoint-keep --checkpoint-resume"
+    "--profile --clip --checkpoint-dir --checkpoint-every --checkpoint-keep --checkpoint-resume "
+    "--sampling"
 )
-_TRAINING_SWITCHES = "--compile --zero-init --stop-at-nan --checkpoint-async"
+_TRAINING_SWITCHES = "--compile --zero-init --stop-at-nan --checkpoint-async --document-mask"
 
 PROGRAMS: dict[str, _Program] = {
     "gpt": _Program(
