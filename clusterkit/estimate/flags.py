@@ -46,7 +46,7 @@ class _Program:
     """Of its own, for flags that several programs have."""
 
 
-# settings.py
+# gpt_settings.py
 _TRAINING: dict[str, Mapping[str, Any]] = {
     "--strategy": {"choices": STRATEGIES, "default": "ddp"},
     "--mesh": {},
@@ -61,9 +61,10 @@ _TRAINING: dict[str, Mapping[str, Any]] = {
     "--micro-batch": {**_POSITIVE, ENV: "MICRO_BATCH"},
 }
 _TRAINING_VALUES = (
-    "--profile --clip --checkpoint-dir --checkpoint-every --checkpoint-keep --checkpoint-resume"
+    "--profile --clip --checkpoint-dir --checkpoint-every --checkpoint-keep --checkpoint-resume "
+    "--sampling"
 )
-_TRAINING_SWITCHES = "--compile --zero-init --stop-at-nan --checkpoint-async"
+_TRAINING_SWITCHES = "--compile --zero-init --stop-at-nan --checkpoint-async --document-mask"
 
 PROGRAMS: dict[str, _Program] = {
     "gpt": _Program(
@@ -71,7 +72,7 @@ PROGRAMS: dict[str, _Program] = {
         {**_TRAINING, "--model": {"default": "tiny"}, "--context": _POSITIVE},
         values=f"{_TRAINING_VALUES} --data --steps --learning-rate --warmup --weight-decay --seed "
         "--log-every --eval-every",
-        switches=f"{_TRAINING_SWITCHES} --pretrained",
+        switches=f"{_TRAINING_SWITCHES} --pretrained --chunked-loss",
     ),
     "qwen": _Program(
         "jobs/train/gpt/gpt_hugging_face.py",

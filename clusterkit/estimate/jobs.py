@@ -27,7 +27,7 @@ from clusterkit.spec import JobSpec
 
 _GLOBAL_BATCH = 32
 _HUGGING_FACE_CONTEXT = 256
-"""What jobs/train/gpt/choices.py takes where no flag says it."""
+"""What jobs/train/gpt/gpt_settings.py takes where no flag says it."""
 _RECOMPUTE = ("activation_checkpointing", "gradient_checkpointing")
 _JOBS_CONFIG = "\0"
 """Stands for the path of the file that clusterkit makes of a job's DeepSpeed section."""

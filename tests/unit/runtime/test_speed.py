@@ -6,13 +6,13 @@ import json
 import re
 from pathlib import Path
 
+import gpt_metrics
+import gpt_settings
 import pytest
-import speed
 import torch
-from model import GPT, PRESETS
-from parameters import count_parameters
-from ranks import Unavailable
-from world import World
+from gpt_model import GPT, PRESETS
+from gpt_parallelize import count_parameters
+from gpt_ranks import Unavailable, World
 
 from tests.unit.runtime.conftest import ROOT
 
@@ -25,9 +25,9 @@ def test_flops_per_token_follows_palm_appendix() -> None:
     with torch.device("meta"):
         parameters = count_parameters(GPT(PRESETS["124m"]))
     facts = {"layers": 12, "width": 768, "context": 1024}
-    flops = speed.flops_per_token(facts, parameters, 1024)
+    flops = gpt_metrics.flops_per_token(facts, parameters, 1024)
     assert flops == 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
-    assert speed.flops_per_token({"name": "owner/model"}, 10, 1024) == 60
+    assert gpt_metrics.flops_per_token({"name": "owner/model"}, 10, 1024) == 60
 
 
 RECORDED = {
@@ -46,7 +46,8 @@ def test_every_recorded_gpu_has_dense_peak_or_none() -> None:
     files = (ROOT / "tests" / "data" / "gpu").glob("*.txt")
     names = {name for file in files for name in re.findall(r"GPU-[\w-]+, (.+?),", file.read_text())}
     teras = {
-        name: None if (peak := speed.PEAKS.get(name)) is None else peak / 1e12 for name in names
+        name: None if (peak := gpt_metrics.PEAKS.get(name)) is None else peak / 1e12
+        for name in names
     }
     assert teras == RECORDED
 
@@ -75,15 +76,15 @@ def test_mfu_uses_dense_gpu_peaks_and_is_absent_for_unknown_gpu(
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1 << 30)
     monkeypatch.setattr(World, "gather", lambda world, name: [name, *names[1:]])
     world = World(0, 0, 0, 2, 2, device=torch.device("cuda", 0), backend="nccl")
-    told = speed.Meter({}, 100, 16, "bf16", world).measured(1e9)
+    told = gpt_metrics.Meter({}, 100, 16, "bf16", world).measured(1e9)
     mfu = {} if peak is None else {"mfu": pytest.approx(600 * 1e9 / peak)}
     assert told == {"peak_memory": 1 << 30, **mfu}
-    assert "mfu" not in speed.Meter({}, 100, 16, "fp32", world).measured(1e9)
+    assert "mfu" not in gpt_metrics.Meter({}, 100, 16, "fp32", world).measured(1e9)
 
 
 def test_meter_reports_no_mfu_on_cpu() -> None:
     world = World(0, 0, 0, 1, 1, device=CPU, backend="gloo")
-    assert speed.Meter({}, 100, 16, "bf16", world).measured(1e9) == {}
+    assert gpt_metrics.Meter({}, 100, 16, "bf16", world).measured(1e9) == {}
 
 
 @pytest.mark.parametrize(("kind", "what"), [("cpu", r"a C\+\+ compiler"), ("cuda", "a C compiler")])
@@ -94,7 +95,7 @@ def test_compile_is_refused_without_compiler(
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(Unavailable, match=f"--compile needs {what}, and there is none on this"):
-        speed.check_compiler(torch.device(kind))
+        gpt_settings.check_compiler(torch.device(kind))
 
 
 def test_profile_holds_three_steps_of_every_rank(launch, tmp_path: Path) -> None:
