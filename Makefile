@@ -12,7 +12,8 @@ NODES ?= 1
 GPUS ?= 2
 OUT ?= build
 HOSTS ?= 2
-WORKERS ?= $(shell nproc 2>/dev/null || echo 1)
+# One more than processors: the tests also wait, for processes to end and clocks to pass.
+WORKERS ?= $(shell echo $$(($$(nproc 2>/dev/null || echo 1) + 1)))
 
 .PHONY: help
 help: ## Show this list
@@ -162,14 +163,14 @@ types: .venv/.dev ## Run mypy, strict
 SLOW := --durations 40 --durations-min 5
 
 .PHONY: unit
-unit: .venv/.dev ## Run the unit, contract, golden and simulation tests: WORKERS=2
-	@$(BIN)/pytest -m "not thorough" $(SLOW) --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal \
+unit: .venv/.dev ## Run the unit, contract, golden and simulation tests, a failed one twice as in live: WORKERS=2
+	@$(BIN)/python -m tests.rerun -m "not thorough" $(SLOW) --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal \
 		tests/unit tests/contract tests/golden tests/simulation
 
 # What differs from Python to Python and needs no torch: the agent and its threads, tracebacks, files
 # and processes. `make thorough` runs all the rest there, with torch.
 ON_EACH ?= $(addprefix tests/unit/test_,$(addsuffix .py, \
-	agent catalogue diagnose estimate failure hangs pythons scaffold stragglers streams tracebacks usage watch_port watching worker))
+	agent catalogue diagnose estimate failure hangs pythons scaffold stragglers streams tracebacks usage watch_port watching worker)) tests/unit/estimate
 TORCH ?=
 
 .PHONY: unit-newest
@@ -196,7 +197,7 @@ unit-others: ## Run them on all other Pythons from 3.11 to 3.14 that are there, 
 
 .PHONY: unit-on
 unit-on: .venv-$(VERSION)/.made$(TORCH)
-	@.venv-$(VERSION)/bin/python -m pytest -m "not thorough" $(SLOW) --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal \
+	@.venv-$(VERSION)/bin/python -m tests.rerun -m "not thorough" $(SLOW) --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal \
 		$(if $(TORCH),tests/unit tests/contract tests/golden tests/simulation,$(ON_EACH))
 	@$(if $(TORCH),.venv-$(VERSION)/bin/python -m pytest tests/live/test_hangs.py)
 

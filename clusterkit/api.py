@@ -368,8 +368,9 @@ def estimate(
     from clusterkit.lifecycle.launch import resolved_cluster
 
     asked = estimates.check(values.of_fields(question, estimates.Question))
-    spec = request.spec_of(job, settings, nodes, gpus, more_args)
-    spec = spec if job is not None else None
+    request.spec_of(None, settings, nodes, gpus)  # checks both, without a job too
+    read = None if job is None else request.read(job, settings, nodes, gpus, more_args)
+    spec = None if read is None else read.job
     facts = None if facts is None else values.checked(facts, "facts")
     counted = gpus is not None or (spec is not None and spec.gpus_per_node != "auto")
     if facts is None and not (asked.gpu_memory is not None and counted):
@@ -377,7 +378,8 @@ def estimate(
         with contextlib.closing(backends.transport_for(entry)) as transport:
             facts = backends.backend(entry.backend).probe(entry, transport, spec)
     count = None if nodes is None else parse_nodes(nodes)[1]
-    return estimates.estimate(spec, facts, nodes=count, gpus=gpus, question=asked)
+    with contextlib.nullcontext() if read is None else read.locating():
+        return estimates.estimate(spec, facts, nodes=count, gpus=gpus, question=asked)
 
 
 @checked

@@ -21,7 +21,13 @@ from clusterkit.batch import Batch
 from clusterkit.cluster import ClusterSpec, Facts, HostFacts
 from clusterkit.errors import BadInput, Unavailable, error_key, pluralize
 from clusterkit.plan import Native, Note, Plan, PlanFile, Step, Tree
-from clusterkit.program import deepspeed_config, interpreter_words, program_argv, solve_batch
+from clusterkit.program import (
+    batch_environment,
+    deepspeed_config,
+    interpreter_words,
+    program_argv,
+    solve_batch,
+)
 from clusterkit.rendezvous import (
     IS_HOST,
     NODE_ADDRESS,
@@ -334,13 +340,7 @@ def _run_environment(placement: Placement, sizes: Batch | None) -> dict[str, str
         "CLUSTERKIT_JOB": job.name,
         "CLUSTERKIT_DEVICE": placement.device,
     }
-    if sizes is not None:
-        if not topology.elastic or (job.batch and job.batch.global_size):
-            env["CLUSTERKIT_GLOBAL_BATCH"] = str(sizes.global_size)
-        if not topology.elastic or (job.batch and job.batch.micro):
-            env["CLUSTERKIT_MICRO_BATCH"] = str(sizes.micro)
-        if not topology.elastic:
-            env["CLUSTERKIT_ACCUMULATION"] = str(sizes.accumulation)
+    env |= batch_environment(job, sizes, elastic=topology.elastic)
     if job.checkpoint is not None:
         # A relative folder lies in the run's, so that two runs never share one by accident.
         folder = job.checkpoint.dir

@@ -40,6 +40,10 @@ class Entry(Spec, frozen=True, kw_only=True):
     """Seconds between SIGTERM and SIGKILL when a run is ended; mpirun ends its ranks after 1 s of
     its own."""
 
+    def starts_from_here(self, path: str) -> bool:
+        """Return whether a command's file has to be on this machine: no host has one of its own."""
+        return not path.startswith("/")
+
 
 class LocalCluster(Entry, frozen=True, kw_only=True):
     """This machine; several nodes are simulated on it."""
@@ -54,6 +58,9 @@ class LocalCluster(Entry, frozen=True, kw_only=True):
     """Interpreter of the ranks; by default the active environment's, otherwise the one that runs
     clusterkit."""
     lost_after: ClassVar[float] = 30.0
+
+    def starts_from_here(self, path: str) -> bool:
+        return True
 
 
 class Host(Spec, frozen=True, kw_only=True):
@@ -118,6 +125,9 @@ class SshCluster(Entry, frozen=True, kw_only=True):
     lost_after: Seconds = 30.0
     """Seconds without an answer after which a host counts as lost."""
 
+    def starts_from_here(self, path: str) -> bool:
+        return super().starts_from_here(path) and self.sync
+
 
 class ComposeCluster(Entry, frozen=True, kw_only=True):
     """Containers of one docker engine on this machine, one per node."""
@@ -155,6 +165,9 @@ class ComposeCluster(Entry, frozen=True, kw_only=True):
     """Interpreter of the ranks in the image."""
     lost_after: Seconds = 30.0
     """Seconds without an answer after which a node counts as lost."""
+
+    def starts_from_here(self, path: str) -> bool:
+        return super().starts_from_here(path) and self.code == "mounted"
 
 
 class Claim(Spec, frozen=True, kw_only=True):
@@ -252,6 +265,9 @@ class KubernetesCluster(Entry, frozen=True, kw_only=True):
     """Whether a pod is force-deleted, so that another can replace it, when its Kubernetes node has
     not answered for `lost_after`. `false`: you delete it yourself."""
 
+    def starts_from_here(self, path: str) -> bool:
+        return super().starts_from_here(path) and self.code == "copied"
+
 
 class SlurmCluster(Entry, frozen=True, kw_only=True):
     """Nodes of a Slurm cluster, one allocation per run."""
@@ -316,6 +332,11 @@ class SlurmCluster(Entry, frozen=True, kw_only=True):
     environment's, otherwise the one that runs clusterkit; with `ssh` the login node's `python3`."""
     lost_after: Seconds = 30.0
     """Seconds without an answer after which a node counts as lost."""
+
+    def starts_from_here(self, path: str) -> bool:
+        return super().starts_from_here(path) and not (
+            self.container or self.setup or (self.ssh and not self.sync)
+        )
 
 
 ClusterSpec = LocalCluster | SshCluster | ComposeCluster | KubernetesCluster | SlurmCluster

@@ -58,7 +58,7 @@ def claim(plan: Plan, transport: Transport, owner: str) -> None:
             known = f", of {found}" if (found := done.stdout.strip()) else ""
             raise BadInput(
                 f"host {host}: there is a run {plan.run_id} already{known}",
-                hint="choose another run id; `clusterkit rm` there removes that run",
+                hint=f"choose another run id; `clusterkit rm {plan.run_id}` there removes that run",
             )
         if done.exit_code:
             raise SubmitFailed(

@@ -66,17 +66,21 @@ def reason(error: OSError) -> str:
     return message[0].lower() + message[1:]
 
 
-def write_atomic(path: Path, data: bytes, mode: int | None = None) -> None:
+def write_atomic(path: Path, data: bytes, mode: int | None = None, *, output: bool = False) -> None:
     """Write a file under a temporary name and rename it.
 
     Args:
         mode: the file's, whatever the umask is; None: what the umask leaves of 666.
+        output: the user has named it. A device or a pipe is written to, not replaced.
 
     Raises:
         RunFolderError: no space, no permission; the temporary file is removed.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     try:
+        if output and path.exists() and not path.is_file() and not path.is_dir():
+            path.write_bytes(data)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(
             temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else 0o600
@@ -89,25 +93,43 @@ def write_atomic(path: Path, data: bytes, mode: int | None = None) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        hint = "name another folder, or set CLUSTERKIT_HOME"
+        elsewhere = "" if output else ", or set CLUSTERKIT_HOME"
+        hint = f"name another folder{elsewhere}"
         if isinstance(error, PermissionError):
-            hint = f"{path.parent} belongs to another user"
-            with contextlib.suppress(OSError):
-                if path.parent.stat().st_uid == os.geteuid():
-                    hint = f"{path.parent} is read-only"
+            owner = other_owner(path.parent)
+            hint = f"{path.parent} belongs to {owner}" if owner else f"{path.parent} is read-only"
         elif error.errno in (errno.ENOSPC, errno.EDQUOT):
-            hint = f"make room on the disk that holds {path.parent}, or set CLUSTERKIT_HOME"
+            hint = f"make room on the disk that holds {path.parent}{elsewhere}"
         raise RunFolderError(f"cannot write {path}: {error.strerror}", hint) from error
 
 
-def check_output(path: Path) -> None:
-    """Check that the folder exists in which a user wants a file: a typing mistake would make it.
+def other_owner(path: Path) -> str | None:
+    """Return the user to whom a path belongs; None: it is this one, or cannot be found out."""
+    try:
+        owner = path.stat().st_uid
+    except OSError:
+        return None
+    if owner == os.geteuid():
+        return None
+    try:
+        return pwd.getpwuid(owner).pw_name
+    except KeyError:
+        return f"user {owner}"
+
+
+def check_output(path: Path, *, force: bool = True) -> None:
+    """Check that a file can be written where a user wants it.
 
     Raises:
-        BadInput: it does not.
+        BadInput: it is a folder, or exists and there is no ``force``; its folder does not exist,
+            which a typing mistake would make.
     """
     if not path.parent.is_dir():
         raise BadInput(f"{path}: there is no folder {path.parent}", f"mkdir -p {path.parent}")
+    if os.path.isdir(path):  # not pathlib's, which raises where a folder is closed to this user
+        raise BadInput(f"{path} is a folder", "name a file in it")
+    if os.path.isfile(path) and not force:
+        raise BadInput(f"{path} exists already", hint="--force replaces it")
 
 
 def remove_drafts(folder: Path) -> None:

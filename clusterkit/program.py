@@ -49,6 +49,20 @@ def solve_batch(job: JobSpec, topology: Topology) -> tuple[Batch | None, list[No
     return solved, [Note("batch", value, f"{follows} follows the world size")]
 
 
+def batch_environment(job: JobSpec, sizes: Batch | None, *, elastic: bool) -> dict[str, str]:
+    """Return the variables with a rank's batch sizes; of an elastic run those that are fixed."""
+    if sizes is None:
+        return {}
+    asked, env = job.batch, {}
+    if not elastic or (asked and asked.global_size):
+        env["CLUSTERKIT_GLOBAL_BATCH"] = str(sizes.global_size)
+    if not elastic or (asked and asked.micro):
+        env["CLUSTERKIT_MICRO_BATCH"] = str(sizes.micro)
+    if not elastic:
+        env["CLUSTERKIT_ACCUMULATION"] = str(sizes.accumulation)
+    return env
+
+
 def deepspeed_config(
     config: Mapping[str, Any], sizes: Batch | None, *, elastic: bool = False
 ) -> tuple[dict[str, Any], list[Note]]:
@@ -69,7 +83,7 @@ def deepspeed_config(
             )
         whole[key] = value
     if elastic and numbers:
-        # They change with the world size; the program sets them (jobs/train/gpt/zero_config.py).
+        # They change with the world size; the program sets them (jobs/train/gpt/gpt_deepspeed.py).
         del whole["train_batch_size"], whole["gradient_accumulation_steps"]
     if (place := _not_json(whole, "deepspeed")) is not None:
         raise BadInput(f"{place}: a DeepSpeed config cannot hold NaN or infinity")

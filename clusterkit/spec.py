@@ -20,6 +20,8 @@ Launcher = Literal["forkserver", "torchrun", "deepspeed", "mpirun"]
 Device = Literal["auto", "cpu", "cuda"]
 Count = Annotated[int, Meta(ge=1)]
 Auto = Literal["auto"]
+Estimable = Literal["gpt", "qwen", "sentiment"]
+"""Programs whose flags `clusterkit estimate` knows: `clusterkit.estimate.flags`."""
 
 JOB_NAME_MAX = 100
 MAX_SECONDS = 1e9
@@ -104,16 +106,21 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     description: str = ""
     """One line for people."""
     program: Text | None = None
-    """Python file that every rank runs; a relative path is looked up in the current folder, then in
-    the job file's folder and those above it."""
+    """Python file that every rank runs, or a folder or zip with a `__main__.py`; a relative path is
+    looked up in the current folder, then in the job file's folder and those above it."""
     module: Text | None = None
     """Python module to run instead of a file (`python -m`)."""
     command: Annotated[tuple[Text, ...] | None, Meta(extra_json_schema={"minItems": 1})] = None
-    """Command to run instead of a Python program, as a list of words."""
+    """Command to run instead of a Python program, as a list of words. The file that it starts is
+    looked up as `program` is."""
     args: tuple[Text, ...] = ()
     """Arguments of the program. `${clusterkit.NAME}` is replaced; NAME is one of global_batch,
     micro_batch, accumulation, deepspeed_config, run_id, run_dir, checkpoint_dir, world_size,
     local_rank."""
+    estimate: Estimable | None = None
+    """Whose flags `args` has, or which program it is a copy of: `gpt` (`jobs/train/gpt/train.py`),
+    `qwen` (`gpt_hugging_face.py` there) or `sentiment` (`sentiment.py` and `sentiment_trainer.py`
+    of `jobs/sentiment`). Only `clusterkit estimate` and submit's warning about memory read it."""
     python: Annotated[str, Meta(min_length=1)] | None = None
     """Interpreter of the ranks: a path, or a command on the hosts; by default the cluster entry's.
     """
@@ -193,7 +200,7 @@ class JobSpec(Spec, frozen=True, kw_only=True, repr_omit_defaults=True):
     torch, where the program's source shows that the time of the import makes no difference; `[]`:
     none. The program must not influence these imports, by its environment for example."""
     workdir: Text | None = None
-    """Folder in which the ranks start; by default the folder where `program` was looked up."""
+    """Folder in which the ranks start; by default the folder where `program` was found."""
     track: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
     """Trackers that get the metrics of rank 0. They run on the machine that submits; program and
     nodes need none of their packages. `tensorboard` writes to `tensorboard/` in the run's folder;
@@ -320,6 +327,12 @@ def check_job(job: JobSpec) -> None:
         )
     if job.command is not None and not job.command:
         raise BadInput("command: it is empty", hint="command: [./train.sh, --fast]", job="command")
+    if job.estimate is not None and job.command is not None:
+        raise BadInput(
+            f"estimate: {job.estimate} is about the arguments of a program, not of a command",
+            hint="program or module instead of command; or no estimate",
+            job="estimate",
+        )
     parse_nodes(job.nodes)
     if job.gpus_per_node != "auto" and not 1 <= job.gpus_per_node <= MAX_RANKS:
         rule = "needs at least 1 rank" if job.gpus_per_node < 1 else f"has {MAX_RANKS} at most"

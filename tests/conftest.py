@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import pwd
@@ -45,6 +47,21 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # and where /etc/hosts lacks the host's name gloo warns in every rank.
 os.environ["TERM"] = "xterm-256color"
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+# What torch and DeepSpeed compile lies in the checkout. In the user's caches a killed build leaves
+# half a file that the next one reads, or a lock for which the next one waits for ever.
+COMPILED = Path(__file__).parents[1] / ".make" / f"compiled-{sys.implementation.cache_tag}"
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(COMPILED / "inductor")
+os.environ["TORCH_EXTENSIONS_DIR"] = str(COMPILED / "extensions")
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    COMPILED.mkdir(parents=True, exist_ok=True)
+    SESSIONS = (COMPILED / "sessions").open("w")
+    with contextlib.suppress(BlockingIOError):  # another session compiles there
+        fcntl.flock(SESSIONS, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(COMPILED / "inductor", ignore_errors=True)
+        for left in COMPILED.glob("extensions/*/lock"):
+            left.unlink()
+    fcntl.flock(SESSIONS, fcntl.LOCK_SH)
 
 # No timing assertions, and nothing left behind in the checkout.
 set_hypothesis_home_dir(Path(__file__).parents[1] / ".make" / "hypothesis")

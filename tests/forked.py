@@ -39,6 +39,17 @@ class Case:
                 path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
+def at_start(*names: str, folder: str = "site") -> dict[str, str]:
+    """Files by which a Python with this folder in PYTHONPATH has imported modules as it started
+    that have the names of its own."""
+    put_first = "sys.path.insert(0, os.path.join(os.path.dirname(__file__), 'lib'))"
+    imports = "".join(f"sys.modules.pop({name!r}, None)\nimport {name}\n" for name in names)
+    return {
+        f"{folder}/sitecustomize.py": f"import os, sys\n{put_first}\n{imports}",
+        **{f"{folder}/lib/{name}.py": "mine = True\n" for name in names},
+    }
+
+
 class Launcher(ForkLauncher):
     """Leaves the ranks' pipes to the test, and the server's output where that of the test goes."""
 

@@ -176,7 +176,7 @@ def jobs() -> str:
         if job.error is not None:
             raise ValueError(job.error)
         rows.append([
-            f"[`{job.name}`](../jobs/{Path(job.path).name})", job.description,
+            f"[`{job.label}`](../jobs/{job.label}.yaml)", job.description,
             ", ".join(job.packages), job.nodes, job.ranks, job.device,
         ])  # fmt: skip
     return table(["Job", "What it does", "Packages", "Nodes", "Ranks", "Device"], rows)
@@ -198,7 +198,7 @@ def packages() -> str:
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
     extras = {"": project["dependencies"], **project["optional-dependencies"]}
     rows = []
-    for extra in ("", "ssh", "kubernetes", "top", "plot", "track", "ansible", "train"):
+    for extra in ("", "ssh", "kubernetes", "top", "plot", "s3", "track", "ansible", "train"):
         for wanted in extras[extra]:
             name = re.split(r"[^\w.-]", wanted)[0]
             if name != "clusterkit":
@@ -293,7 +293,7 @@ def _gpt_parser() -> argparse.ArgumentParser:
     folder = str(ROOT / "jobs" / "train" / "gpt")
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    settings, train = map(importlib.import_module, ("settings", "train"))
+    settings, train = map(importlib.import_module, ("gpt_settings", "train"))
     # A run's own environment would show as defaults.
     inherited = {key: os.environ.pop(key) for key in [*os.environ] if key.startswith("CLUSTERKIT_")}
     try:

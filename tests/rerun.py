@@ -1,7 +1,7 @@
 """Run pytest, then rerun the tests that failed: `python -m tests.rerun [PYTEST ARGUMENTS]`.
 
-A test that passes the second time is printed as ``FLAKY: name`` and does not fail the run. For live
-tests, which share a busy machine; each FLAKY test still has a defect, in itself or in clusterkit.
+A test that passes the second time is printed as ``FLAKY: name`` and does not fail the run, because
+CI's machines are shared and busy; each FLAKY test still has a defect, in itself or in clusterkit.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from clusterkit.agent.protocol import (
     COORDINATOR,
     HANG_NOTE,
     HANG_OVER,
+    LEFT_NOTE,
     LOCAL_RANK_WORD,
     NODE_FILE,
     OVER_TIME_LIMIT,
@@ -47,10 +48,9 @@ from clusterkit.agent.protocol import (
 )
 
 __all__ = [
-    "COORDINATOR", "HANG_NOTE", "HANG_OVER", "LOCAL_RANK_WORD", "NODE_FILE", "OVER_TIME_LIMIT",
-    "PEER_TOKEN", "PREEMPTED_EXIT", "RANK_ENDED", "RANK_HEADER", "SLOW_NOTE", "SLOW_OVER",
-    "STARTING_AGAIN", "STOPPED", "STOPPED_BY_PEERS", "TIME_LIMIT_EXIT", "PauseAwareClock",
-    "boot_id",
-    "descendants", "identity", "is_alive", "next_attempt", "processes_of", "send", "start_ticks",
-    "wait_gone", "write_json",
+    "COORDINATOR", "HANG_NOTE", "HANG_OVER", "LEFT_NOTE", "LOCAL_RANK_WORD", "NODE_FILE",
+    "OVER_TIME_LIMIT", "PEER_TOKEN", "PREEMPTED_EXIT", "RANK_ENDED", "RANK_HEADER", "SLOW_NOTE",
+    "SLOW_OVER", "STARTING_AGAIN", "STOPPED", "STOPPED_BY_PEERS", "TIME_LIMIT_EXIT",
+    "PauseAwareClock", "boot_id", "descendants", "identity", "is_alive", "next_attempt",
+    "processes_of", "send", "start_ticks", "wait_gone", "write_json",
 ]  # fmt: skip

@@ -139,6 +139,10 @@ def run(config: Document, spaces: Document) -> Any:
     server.report({"ready": os.getpid()})
     order = server.serve()
     sys.path[:] = config["path"]
+    if config["hidden"]:
+        config["server's"] = dict(sys.modules)  # they live on for what runs here
+        sys.modules.clear()
+        sys.modules.update(config["hidden"])
     gc.enable()
     os.close(config["source"])
     rank, reads = spaces["rank"], spaces["influences"]

@@ -12,12 +12,42 @@ MODULES = (
     "forkserver",
 )  # fmt: skip
 # Run first, in the interpreter of a job, by text that imports Python's own modules: the current
-# folder and those of PYTHONPATH may have a json.py that is another.
+# folder and those of PYTHONPATH may have a json.py that is another, and a .pth file may have had
+# such a one imported. Then all modules of Python's own names are hidden, as they may use it:
+# ``hidden`` is ``sys.modules`` as it was, ``foreign`` the first such module; else both are empty.
+# Kept is what is there before any .pth file is read, and distutils, which setuptools replaces.
 OWN_MODULES_FIRST = """import os, sys
-sys.path[:] = sorted(
-    filter(None, sys.path),
-    key=lambda folder: not folder.startswith(os.path.dirname(os.__file__)) or "-packages" in folder,
-)
+def own_modules_first():
+    version = "/python%d.%d/" % sys.version_info[:2]
+    platform = sys.base_exec_prefix + "/" + getattr(sys, "platlibdir", "lib") + version
+    folders = os.path.dirname(os.__file__) + "/", platform
+    def is_own(file):
+        return file.startswith(folders) and "-packages" not in file
+    sys.path[:] = sorted(filter(None, sys.path), key=lambda folder: not is_own(folder + "/"))
+    names = getattr(sys, "stdlib_module_names", None)
+    if names is None:  # Python 3.9
+        lists = [os.listdir(each) for each in (folders[0], platform + "lib-dynload")
+                 if os.path.isdir(each)]
+        names = {each.partition(".")[0] for some in lists for each in some}
+    kept = {"_bootlocale", "_collections_abc", "_frozen_importlib", "_frozen_importlib_external",
+            "_sitebuiltins", "abc", "codecs", "distutils", "encodings", "genericpath", "io", "os",
+            "posixpath", "site", "stat", "zipimport"}
+    names = set(names).difference(sys.builtin_module_names, kept)
+    before, foreign = dict(sys.modules), {}
+    for name in names.intersection(before):
+        spec = getattr(before[name], "__spec__", None)
+        file = getattr(before[name], "__file__", None) or getattr(spec, "origin", None) or ""
+        if not is_own(file) and file != "frozen":
+            foreign[name] = "%s is %s" % (name, file or before[name])
+    if not foreign:
+        return {}, ""
+    for name, module in before.items():
+        file = getattr(module, "__file__", None) or ""
+        top = name.partition(".")[0]
+        if top in foreign or (top in names and is_own(file) and file.endswith(".py")):
+            del sys.modules[name]
+    return before, min(foreign.values())
+hidden, foreign = own_modules_first()
 """
 # Run by the server, as "<clusterkit>". The program's stack must hold its own frames alone, or what
 # looks outwards differs: inspect.stack(), the stacklevel of warnings and logging. So the server
@@ -28,7 +58,8 @@ _MAIN = (
 import sys
 config["modules"] = frozenset(sys.modules)
 config["path"] = sys.path[sys.path[:1] == [""]:]  # each rank adds the program's own folder
-{OWN_MODULES_FIRST}"""
+{OWN_MODULES_FIRST}
+config["hidden"], config["foreign"] = hidden, foreign"""
     + """
 def main(*_):
     sys.excepthook = sys.__excepthook__

@@ -61,6 +61,10 @@ DUMP_SECONDS = 60.0  # from the first to the last rank that writes its flight re
 RANKS_A_LINE = 6  # ranks' records in one message between nodes
 REASON_LENGTH = 4096  # of a hang's reason that is sent: JSON takes up to 6 bytes a character
 
+# Ranks that neither run nor end although others have ended (`left`)
+LEFT_SECONDS = 60.0  # for which that is so before it is reported
+BUSY_CPUS = 0.05  # that a process uses at least whose main thread waits for its other threads
+
 # Ranks that are slower than the others (`stragglers`)
 ARRIVALS_SECONDS = 15.0  # between queries of when ranks entered collectives
 ARRIVALS_LEAST, ARRIVALS_MOST = 8, 64  # collectives in an answer

@@ -47,6 +47,7 @@ class Ending:
     failed: int | None  # the node whose launcher failed; None: a node was lost, or joins
     restart_at: float  # when the next round may begin
     until: float | None  # when it does, or how long a lost node is waited for; None: not known
+    free: str = ""  # why it uses no restart, although a launcher failed
 
 
 class Member:
@@ -67,6 +68,12 @@ class Member:
     @property
     def connected(self) -> bool:
         return self.present and self.disconnected_at is None
+
+    @property
+    def failed_by_itself(self) -> bool:
+        """Whether an exception ended a rank that does not tell of another one's end."""
+        failure = self.state.failure
+        return failure is not None and bool(failure["error"]) and not failure["echo"]
 
     def update(self, state: AgentState, now: float, current: bool) -> bool:
         """Take the agent's new state; return whether that is news.

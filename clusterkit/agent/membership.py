@@ -49,7 +49,7 @@ class Membership:
         self._terms = terms
         self._timeout = terms.wait or limits.PEER_MEET_SECONDS  # for a node that is not here
         self._retries = Retries(terms.restarts, terms.retry_on)
-        self._text = ""  # what all nodes log of this round
+        self._text = self._free = ""  # what all nodes log of this round; why it used no restart
         self._ending: Ending | None = None  # None: this round goes on
         self._dropped = ""  # which nodes were lost for good since the last round
         self._cannot_restart = False  # whether that is so on a node in this round
@@ -80,7 +80,7 @@ class Membership:
             elif member is not None and member.rejoined:
                 text = f"node 0 is back; {STARTING_AGAIN}"
         ranks = self.members.ranks
-        return self._directive("start", text, rank=ranks[node], nodes=len(ranks))
+        return self._directive("start", text, rank=ranks[node], nodes=len(ranks), free=self._free)
 
     def rejection(self, node: int) -> Directive:
         """Return the directive for an agent whose state `receive` refused."""
@@ -155,7 +155,7 @@ class Membership:
             if state.running:
                 self._lose(node, now)
         elif state.exit_code is not None and not state.running:
-            self._launcher_ended(node, state.exit_code, now, known=ours)
+            self._launcher_ended(node, member, state.exit_code, now, ours)
         elif member.ready and not state.running:
             self._lose(node, now)  # it had given this node 0 up, and ended its launcher
 
@@ -248,9 +248,8 @@ class Membership:
             self._ending.failed = None  # whoever failed may have failed of that
         self.sequence, self.changed = self.sequence + 1, True
 
-    def _launcher_ended(self, node: int, code: int, now: float, known: bool) -> None:
-        """Handle a launcher that ended by itself; ``known``: its node had met this coordinator."""
-        member = self.members.by_node[node]
+    def _launcher_ended(self, node: int, member: Member, code: int, now: float, met: bool) -> None:
+        """Handle a launcher that ended by itself; ``met``: its node had met this coordinator."""
         if member.exit_code is None:
             member.exit_code, self._last_exit, self.changed = code, now, True
         if not self._terms.wait and code and not self._retries.left:
@@ -258,10 +257,12 @@ class Membership:
         elif not self._terms.restartable and node == 0:
             self._decide("exit", "")
         elif code:
-            pause = self._retries.pause(now - self._began)
             # Else it may have failed of a node 0 that was lost before it met that.
-            failed = node if known or not self._terms.wait else None
-            self._end_round(failed, f"node {node} failed", now, pause)
+            own = met or not self._terms.wait or member.failed_by_itself
+            text, pause = f"node {node} failed", self._retries.pause(now - self._began)
+            self._end_round(node if own else None, text, now, pause)
+            if self._ending is not None and not own:
+                self._ending.free = f"{text} before it had met node 0"
 
     def _lose(self, node: int, now: float, reason: str = "") -> None:
         """Handle the loss of a node, or of its launcher; ``reason``: if that ends the run."""
@@ -283,11 +284,11 @@ class Membership:
 
     def _begin_round(self, ending: Ending, now: float) -> None:
         nodes = self.members.admit()
-        self._text, self._dropped = f"{self._dropped or nodes}; {STARTING_AGAIN}", ""
+        self._text, self._free = f"{self._dropped or nodes}; {STARTING_AGAIN}", ending.free
         if ending.failed is not None:
             self._text = self._retries.use()
         self.round, self.sequence, self._began = self.round + 1, self.sequence + 1, now
-        self._ending, self._replaced_at, self._cannot_restart = None, None, False
+        self._ending, self._replaced_at, self._cannot_restart, self._dropped = None, None, False, ""
         for member in self.members.active():
             member.ready, member.failure, member.step = False, None, None
 

@@ -62,6 +62,7 @@ class Directive:
     seconds: float = 0.0  # wait: how long that may take; 0: not known
     rank: int = 0  # start: the node's rank in this round
     nodes: int = 0  # start: how many nodes this round has
+    free: str = ""  # start: why no restart was used, although a launcher failed
     failed: int | None = None  # stop: the node whose launcher failed; None: none did
     final: str | None = None
     """Not None: nobody may start the run again, for this reason if it is not empty."""
@@ -135,6 +136,14 @@ class Note:
 
 
 @dataclass(frozen=True)
+class Left:
+    """Record which ranks of this node have ended, and which neither run nor end (`left`)."""
+
+    ended: list[int]
+    idle: list[Document]
+
+
+@dataclass(frozen=True)
 class EndHang:
     """End the launcher of the node with the first rank that others wait for: they hang."""
 
@@ -142,7 +151,7 @@ class EndHang:
     reason: str
 
 
-Order = Log | Warn | CountRestarts | Start | EndLauncher | Pause | Finish | Note | EndHang
+Order = Log | Warn | CountRestarts | Start | EndLauncher | Pause | Finish | Note | Left | EndHang
 
 
 # -- decisions of `hangs` and `stragglers` on node 0, for `watch`

@@ -148,8 +148,8 @@ class Node:
                 if running:
                     self.reason = None
                     self.launcher.stop()
-            case messages.Note():
-                self.files.set_note(order.subject, order.text or None)
+            case messages.Note() | messages.Left():
+                self.files.show(order)
             case messages.EndHang(node) if node != int(os.environ.get("NODE_RANK", "0")):
                 self.files.hang_ended()
             case messages.EndHang():

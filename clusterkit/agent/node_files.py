@@ -13,6 +13,8 @@ from pathlib import Path
 
 from clusterkit.agent import limits
 from clusterkit.agent.files import read_json, write_json
+from clusterkit.agent.left import describe
+from clusterkit.agent.messages import Left, Note
 from clusterkit.agent.node_log import NodeLog, lines_lost
 from clusterkit.agent.processes import identity, oom_kills
 from clusterkit.agent.protocol import (
@@ -52,7 +54,8 @@ class NodeFiles:
     def _begin(self, folder: Path) -> None:
         self._started |= {"at": time.time(), "oom_kills": oom_kills()}
         self._hang = None
-        for key in ("waits", "hang", "slow"):
+        self._left: set[int] = set()  # ranks that the log names as not ended
+        for key in ("waits", "hang", "slow", "ended", "idle"):
             self._started.pop(key, None)
         write_json(folder / "started.json", self._started)
         with contextlib.suppress(OSError):
@@ -108,6 +111,13 @@ class NodeFiles:
             self.remarks.append(text)
             self._write_started()
 
+    def show(self, order: Note | Left) -> None:
+        """Show what `watch` has found."""
+        if isinstance(order, Left):
+            self.set_left(order.ended, order.idle)
+        else:
+            self.set_note(order.subject, order.text or None)
+
     def set_note(self, key: str, text: str | None) -> None:
         """Show ``text``: that ranks ``hang`` or are ``slow``; None: they no longer are."""
         if text != self._started.get(key):
@@ -118,6 +128,19 @@ class NodeFiles:
             self._write_started()
             begins, over = (HANG_NOTE, HANG_OVER) if key == "hang" else (SLOW_NOTE, SLOW_OVER)
             self.log.line(over if text is None else f"{begins}{text}")
+
+    def set_left(self, ended: list[int], idle: list[Document]) -> None:
+        """Record these ranks; log once each that neither runs nor ends although others have ended.
+
+        `clusterkit status` compares the records of all nodes.
+        """
+        self._started |= {"ended": ended, "idle": idle}
+        self._write_started()
+        text = describe({0: idle}, {0: ended}, (), time.time())
+        ranks = {each["rank"] for each in idle}
+        if text and ranks - self._left:
+            self._left |= ranks
+            self.log.line(text)
 
     def hang_ended(self) -> None:
         """Leave it to another node, which ends of the hang that is shown here, to name it."""

@@ -157,6 +157,9 @@ class Peer:
                     state.round = directive.round  # a first launcher is of that round
                 self._log(directive.round, "start", directive.text)
             elif directive.round > state.round:
+                if directive.free:
+                    free = f"restarted without using a restart: {directive.free}"
+                    self.orders.append(Warn(free))
                 self._start(directive.round, directive.text, directive.rank, directive.nodes)
         elif directive.action == "wait":
             state.round = directive.round

@@ -27,7 +27,8 @@ class Preload:
     Args:
         config: of the server (`forkserver_process`): ``program``, it and its arguments; ``argv``,
             the interpreter and its options; ``source``, the handle of the text that it runs;
-            ``preload``, the job's own list. The server's argument is 0, or 1 to import nothing.
+            ``preload``, the job's own list; ``foreign``, a module that has the name of one of
+            Python's own. The server's argument is 0, or 1 to import nothing.
         spaces: what the modules define.
     """
 
@@ -68,8 +69,10 @@ class Preload:
 
     def _chosen(self) -> tuple[Sequence[str], str]:
         """Return what to import, and why no more."""
-        if (own := self._config["preload"]) is not None:
-            return own, "" if own else "preload: []"
+        own = self._config["preload"]
+        foreign = self._config["foreign"] and f"{self._config['foreign']}, not Python's own"
+        if own is not None:
+            return (() if foreign else own), "" if own and not foreign else foreign or "preload: []"
         cached = dict(sys.path_importer_cache)
         found = self._spaces["static_look"]["look"](
             self._program, self._module, self._first, self._spaces["influences"]["Influences"],
@@ -79,8 +82,8 @@ class Preload:
         sys.path_importer_cache.update(cached)
         if not found.uses_torch:
             return (), ""
-        if found.torch:
-            return (), found.torch
+        if found.torch or foreign:
+            return (), found.torch or foreign
         if found.dynamo:
             return _AUTOMATIC[:-1], f"not torch._dynamo: {found.dynamo}"
         return _AUTOMATIC, ""

@@ -13,13 +13,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib
 import importlib.machinery
 import io
 import os
 import runpy
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from types import CodeType, TracebackType
 from typing import Any
@@ -60,14 +60,14 @@ class Program:
             module = self._words[1]
             sys.argv[:] = ["-m", *self._words[2:]]
             self._put_first(os.getcwd())
-            self.start = vars(runpy)["_run_module_as_main"]
+            self.start = _run_module_as_main()
             self.arguments = (module,)
             return
         file = os.path.join(os.getcwd(), self._words[0])
         sys.argv[:] = self._words
         if any(_finds(hook, file) for hook in sys.path_hooks):  # a folder, or a zip
             self._put_first(file, always=True)
-            self.start = vars(runpy)["_run_module_as_main"]
+            self.start = _run_module_as_main()
             self.arguments = ("__main__", False)
             return
         self._put_first(os.path.dirname(os.path.realpath(file)))
@@ -100,10 +100,12 @@ class Program:
                 with contextlib.suppress(Exception):
                     stream.flush()
         code = _outcome(error)
-        try:
-            vars(threading)["_shutdown"]()
-        except BaseException as raised:
-            _unraisable(raised, "on threading shutdown", threading)
+        threading: Any = sys.modules.get("threading")
+        if threading is not None:
+            try:
+                threading._shutdown()
+            except BaseException as raised:
+                _unraisable(raised, "on threading shutdown", threading)
         with contextlib.suppress(Exception):  # 3.9 raises the last one again
             atexit._run_exitfuncs()
         _close_files()
@@ -112,6 +114,12 @@ class Program:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         os._exit(code & 0xFF)
+
+
+def _run_module_as_main() -> Callable[..., Any]:
+    # Imported anew where the program is to have no module of the server's.
+    run: Any = importlib.import_module(runpy.__name__)
+    return run._run_module_as_main  # type: ignore[no-any-return]
 
 
 def _finds(hook: Callable[[str], Any], path: str) -> bool:

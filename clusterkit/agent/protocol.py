@@ -32,6 +32,8 @@ HANG = "hang: "
 """Begins the reason of a node whose launcher was ended because ranks hang."""
 SLOW_NOTE, SLOW_OVER = "slow: ", "no rank is slower than the others any more"
 """The same for ranks that are slower than the others."""
+LEFT_NOTE = "not ended: "
+"""Begins the line that reports ranks that neither run nor end although others have ended."""
 NODE_FILE = b"@clusterkit-file"
 """Begins a line with the name and contents of a node's file, printed by an agent whose output is
 all that leaves the node. The lines after an ``exit.json`` belong to the next attempt."""

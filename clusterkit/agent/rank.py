@@ -14,7 +14,6 @@ import os
 import signal
 import struct
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -83,7 +82,7 @@ def _renew_process_state() -> None:
     renew("numpy.random", lambda numpy: numpy.seed())
     renew("multiprocessing.process", _renew_authkey)
     with contextlib.suppress(AttributeError):  # what has no public name
-        vars(threading.Thread)["_set_native_id"](threading.main_thread())
+        renew("threading", lambda threading: threading.main_thread()._set_native_id())
     with contextlib.suppress(AttributeError):
         renew("logging", _renew_start_time)
     with contextlib.suppress(AttributeError):

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 
-from clusterkit.agent import limits
+from clusterkit.agent import clock, limits
 from clusterkit.agent.files import write_json
 from clusterkit.agent.host import has_gpus, nvidia_smi
 from clusterkit.agent.node_log import NodeLog
@@ -45,6 +45,8 @@ class Usage:
         self._pause = max(limits.USAGE_SECONDS, nodes / limits.USAGE_NODES)
         self._before: dict[int, tuple[float, float]] = {}
         """By process, when it was measured last, and its CPU seconds by then."""
+        self.busy_at: dict[int, float] = {}
+        """By process, when it was last seen to compute, by `clock.awake`."""
 
     def _run(self) -> None:
         while True:
@@ -70,6 +72,8 @@ class Usage:
             last = before.get(each["pid"])
             self._before[each["pid"]] = now, seconds
             cpus = None if last is None else round((seconds - last[1]) / (now - last[0]), 2)
+            if cpus is None or cpus >= limits.BUSY_CPUS:
+                self.busy_at[each["pid"]] = clock.awake()
             found[str(each["rank"])] = [cpus, memory, *(gpus[place] if place < len(gpus) else ())]
         return found
 

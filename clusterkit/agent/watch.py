@@ -64,6 +64,8 @@ class Watch:
         # By process: counters of its main thread's context switches and of NCCL, since when.
         self._switches: dict[int, tuple[bytes, float]] = {}
         self._progress: dict[int, tuple[Document, float]] = {}
+        self._past_ranks = 0  # of `NodeLog.ranks`: those of earlier rounds
+        self._left: object = None  # what the node's record says of ranks that have ended or wait
         self._reported = False  # whether node 0 knows that a rank of this node waits
         self._query_at = 0.0  # when ranks are queried (again)
         self._pause = 0.0  # between queries that find no rank waiting
@@ -76,7 +78,7 @@ class Watch:
         """Begin a round of ``nodes`` nodes, in which this one has the rank ``node``."""
         self._worker.start()
         self._usage.start()
-        self._messages.put((node, {"begin": nodes}))
+        self._messages.put((node, {"begin": nodes, "past": len(self._log.ranks)}))
 
     def _warn(self, text: str) -> None:
         self._on_order(messages.Warn(text))
@@ -104,7 +106,8 @@ class Watch:
 
     def _receive(self, node: int, message: Document) -> None:
         match message:
-            case {"begin": nodes}:
+            case {"begin": nodes, "past": past}:
+                self._past_ranks = past
                 self._begin(node, self._places or range(nodes))
             case {"places": places}:
                 self._places = places
@@ -220,6 +223,7 @@ class Watch:
             pid, switches = rank["pid"], rank_state.context_switches(rank["pid"])
             same = pid in before and before[pid][0] == switches
             self._switches[pid] = before[pid] if same else (switches, now)
+        self._check_left(ranks, now)
         still = max((now - since for _, since in self._switches.values()), default=0.0)
         if _HAS_GPUS:
             self._read_progress(ranks, now)
@@ -230,6 +234,29 @@ class Watch:
             self._query_at = self._pause = 0.0
         elif now >= self._query_at or (self._reported and moved):
             self._query_ranks(now)
+
+    def _check_left(self, ranks: Sequence[Document], now: float) -> None:
+        """Record which ranks have ended, and which neither run nor end, if others have ended here
+        or may have on other nodes; and what was recorded is so no longer."""
+        ended: dict[int, float] = {}
+        idle: dict[int, float] = {}
+        past = {rank["pid"] for rank in self._log.ranks[: self._past_ranks]}
+        for rank in ranks:
+            switches, since = self._switches[rank["pid"]]
+            since = max(since, self._usage.busy_at.get(rank["pid"], since))
+            if now - since >= limits.LEFT_SECONDS and rank["pid"] not in past:
+                (idle if switches else ended)[rank["rank"]] = since
+        if not ended and len(self._nodes) == 1:
+            idle = {}
+        if (left := (sorted(ended), idle)) == (self._left or ([], {})):
+            return
+        self._left = left
+        at = {each["rank"]: each for each in self._records()} if idle else {}
+        self._on_order(messages.Left(sorted(ended), [
+            {"rank": rank, "since": time.time() - (now - since),
+             "at": at[rank].get("at"), "state": at[rank].get("state", "")}
+            for rank, since in idle.items() if rank in at
+        ]))  # fmt: skip
 
     def _query_ranks(self, now: float) -> None:
         records = self._records(place=False)

@@ -16,7 +16,7 @@ from clusterkit.agent.report import node_state, read_from
 from clusterkit.backends.base import Observation
 from clusterkit.plan import Plan
 from clusterkit.run.folder import RunHandle
-from clusterkit.run.status import NodeCause, NodeStatus, RankExit, State, overall
+from clusterkit.run.status import IdleRank, NodeCause, NodeStatus, RankExit, State, overall
 from clusterkit.transport import Completed, Transport
 
 _HINTS = {
@@ -45,6 +45,8 @@ class _Started(Struct):
     waits: _Waits | None = None
     hang: str | None = None
     slow: str | None = None
+    ended: tuple[int, ...] = ()
+    idle: tuple[IdleRank, ...] = ()
     killed: int | None = None
     """Its guard saw its agent killed: how many processes the kernel had killed meanwhile because
     memory ran out."""
@@ -209,6 +211,8 @@ def judge_running(node: int, host: str, started: bytes | None) -> NodeStatus:
         remarks=record.remarks,
         hang=record.hang,
         slow=record.slow,
+        ended=record.ended,
+        idle=record.idle,
         spare=record.spare,
     )
 

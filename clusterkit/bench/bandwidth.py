@@ -201,6 +201,9 @@ def choose(
         raise BadInput("collectives: none given", hint=f"some of {', '.join(FACTORS)}")
     for name in names:
         _one_of("collectives", name, FACTORS)
+    known = [name for name in Options.__struct_fields__ if name != "most"]
+    for name in others.keys() - set(known):
+        raise BadInput(f"{name}: unknown argument", choices(known, name, "known"))
     options = Options(
         collectives=("sendrecv",) if pairwise else names,
         sizes=parse_sizes(sizes or (PAIR_SIZES if pairwise else SIZES)),

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 import click
 
 import clusterkit
+from clusterkit.cli import unwritable
 from clusterkit.errors import (
     EXIT_INTERRUPTED,
     EXIT_REFUSED,
@@ -111,35 +113,46 @@ def cli(debug: bool) -> None:
 
 def _print_error(message: str, hint: str | None, as_json: bool) -> None:
     """Print an error for people on stderr, and with ``--json`` as an object on stdout as well."""
-    from clusterkit.ui.formatting import terminal_filter
+    from clusterkit.ui.formatting import prose, terminal_filter
 
     clean = terminal_filter(sys.stderr)
     # click's own setting for NO_COLOR ended with its context.
     colour = False if os.environ.get("NO_COLOR") else None
-    try:
-        click.secho("error: ", fg="red", bold=True, nl=False, err=True, color=colour)
-        click.echo(clean(message), err=True)
-        if hint:
-            click.echo(f" hint: {clean(hint)}", err=True)
-        if as_json:
-            from clusterkit.cli.common import print_json
+    click.secho("error: ", fg="red", bold=True, nl=False, err=True, color=colour)
+    click.echo(prose(f"error: {clean(message)}").removeprefix("error: "), err=True)
+    if hint:
+        click.echo(prose(f" hint: {clean(hint)}"), err=True)
+    if as_json:
+        from clusterkit.cli.common import print_json
 
+        try:
             print_json({"error": {"message": message, "hint": hint}})
-    except OSError:  # the exit code says it
-        _discard(1)
-        _discard(2)
+        except OSError:  # the exit code says it
+            _discard_output()
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the ``clusterkit`` command and end the process with its exit code."""
+def main(argv: list[str] | None = None, imported: Callable[[], Any] | None = None) -> None:
+    """Run the ``clusterkit`` command and end the process with its exit code.
+
+    Args:
+        imported: called when the verb's module has been imported.
+    """
     _open_standard_files()
+    with unwritable.tolerated("stderr"):
+        code = _run(argv, imported)
+    sys.exit(code)
+
+
+def _run(argv: list[str] | None, imported: Callable[[], Any] | None) -> int:
+    """Return the exit code of a command line."""
     arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     debug, as_json = "--debug" in own, "--json" in own
     arguments = [word for word in own if word != "--debug"] + arguments[len(own) :]
     extra: dict[str, Any] = {"color": False} if os.environ.get("NO_COLOR") else {}
     try:
-        code = cli.main(arguments, prog_name="clusterkit", standalone_mode=False, **extra)
+        code = cli.main(arguments, prog_name="clusterkit", standalone_mode=False, obj=imported,
+                        **extra)  # fmt: skip
     except ClusterkitError as error:
         if debug:
             raise
@@ -159,18 +172,18 @@ def main(argv: list[str] | None = None) -> None:
         # there.
         if error.code != 1:
             raise
-        _discard(1)
+        _discard_output()
         code = EXIT_UNREAD
     except OSError as error:
         code = _report_os_error(error, as_json)
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        _discard(1)
+        _discard_output()
         code = EXIT_UNREAD
     except OSError as error:
         code = _report_os_error(error, False)
-    sys.exit(code if isinstance(code, int) else 0)
+    return code if isinstance(code, int) else 0
 
 
 def _open_standard_files() -> None:
@@ -186,12 +199,12 @@ def _open_standard_files() -> None:
 
 def _report_os_error(error: OSError, as_json: bool) -> int:
     if error.filename is None:  # of standard output
-        _discard(1)
+        _discard_output()
     what = error.filename or "standard output"
     _print_error(f"{error.strerror or error}: {what}", None, as_json)
     return EXIT_REFUSED
 
 
-def _discard(handle: int) -> None:
-    """Write nothing more to standard output or error, not even at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), handle)
+def _discard_output() -> None:
+    """Write nothing more to standard output, not even at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -10,7 +10,7 @@ from clusterkit.cli.following import follow
 from clusterkit.ui.spinner import spinner
 
 
-@verb("attach", "clusterkit attach last", "clusterkit attach ddp-1122 --cluster k8s")
+@verb("attach", "clusterkit attach last", "clusterkit attach ddp-1122 --cluster k8s", acts=True)
 @run_argument
 @cluster_options("Where the run is, if it was submitted from another machine.")
 @click.option("-d", "--detach", is_flag=True, help="Return once the supervisor runs.")

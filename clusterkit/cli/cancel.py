@@ -12,7 +12,7 @@ from clusterkit.errors import EXIT_FAILURE
 from clusterkit.ui.spinner import spinner
 
 
-@verb("cancel", "clusterkit cancel last")
+@verb("cancel", "clusterkit cancel last", acts=True)
 @runs_argument
 @json_option
 def command(runs: tuple[str, ...], as_json: bool) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 import msgspec
 
+from clusterkit.cli import unwritable
 from clusterkit.errors import BadInput, did_you_mean
 
 if TYPE_CHECKING:
@@ -36,6 +37,16 @@ def split_words(args: Sequence[str]) -> tuple[list[str], list[str]]:
 
 class Verb(click.Command):
     """A command whose help ends with its examples, a line each."""
+
+    acts = False
+    """Whether it starts, follows or ends runs: its exit code says so where its output is lost."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        if ctx.obj is not None:
+            ctx.obj()
+        if self.acts:
+            ctx.with_resource(unwritable.tolerated("stdout"))
+        return super().invoke(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         known = {name for param in self.get_params(ctx) for name in param.opts}
@@ -59,12 +70,22 @@ class Verb(click.Command):
 
 
 def verb(
-    name: str, *examples: str, cls: type[Verb] = Verb
-) -> Callable[[Callable[..., Any]], click.Command]:
-    """Make a function the command ``clusterkit NAME``; its docstring is the help."""
+    name: str, *examples: str, cls: type[Verb] = Verb, acts: bool = False
+) -> Callable[[Callable[..., Any]], Verb]:
+    """Make a function the command ``clusterkit NAME``; its docstring is the help.
+
+    Args:
+        acts: as `Verb.acts`.
+    """
     title = "Example" if len(examples) == 1 else "Examples"
     epilog = "\n".join([f"{title}:", *(f"  {example}" for example in examples)])
-    return click.command(name, cls=cls, epilog=epilog)
+
+    def make(function: Callable[..., Any]) -> Verb:
+        command = click.command(name, cls=cls, epilog=epilog)(function)
+        command.acts = acts
+        return command
+
+    return make
 
 
 class TrailingVerb(Verb):
@@ -304,6 +325,7 @@ def table(
     header: Sequence[str],
     *,
     drop: Sequence[str] | None = None,
+    wrap: bool = True,
     indent: int = 0,
     numbers: bool = False,
 ) -> str:
@@ -316,6 +338,7 @@ def table(
         rows: the cells; None is shown as ``-``.
         drop: columns that may be left out, in this order. Default: all but the first, from the
             right.
+        wrap: wrap cells that are sentences.
         numbers: align all columns but the first to the right.
     """
     from clusterkit.ui.formatting import terminal_filter
@@ -324,7 +347,8 @@ def table(
     everything = [tuple(header), *(tuple(clean(_cell(each)) for each in row) for row in rows)]
     names = header[:0:-1] if drop is None else drop
     order = [header.index(name) for name in names]
-    gap, widths = _layout(everything, terminal_width() - indent, order)
+    unbroken = _unbroken if wrap else len
+    gap, widths = _layout(everything, terminal_width() - indent, order, unbroken)
     lines = []
     for row in everything:
         cells = [
@@ -350,7 +374,7 @@ def _cell(value: object) -> str:
 def catalogue_table(jobs: Sequence[CatalogueEntry]) -> str:
     """Format a table of job files and what each needs."""
     rows = [
-        (job.name, job.nodes, job.ranks, job.device, ", ".join(job.packages), job.description)
+        (job.label, job.nodes, job.ranks, job.device, ", ".join(job.packages), job.description)
         for job in jobs
     ]
     header = ("JOB", "NODES", "RANKS", "DEVICE", "PACKAGES", "WHAT IT DOES")
@@ -371,15 +395,21 @@ _LONGEST_WORD = 24
 
 
 def _layout(
-    rows: Sequence[Sequence[str]], room: float, drop: Sequence[int]
+    rows: Sequence[Sequence[str]],
+    room: float,
+    drop: Sequence[int],
+    unbroken: Callable[[str], int],
 ) -> tuple[int, dict[int, int]]:
     """Return the space between columns, and the width of each that is shown, by its number.
 
     The widest column of sentences shrinks first, down to its longest word.
+
+    Args:
+        unbroken: how narrow a cell may be.
     """
     columns = list(zip(*rows, strict=True))
     natural = [max(map(len, column)) for column in columns]
-    least = [max(map(_unbroken, column)) for column in columns]
+    least = [max(map(unbroken, column)) for column in columns]
     shown, left = list(range(len(columns))), list(drop)
     while True:
         for gap in (2, 1):

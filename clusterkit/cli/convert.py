@@ -10,7 +10,6 @@ import click
 from clusterkit import api, convert, shell
 from clusterkit.cli.common import TrailingVerb, json_option, print_json, verb
 from clusterkit.convert.files import add_cluster
-from clusterkit.errors import BadInput
 from clusterkit.files import check_output, write_atomic
 from clusterkit.ui.formatting import terminal_filter
 
@@ -50,8 +49,10 @@ def command(
     """
     if file is None and not trailing:
         raise click.UsageError("Give a file, or a command after --.")
-    for output in filter(None, (out, clusters_out)):
-        check_output(Path(output))
+    if out is not None:
+        check_output(Path(out), force=force)
+    if clusters_out is not None:
+        check_output(Path(clusters_out))
     found = api.convert(file, trailing, kind=kind)
     clean = terminal_filter(sys.stderr)
     for note in found.notes:
@@ -63,8 +64,6 @@ def command(
     elif found.cluster is not None and clusters_out is None:
         lines = ["For clusters.yaml:", *found.cluster_text().splitlines()]
         text += "".join(f"# {line}\n" for line in lines)
-    if out is not None and Path(out).exists() and not force:
-        raise BadInput(f"{out} exists already", hint="--force replaces it")
     if clusters_out is not None and found.cluster is not None:
         add_cluster(found.cluster, clusters_out)
         click.echo(f"cluster {next(iter(found.cluster))} written to {clusters_out}", err=True)
@@ -73,7 +72,7 @@ def command(
     elif out is None:
         click.echo(text, nl=False)
     if out is not None:
-        write_atomic(Path(out), text.encode())
+        write_atomic(Path(out), text.encode(), output=True)
         cluster = ["--cluster", next(iter(found.cluster))] if found.cluster else []
         next_step = shell.join(["clusterkit", "plan", out, *cluster])
         click.echo(f"job written to {out}; next: {next_step}", err=True)

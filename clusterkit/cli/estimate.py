@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import textwrap
@@ -20,6 +21,7 @@ from clusterkit.cli.common import (
     print_json,
     set_option,
     table,
+    terminal_width,
     verb,
 )
 from clusterkit.estimate import Estimate, published
@@ -27,7 +29,6 @@ from clusterkit.estimate.advice import Row
 from clusterkit.estimate.units import gib
 
 _COLUMNS = 100
-_INDENT = " " * 8
 _COUNT = re.compile(r"[0-9.]+[KMBT]\Z", re.IGNORECASE)
 _HEADER = (
     "STRATEGY", "MESH", "PARAMS", "GRADS", "OPTIM", "ACTIV", "LOSS", "COMM", "TOTAL", "FITS",
@@ -109,7 +110,7 @@ def command(job: str | list[str] | None, as_json: bool, **question: Any) -> None
         return
     click.echo("\n".join(_text(found)))
     for note in found.notes:
-        click.echo(f"note: {note}", err=True)
+        click.echo(_wrapped(note, "note: ", math.inf), err=True)
 
 
 def _option_for(word: str) -> str | None:
@@ -124,35 +125,47 @@ def _option_for(word: str) -> str | None:
 
 
 def _text(found: Estimate) -> Iterator[str]:
-    """Yield the lines to print, at most 100 columns wide."""
+    """Yield the lines to print, as wide as the terminal and at most 100 columns."""
     model = found.model
     kept = ", activation checkpointing" if found.activation_checkpointing else ""
     memory = "unknown" if found.gpu_memory is None else f"{gib(found.gpu_memory)} GiB"
-    yield (
-        f"model   {model.name}: {model.parameters:,} parameters, {model.layers} layers x "
-        f"{model.hidden}, {model.vocabulary:,} tokens"
+    yield _wrapped(
+        f"{model.name}: {model.parameters:,} parameters, {model.layers} layers x {model.hidden}, "
+        f"vocabulary {model.vocabulary:,}",
+        "model   ",
     )
-    yield textwrap.fill(f"({model.origin})", _COLUMNS, initial_indent=_INDENT,
-                        subsequent_indent=_INDENT)  # fmt: skip
+    yield _wrapped(f"({model.origin})", " " * 8)
     first = found.rows[0]
-    yield (
-        f"step    micro batch {first.micro_batch} x {model.context} tokens, accumulation "
+    yield _wrapped(
+        f"micro batch {first.micro_batch} x {model.context} tokens, accumulation "
         f"{first.accumulation}; {found.precision}, {found.optimizer}, {found.attention} "
-        f"attention{kept}"
+        f"attention{kept}",
+        "step    ",
     )
-    yield (
-        f"GPUs    {found.nodes * found.gpus_per_node} ({found.nodes} x {found.gpus_per_node}) of "
-        f"{memory} ({found.gpu_origin})"
+    yield _wrapped(
+        f"{found.nodes * found.gpus_per_node} ({found.nodes} x {found.gpus_per_node}) of "
+        f"{memory} ({found.gpu_origin})",
+        "GPUs    ",
     )
     yield ""
     own = "; * the job as it is written" if first.own else ""
-    yield f"GiB per GPU; TOTAL is the peak of a step, not the sum{own}"
+    yield _wrapped(f"GiB per GPU; TOTAL is the peak of a step, not the sum{own}")
     yield ""
-    yield table([_cells(row) for row in found.rows], _HEADER, drop=_LESS)
+    yield table([_cells(row) for row in found.rows], _HEADER, drop=_LESS, wrap=False)
     if found.advice is not None:
         yield ""
-        choose = "choose  " if found.advice.strategy else ""
-        yield textwrap.fill(f"{choose}{found.advice.reason}", _COLUMNS, subsequent_indent=_INDENT)
+        yield _wrapped(found.advice.reason, "choose  " if found.advice.strategy else "")
+
+
+def _wrapped(text: str, label: str = "", width: float = _COLUMNS) -> str:
+    """Return a text in lines, right of its label; no number and no name is broken."""
+    room = min(width, terminal_width())
+    if room == math.inf:
+        return label + text
+    return textwrap.fill(
+        text, int(room), initial_indent=label,
+        subsequent_indent=" " * len(label), break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def _cells(row: Row) -> tuple[str | int | None, ...]:

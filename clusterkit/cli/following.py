@@ -14,7 +14,7 @@ from clusterkit import api
 from clusterkit.cli.common import print_json
 from clusterkit.errors import EXIT_FAILURE, EXIT_INTERRUPTED, BadInput, Unavailable
 from clusterkit.run.status import RunStatus, State
-from clusterkit.ui.formatting import failure_text, pending_reason, start_text
+from clusterkit.ui.formatting import failure_text, pending_reason, prose, start_text
 from clusterkit.ui.spinner import spinner
 
 QUEUE_SECONDS = 3.0
@@ -29,9 +29,9 @@ def start(ready: api.Prepared, as_json: bool, *, detach: bool, top: bool) -> int
         check_terminal()
     for note in ready.plan.notes:
         if not note.name:
-            click.echo(f"note: {note}", err=True)
+            click.echo(prose(f"note: {note}"), err=True)
     if outer := os.environ.get("CLUSTERKIT_RUN_ID"):
-        click.echo(f"note: inside run {outer}: this one ends with it", err=True)
+        click.echo(prose(f"note: inside run {outer}: this one ends with it"), err=True)
     run = None
     try:
         with spinner("copying the project" if ready.plan.trees else "starting") as shown:
@@ -67,11 +67,11 @@ def follow(run: api.Run, as_json: bool, *, detach: bool = False) -> int:
     if detach and not status.state.final:
         reason = pending_reason(status)
         progress = "has started" if reason is None else f"waits ({reason})"
-        click.echo(f"{run.id} {progress}; clusterkit logs -f {run.id} follows it", err=True)
+        click.echo(prose(f"{run.id} {progress}; clusterkit logs -f {run.id} follows it"), err=True)
     elif detach and (text := failure_text(status) or status.remark):
-        click.echo(f"{run.id} {status.state}\n{text}", err=True)
+        click.echo(prose(f"{run.id} {status.state}\n{text}"), err=True)
     if status.state is State.UNKNOWN:
-        click.echo(status.remark, err=True)
+        click.echo(prose(status.remark or ""), err=True)
         return EXIT_FAILURE
     return status.exit_code or 0
 
@@ -108,9 +108,9 @@ def handle_interrupt(run: api.Run) -> RunStatus:
         except (click.Abort, KeyboardInterrupt):
             answer = "cancel"
         if answer.startswith("d"):
-            click.echo(f"clusterkit logs -f {run.id} follows it again", err=True)
+            click.echo(prose(f"clusterkit logs -f {run.id} follows it again"), err=True)
             return run.status()
-    click.echo(f"cancelling {run.id}", err=True)
+    click.echo(prose(f"cancelling {run.id}"), err=True)
     run.cancel()
     sys.exit(EXIT_INTERRUPTED)
 
@@ -158,7 +158,7 @@ def follow_in_top(run: api.Run, as_json: bool) -> int:
     if as_json:
         print_json(status)
     hint = "" if status.state.final else f"; clusterkit logs -f {run.id} follows it"
-    click.echo(f"{run.id} {status.state}{hint}", err=True)
+    click.echo(prose(f"{run.id} {status.state}{hint}"), err=True)
     if status.failure is not None:
-        click.echo(failure_text(status), err=True)
+        click.echo(prose(failure_text(status)), err=True)
     return status.exit_code or 0

@@ -22,14 +22,14 @@ def _complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> li
 )
 @click.option("--examples", is_flag=True, help="List the job files that come with clusterkit.")
 @click.option("--copy", "name", metavar="NAME", shell_complete=_complete,
-              help="Copy one of these to jobs/NAME.yaml.")  # fmt: skip
+              help="Copy one of these to jobs/.")  # fmt: skip
 @json_option
 def command(examples: bool, name: str | None, as_json: bool) -> int:
     """List the job files of this project and what each needs, or copy an example here.
 
-    They are read from the nearest folder jobs/, here or in a folder above. What a job needs is
-    read from its file and its program; nothing is started or probed. Files that cannot be read are
-    reported last, and the exit code is 1.
+    They are read from the nearest folder jobs/, here or in a folder above, and from the folders in
+    it. What a job needs is read from its file and its program; nothing is started or probed. Files
+    that cannot be read are reported last, and the exit code is 1.
 
     --copy copies an example with its program and the modules that it imports, and prints their
     paths. An existing file with other contents is not overwritten.

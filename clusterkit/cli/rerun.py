@@ -29,6 +29,7 @@ class _Rerun(TrailingVerb):
     "clusterkit rerun last",
     "clusterkit rerun ddp-1121 --set batch.micro=4 -- --lr 1e-4",
     cls=_Rerun,
+    acts=True,
 )
 @run_argument
 @nodes_option

@@ -14,7 +14,7 @@ from clusterkit.run.status import RunStatus
 from clusterkit.ui.spinner import spinner
 
 
-@verb("rm", "clusterkit rm last", "clusterkit rm --older-than 30d --state FAILED")
+@verb("rm", "clusterkit rm last", "clusterkit rm --older-than 30d --state FAILED", acts=True)
 @click.argument("runs", metavar="[RUN]...", nargs=-1, shell_complete=complete_run)
 @click.option("--older-than", metavar="TIME", callback=parse_duration,
               help="Runs that ended so long ago, 12h or 30d, instead of RUN.")  # fmt: skip

@@ -24,6 +24,7 @@ from clusterkit.ui.spinner import spinner
     "clusterkit submit jobs/ddp.yaml -- --steps 20",
     "clusterkit submit --gpus 2 -- python train.py --steps 100",
     cls=JobVerb,
+    acts=True,
 )
 @job_options
 @follow_options

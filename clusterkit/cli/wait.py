@@ -9,11 +9,16 @@ import click
 from clusterkit import api
 from clusterkit.cli.common import json_option, parse_duration, print_one_or_all, runs_argument, verb
 from clusterkit.errors import EXIT_FAILURE, EXIT_TIMEOUT, RunNotOver
-from clusterkit.ui.formatting import failure_text
+from clusterkit.ui.formatting import failure_text, prose
 from clusterkit.ui.spinner import spinner
 
 
-@verb("wait", "clusterkit wait last && ./evaluate.sh", "clusterkit wait ddp-1 zero3-1 --timeout 2h")
+@verb(
+    "wait",
+    "clusterkit wait last && ./evaluate.sh",
+    "clusterkit wait ddp-1 zero3-1 --timeout 2h",
+    acts=True,
+)
 @runs_argument
 @click.option("--timeout", metavar="TIME", callback=parse_duration,
               help="Wait at most so long: 90, 5m, 2h.")  # fmt: skip
@@ -40,7 +45,7 @@ def command(runs: tuple[str, ...], timeout: float | None, as_json: bool) -> int:
         if not as_json:
             click.echo(f"{status.run} {status.state}")
             if text := failure_text(status) or status.remark:
-                click.echo(text, err=True)
+                click.echo(prose(text), err=True)
     if as_json:
         print_one_or_all(ended)
     return code

@@ -61,4 +61,4 @@ def add_cluster(entry: Mapping[str, Any], path: str | Path) -> None:
             raise BadInput(f"{path}: written in one line with braces, which cannot be added to")
         before = before.rstrip("\n") + "\n\n"
     if entry:
-        write_atomic(path, (before + yaml_text.documents([entry])).encode())
+        write_atomic(path, (before + yaml_text.documents([entry])).encode(), output=True)

@@ -33,7 +33,6 @@ _NAMES = frozenset(
     {"-n", "--name", "-p", "--prefix", "--with", "--extra", "--group", "--only-group", "--package"}
 )
 """Options of them whose value is a name."""
-_SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh"})
 _KEYWORDS = frozenset({"if", "then", "elif", "else", "while", "until", "do", "!", "{", "time"})
 _ASSIGNMENT = re.compile(rf"({shell.NAME})=(.*)\Z", re.DOTALL)
 _PASSES_ON = re.compile(r"(exec\s+)?\"?\$[@*]")
@@ -125,14 +124,14 @@ def _find(words: Sequence[str], read: Read, place: str, depth: int) -> Found | N
     name = posixpath.basename(words[0])
     if (launcher := _launcher(words)) is not None:
         return Found(launcher, place, words)
-    if name in _SHELLS:
+    if name in command.SHELLS:
         return _in_shell(words[1:], read, place, depth)
     if name in ("source", "."):
         return _in_script(words[1:], read, depth, sourced=True)
     if name in _WRAPPERS:
         for at in range(1, len(words)):
             inner = words[at:]
-            starts = posixpath.basename(inner[0]) in _SHELLS or _launcher(inner) is not None
+            starts = posixpath.basename(inner[0]) in command.SHELLS or _launcher(inner) is not None
             starts = starts or inner[0].endswith(".sh")
             if starts and words[at - 1] not in _NAMES:
                 return _find(inner, read, place, depth + 1)

@@ -21,7 +21,7 @@ from clusterkit.estimate.memory import predict
 from clusterkit.estimate.published import PRESETS
 from clusterkit.estimate.setup import OPTIMIZERS, Model, Precision, Setup
 from clusterkit.estimate.units import gib, parse_count, parse_memory, parse_size
-from clusterkit.spec import JobSpec
+from clusterkit.spec import Estimable, JobSpec
 
 _SHAPE = ("layers", "hidden", "heads", "kv_heads", "intermediate", "gated", "vocabulary")
 """Fields that describe a model given by ``parameters``."""
@@ -31,6 +31,8 @@ OVERHEAD = 1536 << 20
 """Bytes of CUDA context, cuBLAS workspaces, NCCL buffers and fragmentation: assumed, not
 measured."""
 ATTENTION = ("fused", "eager")
+_EXAMPLES = {"qwen": "Qwen/Qwen2-1.5B", "sentiment": "google-bert/bert-base-chinese"}
+_KEY = f"the job key estimate: {'|'.join(get_args(Estimable))} says whose flags `args` has"
 
 
 class Question(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -151,7 +153,7 @@ def estimate(
     spec = job or JobSpec(name="model", command=("none",))
     nodes = nodes or spec.node_range[1]
     local = gpus or _gpus_per_node(spec, facts)
-    program = jobs.read_program(spec)
+    program = jobs.read_program(spec, nodes=nodes, local_ranks=local)
     model = _model(spec, program, question)
     device = "cpu" if spec.device == "cpu" and question.gpu_memory is None else "cuda"
     own = jobs.setup_of(
@@ -210,12 +212,12 @@ def warning(job: JobSpec, facts: Facts) -> str | None:
         gpus = [gpu for host in facts.hosts for gpu in host.gpus]
         if job.device == "cpu" or not all(gpu.memory_mib for gpu in gpus) or not gpus:
             return None  # some clusters do not say how much memory their GPUs have
-        program = jobs.read_program(job)
+        nodes = job.node_range[1]
+        local = _gpus_per_node(job, facts)
+        program = jobs.read_program(job, nodes=nodes, local_ranks=local)
         model = jobs.model_of(program, count=False)
         if model is None:
             return None
-        nodes = job.node_range[1]
-        local = _gpus_per_node(job, facts)
         setup = jobs.setup_of(
             job, program, ranks=nodes * local, local_ranks=local, device="cuda", model=model
         )
@@ -251,24 +253,25 @@ def _model(spec: JobSpec, program: jobs.Program, question: Question) -> Model:
             context=question.context,
             **{name: getattr(question, name) for name in _SHAPE},
         )
-    if question.model is not None:
-        if question.model in PRESETS:
-            return models.gpt(question.model, question.context)
-        return models.hugging_face(question.model, question.context, longest=_CONTEXT)
-    model = jobs.model_of(program, count=True)
-    if model is None:
-        what = spec.program or spec.module or "this command"
-        if program.ours:
-            raise BadInput(
-                f"{what}: without --model it trains a tiny model of its own, which fits any GPU",
-                hint="the model after --: -- --model Qwen/Qwen2-1.5B",
-            )
+    name, context = question.model, question.context
+    if name in PRESETS:
+        return models.gpt(name, context or program.flags.get("context"))
+    if name is not None and program.kind is None:
+        return models.hugging_face(name, context, longest=_CONTEXT)
+    model = jobs.model_of(program, name=name, context=context, count=True)
+    if model is not None:
+        return model
+    what = spec.program or spec.module or "this command"
+    if program.kind is not None:
         raise BadInput(
-            f"{what}: clusterkit does not know which model it trains",
-            hint="--model NAME (llama-3-8b, a preset of jobs/train/gpt, a Hugging Face name or "
-            "folder), or --parameters 7B --layers 32 --hidden 4096",
+            f"{what}: without --model it trains a tiny model of its own, which fits any GPU",
+            hint=f"the model after --: -- --model {_EXAMPLES[program.kind]}",
         )
-    return model if question.context is None else replace(model, context=question.context)
+    raise BadInput(
+        f"{what}: clusterkit does not know which model it trains",
+        hint="--model NAME (llama-3-8b, a preset of jobs/train/gpt, a Hugging Face name or "
+        f"folder), or --parameters 7B --layers 32 --hidden 4096; {_KEY}",
+    )
 
 
 def _with_question(setup: Setup, question: Question) -> Setup:
@@ -311,9 +314,9 @@ def _notes(
             f"each total holds {gib(own.overhead)} GiB besides tensors (CUDA context, NCCL, "
             "fragmentation): assumed, --overhead changes it"
         )
-    if job is not None and not program.ours and own.strategy == "ddp":
-        notes.append("the program is not one of ours: its first line assumes ddp")
-    said = question.micro_batch or program.ours or jobs.batch_of(spec, program)
+    if job is not None and program.kind is None and own.strategy == "ddp":
+        notes.append(f"the first line assumes ddp: {_KEY}")
+    said = question.micro_batch or program.kind or jobs.batch_of(spec, program)
     if job is not None and not said:
         notes.append("the job has no batch: a micro batch of 1 is assumed, --micro-batch says more")
     if question.model and question.context is None and question.model not in PRESETS:

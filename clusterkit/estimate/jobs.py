@@ -1,69 +1,77 @@
-"""Read the model and the setup of a job from its file and its program's text.
+"""Read the model and the setup of a job from its file.
 
-The programs of jobs/train, and copies of them, are known by their flags. Of any other program only
-the DeepSpeed section is known, and its model must be given.
+Of a job without the key `estimate` only the batch, the DeepSpeed section and the flags of
+transformers' Trainer are known, and its model must be given. No program's text is read.
 """
 
 from __future__ import annotations
 
-import ast
 import json
-import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from clusterkit.batch import DEEPSPEED_KEYS, solve
-from clusterkit.errors import BadInput, pluralize
+from clusterkit import program as ranks_program
+from clusterkit.batch import DEEPSPEED_KEYS, Batch, solve
+from clusterkit.errors import BadInput, error_key, pluralize
+from clusterkit.estimate import flags as known_flags
 from clusterkit.estimate import mesh as meshes
 from clusterkit.estimate import models
 from clusterkit.estimate.mesh import Mesh
 from clusterkit.estimate.published import PRESETS
 from clusterkit.estimate.setup import ZERO, Model, Precision, Setup, Zero
 from clusterkit.jobfile.deepspeed_config import precision
+from clusterkit.rendezvous import Topology
 from clusterkit.spec import JobSpec
 
-_DEFAULT_GLOBAL_BATCH = 32
-"""The default of jobs/train/gpt/choices.py."""
+_GLOBAL_BATCH = 32
 _HUGGING_FACE_CONTEXT = 256
-"""The default of train.py for Hugging Face models, in tokens."""
-_RECOMPUTE = ("--activation-checkpointing", "--gradient-checkpointing", "--gradient_checkpointing")
-_OURS = re.compile(r"\b(settings\.Parser|make_parser)\(__doc__")
-_HAS_PRESETS = re.compile(r"^from model import .*\bPRESETS\b", re.MULTILINE)
+"""What jobs/train/gpt/choices.py takes where no flag says it."""
+_RECOMPUTE = ("activation_checkpointing", "gradient_checkpointing")
+_JOBS_CONFIG = "\0"
+"""Stands for the path of the file that clusterkit makes of a job's DeepSpeed section."""
 
 
 @dataclass(frozen=True)
 class Program:
     """The arguments of a job's program."""
 
-    ours: bool  # one of jobs/train, so that its flags are ours
-    presets: bool  # --model takes our GPT's presets
-    flags: Mapping[str, str]  # to values; the last one counts, as in argparse; a bare flag is ""
-    defaults: Mapping[str, str]  # of flags that are not given, from the program's text
+    kind: str | None = None  # the job's key `estimate`
+    # With it, the value of every flag, given or not, by its name with _ for -.
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    # Without it, the words behind flags that are given; behind a bare flag nothing.
+    given: Mapping[str, str] = field(default_factory=dict)
 
-    def get(self, flag: str) -> str | None:
-        """Return the value of a flag, or its default."""
-        return self.flags.get(flag, self.defaults.get(flag))
-
-
-def read_program(job: JobSpec) -> Program:
-    """Read a job's program from its arguments and its text; an unreadable one is not ours."""
-    text = ""
-    if job.program is not None:
-        with suppress(OSError, UnicodeDecodeError):
-            text = Path(job.workdir or ".", job.program).read_text(encoding="utf-8")
-    ours = bool(_OURS.search(text))
-    return Program(
-        ours=ours,
-        presets=bool(_HAS_PRESETS.search(text)),
-        flags=_flags(job.args),
-        defaults=_defaults(text) if ours else {},
-    )
+    @property
+    def of_gpt(self) -> bool:
+        """Whether it is a program of jobs/train/gpt."""
+        return self.kind in ("gpt", "qwen")
 
 
-def _flags(words: Sequence[str]) -> dict[str, str]:
+def read_program(job: JobSpec, *, nodes: int, local_ranks: int) -> Program:
+    """Read the arguments of a job's program.
+
+    Raises:
+        BadInput: one that the program does not take, or a batch that does not divide.
+    """
+    if job.estimate is None:
+        return Program(given=_given(job.args))
+    topology = Topology(min(job.node_range[0], nodes) if job.elastic else nodes, nodes, local_ranks)
+    sizes, _ = ranks_program.solve_batch(job, topology)
+    environ = ranks_program.batch_environment(job, sizes, elastic=topology.elastic)
+    if job.deepspeed is not None:
+        environ["CLUSTERKIT_DEEPSPEED_CONFIG"] = _JOBS_CONFIG
+    # Of other names only their places matter.
+    names = dict.fromkeys(("CLUSTERKIT_RUN_ID", "CLUSTERKIT_RUN_DIR"), "run")
+    if job.checkpoint is not None:
+        names["CLUSTERKIT_CHECKPOINT_DIR"] = job.checkpoint.dir
+    words = ranks_program.program_argv(job, "python", names | environ, topology)
+    arguments = [str(word) for word in words[len(words) - len(job.args) :]]
+    return Program(job.estimate, known_flags.parse(job.estimate, arguments, environ))
+
+
+def _given(words: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for place, word in enumerate(words):
         if not word.startswith("--") or word == "--":
@@ -72,53 +80,32 @@ def _flags(words: Sequence[str]) -> dict[str, str]:
         following = words[place + 1] if place + 1 < len(words) else "--"
         if not equals and not following.startswith("--"):
             value = following
-        found[name] = value
-    return found
-
-
-def _defaults(text: str) -> dict[str, str]:
-    """Return the defaults of flags in a program's text: ``add("--model", default=...)``.
-
-    Only literal defaults are known.
-    """
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError):
-        return {}
-    found = {}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or not node.args:
-            continue
-        flag = node.args[0]
-        if not (isinstance(flag, ast.Constant) and str(flag.value).startswith("--")):
-            continue
-        for keyword in node.keywords:
-            if keyword.arg == "default" and isinstance(keyword.value, ast.Constant):
-                value = keyword.value.value
-                if isinstance(value, str | int | float) and not isinstance(value, bool):
-                    found[str(flag.value)] = str(value)
+        found[name[2:].replace("-", "_")] = value
     return found
 
 
 # ---------------------------------------------------------------- the model
 
 
-def model_of(program: Program, *, count: bool) -> Model | None:
+def model_of(
+    program: Program, *, count: bool, name: str | None = None, context: int | None = None
+) -> Model | None:
     """Return the model that a known program trains; None if unknown.
 
     Args:
         count: count Hugging Face models on the meta device, which takes seconds.
+        name, context: instead of the program's.
 
     Raises:
         BadInput: with ``count``, the model cannot be found.
     """
-    name = program.get("--model")
-    if not program.ours or not name:
+    name = name or program.flags.get("model")
+    if program.kind is None or not name:
         return None
-    context = _number(program.get("--context"))
-    if program.presets and name in PRESETS:
+    context = context or program.flags.get("context") or program.flags.get("max_length")
+    if program.kind == "gpt" and name in PRESETS:
         return models.gpt(name, context)
-    context = context or _number(program.get("--max-length")) or _HUGGING_FACE_CONTEXT
+    context = context or _HUGGING_FACE_CONTEXT
     if count:
         return models.hugging_face(name, context)
     try:
@@ -126,10 +113,6 @@ def model_of(program: Program, *, count: bool) -> Model | None:
     except BadInput:
         return None
     return None if found is None else models.from_config(found, context)
-
-
-def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isascii() and text.isdigit() else None
 
 
 # ---------------------------------------------------------------- how it is trained
@@ -143,31 +126,20 @@ def setup_of(
     Raises:
         BadInput: a batch or mesh does not divide, or a value is unknown.
     """
+    flags = program.flags
     config = _deepspeed_config(job, program)
-    strategy, mesh = "ddp", Mesh(shard=ranks)
-    sequence = "--sequence-parallel" in program.flags
+    strategy = flags.get("strategy", "ddp")
+    mesh, sequence = Mesh(shard=ranks), flags.get("sequence_parallel", False)
+    if program.of_gpt:
+        text = flags["mesh"]
+        with error_key("job", "args"):
+            mesh = meshes.choose(strategy, text, ranks=ranks, local_ranks=local_ranks)
+            _check_cuts(mesh, model, sequence=sequence)
     if config is not None:
         strategy = ZERO[_stage(config)]
-    elif program.ours and (named := program.get("--strategy")) is not None:
-        strategy = named
-    if strategy == "deepspeed":
-        raise BadInput(
-            "estimate: --strategy deepspeed without a config that can be read here",
-            hint="a deepspeed section in the job file",
-        )
-    if strategy in meshes.STRATEGIES:
-        mesh = meshes.choose(strategy, program.get("--mesh"), ranks=ranks, local_ranks=local_ranks)
-        _check_cuts(mesh, model, sequence=sequence)
-    elif strategy not in ZERO:
-        raise BadInput(f"args: --strategy {strategy} is unknown", hint=", ".join(meshes.STRATEGIES))
-    sizes = batch_of(job, program)
-    if not sizes.keys() & {"global_size", "micro"}:
-        sizes |= {"global_size": _DEFAULT_GLOBAL_BATCH} if program.ours else {"micro": 1}
-    batch = solve(data_parallel=mesh.dp, **sizes)
-    reshard = "--no-reshard-after-forward" not in program.flags and (
-        mesh.pp == 1 or "--reshard-after-forward" in program.flags
-    )
-    offload = strategy == "fsdp" and "--offload" in program.flags
+    batch = _batch(job, program, config, mesh)
+    reshard = flags.get("reshard_after_forward")
+    offload = strategy == "fsdp" and flags["offload"]
     setup = Setup(
         strategy=strategy,
         mesh=mesh,
@@ -176,12 +148,11 @@ def setup_of(
         accumulation=batch.accumulation,
         local_ranks=local_ranks,
         device=device,
-        # Our flag, those of Hugging Face's programs, or a DeepSpeed section that our programs read.
-        recompute=not program.flags.keys().isdisjoint(_RECOMPUTE)
-        or (program.ours and config is not None and "activation_checkpointing" in config),
-        reshard=reshard,
+        fused=program.of_gpt and "optimizer" not in (config or {}),
+        recompute=_recomputes(program, config),
+        reshard=mesh.pp == 1 if reshard is None else reshard,
         sequence=sequence,
-        schedule=program.get("--schedule") or "1f1b",
+        schedule=flags.get("schedule", "1f1b"),
         offload_optimizer=offload,
         offload_parameters=offload,
     )
@@ -194,7 +165,8 @@ def _check_cuts(mesh: Mesh, model: Model, *, sequence: bool) -> None:
         return
     if not model.divisible:
         raise BadInput(
-            f"{model.name} is not cut into layers or stages; fsdp or deepspeed divide it"
+            f"--mesh {mesh}: estimate cannot cut {model.name} into stages or slices",
+            hint="--strategy fsdp or deepspeed without --mesh",
         )
     if mesh.pp > model.layers:
         raise BadInput(f"--mesh pp={mesh.pp}: {model.name} has {pluralize(model.layers, 'layer')}")
@@ -207,19 +179,39 @@ def _check_cuts(mesh: Mesh, model: Model, *, sequence: bool) -> None:
 
 
 def _deepspeed_config(job: JobSpec, program: Program) -> Mapping[str, Any] | None:
-    named = program.flags.get("--strategy") if program.ours else None
-    if named is not None and named != "deepspeed":
+    """Return the DeepSpeed config that the program trains with; None: it trains without one.
+
+    Raises:
+        BadInput: a known program needs one that cannot be read here.
+    """
+    needed = program.flags.get("strategy") == "deepspeed"
+    if program.of_gpt and not needed:
         return None
-    if job.deepspeed is not None:
+    if program.kind is not None:
+        path = program.flags["deepspeed_config"]
+        if path == _JOBS_CONFIG:
+            return job.deepspeed
+        if path is None and needed:
+            raise BadInput(
+                "--strategy deepspeed without a config",
+                hint="a deepspeed section in the job file",
+                job="args",
+            )
+    elif job.deepspeed is not None:
         return job.deepspeed
-    path = program.flags.get("--deepspeed-config") or program.flags.get("--deepspeed")
+    else:
+        path = program.given.get("deepspeed_config") or program.given.get("deepspeed")
     if not path:
         return None
     try:
         config = json.loads(Path(job.workdir or ".", path).read_text())
     except (OSError, ValueError):
+        config = None
+    if isinstance(config, dict):
+        return config
+    if program.kind is None:
         return None
-    return config if isinstance(config, dict) else None
+    raise BadInput(f"--deepspeed-config {path}: no JSON object that can be read", job="args")
 
 
 def _stage(config: Mapping[str, Any]) -> int:
@@ -260,43 +252,74 @@ def _with_zero(setup: Setup, config: Mapping[str, Any]) -> Setup:
 
 
 def _precision(program: Program, config: Mapping[str, Any] | None, device: str) -> Precision:
-    named = program.get("--dtype") if program.ours else None
-    if named is None and config is not None:
+    if (named := program.flags.get("dtype")) is not None:
+        return named  # type: ignore[no-any-return]
+    if config is not None:
         return precision(config)
-    if named is None:
-        return "fp32" if device == "cpu" else "bf16"
-    for known in get_args(Precision):
-        if named == known:
-            return known  # type: ignore[no-any-return]
-    raise BadInput(f"args: --dtype {named} is unknown", hint="fp32, bf16 or fp16")
+    return "fp32" if device == "cpu" or program.kind == "sentiment" else "bf16"
+
+
+def _recomputes(program: Program, config: Mapping[str, Any] | None) -> bool:
+    if program.kind is None:
+        words = [program.given[name] for name in _RECOMPUTE if name in program.given]
+        return any(word.lower() not in ("false", "no", "0") for word in words)
+    if not program.of_gpt:
+        return False
+    in_config = config is not None and "activation_checkpointing" in config
+    return program.flags["activation_checkpointing"] or in_config
+
+
+def _batch(job: JobSpec, program: Program, config: Mapping[str, Any] | None, mesh: Mesh) -> Batch:
+    """Return the batch as the program works it out.
+
+    Raises:
+        BadInput: the sizes do not divide.
+    """
+    flags = program.flags
+    if program.kind is None:
+        sizes = batch_of(job, program)
+        sizes |= {} if sizes.keys() & {"global_size", "micro"} else {"micro": 1}
+    elif not program.of_gpt:
+        sizes = {"micro": flags["batch"], "accumulation": flags["accumulation"]}
+    elif flags["global_batch"] or flags["micro_batch"]:
+        sizes = {"global_size": flags["global_batch"], "micro": flags["micro_batch"]}
+    elif config is not None:
+        sizes = _sizes_in(config) or {"global_size": _GLOBAL_BATCH}
+    elif mesh.pp > 1 and flags["schedule"] == "1f1b":
+        # 1F1B takes no fewer micro batches than there are stages.
+        micro = max(1, _GLOBAL_BATCH // (mesh.dp * mesh.pp))
+        sizes = {"micro": micro, "accumulation": mesh.pp}
+    else:
+        sizes = {"global_size": _GLOBAL_BATCH}
+    return solve(data_parallel=mesh.dp, **sizes)
 
 
 def batch_of(job: JobSpec, program: Program) -> dict[str, int]:
-    """Return the batch sizes that are set, by the names of ``batch.solve``'s parameters.
+    """Return the batch sizes that are set for an unknown program, as ``batch.solve`` takes them.
 
-    From flags of our programs, the job's ``batch``, flags of transformers' Trainer, or the
-    DeepSpeed config, in this order.
+    From the job's ``batch``, flags of transformers' Trainer, or the DeepSpeed config, in this
+    order.
     """
     asked = job.batch
-    sizes = {
-        "global_size": asked.global_size if asked else None,
-        "micro": asked.micro if asked else None,
-        "accumulation": asked.accumulation if asked else None,
-    }
-    if program.ours:
-        for name, flag in (("global_size", "--global-batch"), ("micro", "--micro-batch")):
-            sizes[name] = _number(program.flags.get(flag)) or sizes[name]
-    elif not any(sizes.values()) and _trainer_flag(program, "per_device_train_batch_size"):
-        sizes["micro"] = _trainer_flag(program, "per_device_train_batch_size")
-        sizes["accumulation"] = _trainer_flag(program, "gradient_accumulation_steps")
-    if not any(sizes.values()):
-        config = _deepspeed_config(job, program) or {}
-        sizes = {name: config.get(key) for name, key in DEEPSPEED_KEYS.items()}
+    if asked is not None:
+        sizes = {
+            "global_size": asked.global_size,
+            "micro": asked.micro,
+            "accumulation": asked.accumulation,
+        }
+        if any(sizes.values()):
+            return {name: size for name, size in sizes.items() if size}
+    if micro := _number(program.given.get("per_device_train_batch_size")):
+        accumulation = _number(program.given.get("gradient_accumulation_steps"))
+        return {"micro": micro, **({"accumulation": accumulation} if accumulation else {})}
+    return _sizes_in(_deepspeed_config(job, program) or {})
+
+
+def _sizes_in(config: Mapping[str, Any]) -> dict[str, int]:
+    sizes = {name: config.get(key) for name, key in DEEPSPEED_KEYS.items()}
     # A config may say "auto".
     return {name: size for name, size in sizes.items() if type(size) is int and size > 0}
 
 
-def _trainer_flag(program: Program, name: str) -> int | None:
-    """Return a number given to transformers' Trainer, whose parser takes both spellings."""
-    dashed = name.replace("_", "-")
-    return _number(program.flags.get(f"--{name}") or program.flags.get(f"--{dashed}"))
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isascii() and text.isdigit() else None

@@ -167,11 +167,11 @@ def _own_parameters(model: Model, setup: Setup, share: _Share) -> float:
     ends = 0.0
     tokens = model.vocabulary * model.hidden
     if share.first:
-        ends += model.first - tokens + tokens / tp if tp > 1 else model.first
+        ends += model.first - tokens + tokens / setup.vocabulary_slices
     if share.last:
         ends += model.last
         if model.tied and not share.first:
-            ends += tokens / tp
+            ends += tokens / setup.vocabulary_slices
     small = model.layer_parameters - model.matrix_parameters
     # Biases of the matrices that are cut by rows are cut as well; the few others are too small.
     layer = model.matrix_parameters / tp + small
@@ -310,13 +310,13 @@ def _state_bytes(model: Model, setup: Setup) -> float:
 def _optimizer_temporary(
     setup: Setup, elements: float, largest: float, *, flat: bool = False
 ) -> float:
-    """Return the bytes that torch's Adam allocates during a step.
+    """Return the bytes that torch's Adam allocates during a step: none if it is fused.
 
-    On GPUs it takes all parameters at once (foreach) and holds one copy: the square roots of the
-    second moments. On CPUs it takes one parameter after the other and holds three of its size;
-    two of a flat one, for there is no previous one.
+    Otherwise it takes all parameters at once on GPUs (foreach) and holds one copy: the square roots
+    of the second moments. On CPUs it takes one parameter after the other and holds three of its
+    size; two of a flat one, for there is no previous one.
     """
-    if setup.optimizer in ("sgd", "momentum"):
+    if setup.optimizer in ("sgd", "momentum") or (setup.fused and "adam" in setup.optimizer):
         return 0.0
     if setup.device == "cpu":
         return (2 if flat else 3) * largest
@@ -325,7 +325,8 @@ def _optimizer_temporary(
 
 def _largest(model: Model, setup: Setup) -> float:
     """Elements of the largest parameter that this rank has."""
-    return max(model.largest, model.vocabulary * model.hidden) / setup.mesh.tp
+    vocabulary = model.vocabulary * model.hidden / setup.vocabulary_slices
+    return max(model.largest / setup.mesh.tp, vocabulary)
 
 
 # ---------------------------------------------------------------- activations
@@ -398,7 +399,7 @@ def _head_gradients(
     """
     if not share.last:
         return 0.0, 0.0
-    weight = model.vocabulary * model.hidden * setup.stored / setup.mesh.tp
+    weight = model.vocabulary * model.hidden * setup.stored / setup.vocabulary_slices
     logits = tokens * model.vocabulary * (FP32 if setup.compute == FP32 else FP32 + HALF)
     now = logits + weight + tokens * model.hidden * setup.compute
     return now, weight if model.tied else 0.0
@@ -414,5 +415,5 @@ def _layer_backward(model: Model, setup: Setup, tokens: float) -> float:
 
 def _embedding_gradients(model: Model, setup: Setup) -> float:
     """The embedding's gradient is dense; a shared weight has two, and their sum."""
-    weight = model.vocabulary * model.hidden * setup.stored / setup.mesh.tp
+    weight = model.vocabulary * model.hidden * setup.stored / setup.vocabulary_slices
     return weight * (3 if model.tied and setup.mesh.pp == 1 else 1)

@@ -1,4 +1,4 @@
-"""The mesh of ranks that ``--mesh`` of jobs/train/gpt describes (see its mesh.py)."""
+"""The mesh of ranks that ``--mesh`` of jobs/train/gpt describes (see its gpt_settings.py)."""
 
 from __future__ import annotations
 
@@ -57,6 +57,8 @@ def choose(strategy: str, text: str | None, *, ranks: int, local_ranks: int) -> 
             takes = ", ".join(f"{dimension}=N" for dimension in _TAKES[strategy])
             raise BadInput(f"--mesh {text}: {word}: --strategy {strategy} takes {takes}")
         sizes[name] = int(number)
+    if not sizes and strategy == "3d":
+        raise BadInput("--strategy 3d needs --mesh", hint="on 8 ranks: --mesh pp=2,dp=2,tp=2")
     if not sizes and strategy in ("tp", "pp"):
         sizes = {strategy: local_ranks if strategy == "tp" else ranks}
     given = math.prod(sizes.values())
@@ -68,9 +70,12 @@ def choose(strategy: str, text: str | None, *, ranks: int, local_ranks: int) -> 
             f"--mesh {text}: {' x '.join(f'{name} {size}' for name, size in sizes.items())} is "
             f"{math.prod(sizes.values())} ranks, not {ranks}"
         )
-    return Mesh(
+    mesh = Mesh(
         pp=sizes.get("pp", 1),
         replicate=sizes.get("replicate", 1),
         shard=sizes.get("shard", 1) * sizes.get("dp", 1),
         tp=sizes.get("tp", 1),
     )
+    if {"tp": mesh.tp, "pp": mesh.pp, "3d": mesh.pp * mesh.tp}.get(strategy) == 1:
+        raise BadInput(f"--strategy {strategy} on mesh {mesh} divides nothing", hint="more ranks")
+    return mesh

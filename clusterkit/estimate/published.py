@@ -15,7 +15,7 @@ _KEYS = (
     "tie_word_embeddings",
 )  # fmt: skip
 _GPT2_KEYS = ("n_embd", "n_layer", "n_head", "vocab_size", "n_positions")
-# The sizes of the GPT in jobs/train/gpt/model.py, which a test holds to be the same. Those with
+# The sizes of the GPT in jobs/train/gpt/gpt_model.py, which a test holds to be the same. Those with
 # GPT-2's vocabulary have GPT-2's parameter counts; bytes use 256 of its tokens.
 _OURS = """
 tiny   128  2  4   256   64
@@ -24,6 +24,10 @@ small  384  6  6   256  256
 355m  1024 24 16 50257 1024
 774m  1280 36 20 50257 1024
 1.5b  1600 48 25 50257 1024
+"""
+_OUR_LLAMAS = """
+llama-tiny  128  352  2  4 2 32    256   64 1
+llama-1b   2048 8192 16 32 8 64 128256 8192 1
 """
 # Model type, short name, name on the Hugging Face hub, and the values of the keys above.
 _TABLE = """
@@ -70,7 +74,9 @@ def _config(kind: str, numbers: list[str]) -> Mapping[str, Any]:
 
 
 PRESETS = {
-    name: _config("gpt2", numbers) for name, *numbers in map(str.split, _OURS.strip().splitlines())
+    name: _config(kind, numbers)
+    for kind, lines in (("gpt2", _OURS), ("llama", _OUR_LLAMAS))
+    for name, *numbers in map(str.split, lines.strip().splitlines())
 }
 """The presets of our GPT by name, as configs."""
 _ROWS = [line.split() for line in _TABLE.strip().splitlines()]

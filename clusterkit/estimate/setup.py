@@ -74,6 +74,7 @@ class Setup:
     micro: int = 1  # samples in one forward pass
     accumulation: int = 1  # forward passes a step
     optimizer: str = "adamw"  # a key of OPTIMIZERS
+    fused: bool = False  # Adam in one kernel, which needs no temporaries
     recompute: bool = False  # activation checkpointing: keep a layer's input alone
     attention: str = "fused"  # keeps no scores (flash, memory-efficient kernels); "eager" does
     offload_optimizer: bool = False  # optimizer and float32 weights in the memory of the host
@@ -90,6 +91,11 @@ class Setup:
     def gathers(self) -> bool:
         """Whether FSDP2 gathers parameters, layer by layer."""
         return self.strategy == "fsdp" or (self.strategy in ("tp", "pp", "3d") and self.mesh.dp > 1)
+
+    @property
+    def vocabulary_slices(self) -> int:
+        """Ranks that share embedding and output layer; DeepSpeed's AutoTP leaves them whole."""
+        return 1 if self.strategy in ZERO else self.mesh.tp
 
     @property
     def autocast(self) -> bool:

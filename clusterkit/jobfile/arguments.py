@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
-from clusterkit.errors import BadInput
+from clusterkit.errors import BadInput, choices
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,17 +36,27 @@ _MEANING = {"Sequence": _List, "Callable": _Function, "os": SimpleNamespace(Path
 _PLAIN = frozenset({str, int, float, bool, None, NoneType})
 
 
+_VARKEYWORDS = 0x08
+"""`inspect.CO_VARKEYWORDS`, without the import: the code has a parameter ``**name``."""
+
+
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """Have a function raise `BadInput` for an argument of another type than its annotation says.
+    """Have a function raise `BadInput` for an argument of another type than its annotation says,
+    and for a keyword that it does not have.
 
     The annotations have to be text (``from __future__ import annotations``). What they name has to
     be defined when the function is called; otherwise the argument is not checked.
     """
     code = function.__code__
     names = code.co_varnames[: code.co_argcount]
+    keywords = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not code.co_flags & _VARKEYWORDS:
+            for name in kwargs.keys() - set(keywords):
+                known = [each for each in keywords if each != "self"]
+                raise BadInput(f"{name}: unknown argument", choices(known, name, "known"))
         plain, classes = _types_of(function)
         given = dict(zip(names, args, strict=False)) | kwargs
         values = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from clusterkit.jobfile import loader, sources
 from clusterkit.spec import JobSpec
 
 FOLDER = "jobs"
+_JOB = re.compile(r"^(program|module|command)\s*:", re.MULTILINE)
+"""A key that every job has, and few other YAML files."""
 
 
 class CatalogueEntry(Struct, frozen=True):
@@ -35,6 +38,12 @@ class CatalogueEntry(Struct, frozen=True):
     packages: tuple[str, ...] = ()
     error: str | None = None
 
+    @property
+    def label(self) -> str:
+        """Return its name, with the folder in jobs/ that it is in."""
+        parent = Path(self.path).parent.name
+        return self.name if parent == FOLDER else f"{parent}/{self.name}"
+
 
 def find_folder() -> Path:
     """Return the nearest ``jobs`` folder with a job file, in the current folder or above.
@@ -53,8 +62,8 @@ def find_folder() -> Path:
 
 
 def entries(folder: Path) -> list[CatalogueEntry]:
-    """Return an entry for every job file of a folder, sorted by name."""
-    return [_entry(path) for path in sorted(job_files(folder), key=lambda path: path.stem)]
+    """Return an entry for every job file of a folder; those of folders in it come last."""
+    return [_entry(path) for path in job_files(folder)]
 
 
 def packages(job: JobSpec) -> tuple[str, ...]:
@@ -66,6 +75,7 @@ def packages(job: JobSpec) -> tuple[str, ...]:
     wanted = {"torch"} if job.started_by == "torchrun" else set()
     if job.program is not None:
         program = Path(job.workdir or "") / job.program
+        program = program / "__main__.py" if program.is_dir() else program
         wanted |= {name for _, names in followed(program) for name in names}
     wanted.discard("deepspeed")
     if job.started_by == "deepspeed" or job.deepspeed is not None:
@@ -74,8 +84,20 @@ def packages(job: JobSpec) -> tuple[str, ...]:
 
 
 def job_files(folder: Path) -> list[Path]:
-    """Return the YAML files of a folder."""
-    return [path for path in folder.glob("*.y*ml") if path.suffix in (".yaml", ".yml")]
+    """Return the YAML files of a folder by name, then those of each folder in it that are jobs.
+
+    A folder in it may have other YAML files, such as settings of a program.
+    """
+    here = [*folder.glob("*.y*ml"), *filter(_is_job, folder.glob("*/*.y*ml"))]
+    found = [path for path in here if path.suffix in (".yaml", ".yml")]
+    return sorted(found, key=lambda path: (path.parent != folder, path.parent, path.stem))
+
+
+def _is_job(path: Path) -> bool:
+    try:
+        return bool(_JOB.search(path.read_text(errors="replace")))
+    except OSError:
+        return False
 
 
 def _entry(path: Path) -> CatalogueEntry:

@@ -39,6 +39,7 @@ from clusterkit.spec import JobSpec
 _PYTHON = re.compile(r"python[\d.]*\Z")
 PYTHONS = ("python", "python3")
 """First words of a command that stand for the ranks' interpreter."""
+SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh"})
 # Options of Python without a further word, except those with which it runs no program.
 _OPTION = re.compile(r"-[bBdEIOPqRsSu]+|-[WX].+")
 SPAWN = re.compile(r"\b(mp|multiprocessing)\.spawn\(|multiprocessing(\.spawn)? import .*\bspawn\b")
@@ -128,6 +129,22 @@ def interpreter_options(words: Sequence[str]) -> int | None:
             module = words[at] == "-m" and at + 1 < len(words)
             return at if module or not words[at].startswith("-") else None
     return None
+
+
+def file_of(words: Sequence[str]) -> str | None:
+    """Return the file that a command starts: a path, or the script of Python or of a shell.
+
+    None: it names none, but a program of the PATH or a module.
+    """
+    words = peel(words).words or words
+    name = posixpath.basename(words[0])
+    if _PYTHON.match(name):
+        rest = _with_module_apart(words[1:])
+        at = interpreter_options(rest)
+        return None if at is None or rest[at] == "-m" else rest[at]
+    if name in SHELLS:
+        return None if words[1:2] == [] or words[1].startswith(("-", "+")) else words[1]
+    return words[0] if "/" in words[0] else None
 
 
 def _with_module_apart(words: Sequence[str]) -> list[str]:
@@ -419,7 +436,7 @@ def check_source(job: JobSpec, source: str) -> str | None:
         return (
             f"{job.program} starts its ranks itself (mp.spawn), but {job.started_by} starts it "
             "once per rank: they would wait for each other forever. launcher: forkserver with "
-            "gpus_per_node: 1 starts it once on each node; jobs/ddp-spawn.yaml is an example"
+            "gpus_per_node: 1 starts it once on each node; jobs/tour/ddp-spawn.yaml is an example"
         )
     return None
 

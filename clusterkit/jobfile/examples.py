@@ -18,32 +18,40 @@ def folder() -> Path:
 
 def names() -> list[str]:
     """Return the names that `example` accepts."""
-    return sorted(path.stem for path in catalogue.job_files(folder()))
+    return [path.stem for path in catalogue.job_files(folder())]
 
 
 def files_of(name: str) -> list[Path]:
     """Return the paths of a job file, its program, and the modules and data that this needs.
 
+    The folder's README comes along.
+
+    Args:
+        name: of the job, or ``FOLDER/NAME`` as `clusterkit jobs` prints it.
+
     Raises:
         BadInput: there is no such example.
     """
-    path = folder() / f"{name}.yaml"
-    if name not in names():
+    paths = catalogue.job_files(folder())
+    known = {each.stem: each for each in paths}
+    known |= {f"{each.parent.name}/{each.stem}": each for each in paths}
+    if name not in known:
         raise BadInput(
             f"there is no example {name!r}",
             did_you_mean(name, names()) or "clusterkit jobs --examples",
         )
+    path = known[name]
     job = loader.read_job(path)[0]
     assert job.program is not None
-    program, programs = folder().parent / job.program, folder() / "train"
-    own = program.parent != programs  # a program with a folder of its own needs all of it
+    program = folder().parent / job.program
+    own = program.parent.parent != folder()  # a program with a folder of its own needs all of it
     found = [*program.parent.rglob("*.py")] if own else _with_modules(program)
-    others = [*programs.glob("*.py"), *(folder() / "data").glob("*.csv")]
+    others = [*folder().glob("*/*.py"), *(folder() / "data").glob("*.csv")]
     for file in found:  # the loop appends to it
         text = file.read_text()
         named = [other for other in others if f'"{other.name}"' in text]
         found += [each for other in named for each in _with_modules(other) if each not in found]
-    return [path, *sorted(found)]
+    return [path, *sorted([*found, *path.parent.glob("README.md")])]
 
 
 def _with_modules(program: Path) -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import msgspec
 
 from clusterkit import shell
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, LocalCluster
-from clusterkit.errors import BadInput, choices
+from clusterkit.errors import BadInput, choices, dotted
 from clusterkit.files import read_file, reason
 from clusterkit.jobfile import command, prefixes
 from clusterkit.jobfile.values import convert
@@ -40,8 +41,8 @@ def locating(
         yield
     except BadInput as error:
         if error.key and error.where is None:
-            key = str(error.key[0])
-            if key in flags:
+            names = str(error.key[0]), dotted(error.key)
+            if key := next((name for name in names if name in flags), None):
                 error.locate(flags[key], flags[key] + error.message.removeprefix(key))
             elif error.source == "job" and job is not None:
                 job.locate(error, error.key)
@@ -124,7 +125,7 @@ def job_from_command(argv: Sequence[str], **fields: Any) -> JobSpec:
     """
     if not argv:
         raise BadInput("no command after --", "clusterkit submit -- python train.py --steps 10")
-    if argv[0].endswith(".py") and shutil.which(argv[0]) is None:
+    if argv[0].endswith(".py") and os.path.exists(argv[0]) and shutil.which(argv[0]) is None:
         raise BadInput(
             f"{argv[0]} is a Python file, not a command",
             hint=shell.join(["clusterkit", "submit", "--", "python", *argv]),
@@ -156,14 +157,25 @@ def current_folder() -> Path:
 
 
 def locate_program(job: JobSpec, document: Document | None = None) -> JobSpec:
-    """Return the job with ``workdir`` set to the folder in which its program was found.
+    """Return the job of `find_program`."""
+    return find_program(job, document)[0]
+
+
+def find_program(job: JobSpec, document: Document | None = None) -> tuple[JobSpec, BadInput | None]:
+    """Find a job's program, or the file that its command starts, and set ``workdir``.
 
     Folders are tried in this order: the current one, the job file's, and those above that. A
     relative path in ``python`` starts in the folder that was found.
 
+    Returns:
+        The job, and the error for the file of a command that was not found: the hosts or the image
+        may have it.
+
     Raises:
         BadInput: the program was not found, or is not Python.
     """
+    key = "command" if job.command else "program"
+    name = (command.file_of(job.command) if job.command else job.program) or ""
     bases = [current_folder()]
     where = f"not in {bases[0]}"
     if document is not None:
@@ -174,38 +186,42 @@ def locate_program(job: JobSpec, document: Document | None = None) -> JobSpec:
         if not bases[0].is_dir():
             raise BadInput(f"workdir: {job.workdir} is not a folder", job="workdir")
         where = f"not in {bases[0]}"
-    for base in bases:
-        path = base / (job.program or "")
-        if path.exists():
-            shell.check_text(f"the folder {os.fsencode(base)!r}", str(base))
-            python = job.python
-            if python is not None and "/" in python:
-                python = str(base / Path(python).expanduser())
-            if job.program is not None:
-                check_program(path)
-            if job.command:
-                _check_command(job.command[0], base)
-            return msgspec.structs.replace(job, workdir=str(base), python=python)
-    assert job.program is not None
-    program = Path(job.program)
-    raise BadInput(
-        f"program: {program} is {where}", hint=similar_file(program, bases[0]), job="program"
-    )
+    missing = None
+    if not any(os.path.exists(base / name) for base in bases):
+        hint = similar_file(Path(name), bases[0])
+        where = "missing" if name.startswith("/") else where
+        missing = BadInput(f"{key}: {name} is {where}", hint, job=key)
+        if not job.command:
+            raise missing
+        bases, name = bases[:1], ""
+    base = next(base for base in bases if os.path.exists(base / name))
+    shell.check_text(f"the folder {os.fsencode(base)!r}", str(base))
+    python = job.python
+    if python is not None and "/" in python:
+        python = str(base / Path(python).expanduser())
+    if job.program is not None:
+        check_program(base / job.program)
+    if job.command:
+        _check_command(job.command[0], base)
+    return msgspec.structs.replace(job, workdir=str(base), python=python), missing
 
 
 def check_program(path: Path) -> None:
-    """Check that a file is a Python program.
+    """Check that a path is a Python program: a file, or a folder or zip with a ``__main__.py``.
 
     Raises:
-        BadInput: a folder, unreadable, or not Python by its name and first bytes.
+        BadInput: unreadable, or not Python by its name and first bytes.
     """
     try:
         head = read_file(path, 4096, whole=False)
+        if zipfile.is_zipfile(path):
+            _check_zip(path)
+            return
     except IsADirectoryError:
+        if (path / "__main__.py").is_file():
+            return
         raise BadInput(
-            f"program: {path} is a folder",
-            hint=f"name the file; or command: [python, {path}], where it has a __main__.py",
-            job="program",
+            f"program: {path} is a folder without a __main__.py", "name the file", job="program"
         ) from None
     except OSError as error:
         raise BadInput(f"program: {path}: {reason(error)}", job="program") from None
@@ -216,6 +232,12 @@ def check_program(path: Path) -> None:
             hint=f"command: [python, {path}] has Python run it, command: [{path}] the system",
             job="program",
         )
+
+
+def _check_zip(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        if not {"__main__.py", "__main__.pyc"} & {*archive.namelist()}:
+            raise BadInput(f"program: {path} has no __main__.py in it", job="program")
 
 
 def _check_command(first: str, folder: Path) -> None:

@@ -26,11 +26,13 @@ class Request:
     document: Document
     """The job's file; without a name for a command or a spec."""
     flags: Mapping[str, str]
-    """Keys of the job that a flag has set, and the flag."""
+    """Keys of the job that a flag has set, and the flag; arguments after --, and that."""
     remark: str | None = None
     """Remark on the job for the plan."""
     several_ranks: str | None = None
     """Another one, for a plan with several ranks on a node."""
+    missing: BadInput | None = None
+    """Error for the file of a command that is not on this machine; the cluster may have it."""
 
     def remarks(self, topology: Mapping[str, int]) -> list[str]:
         """Return the remarks on the job for a plan with this topology."""
@@ -66,7 +68,7 @@ def read(
     Raises:
         BadInput: anything wrong with the job.
     """
-    left = None
+    left = missing = None
     if isinstance(job, (str, os.PathLike)):
         spec, document = loader.read_job(Path(job), settings)
         keys = list(document.data)
@@ -88,6 +90,7 @@ def read(
             flags[key], given[key] = flag, f"{flag} {value}"
             typed += [flag, str(value)]
     typed += [word for setting in settings for word in ("--set", setting)]
+    flags |= {f"args[{len(spec.args) + number}]": "after --" for number in range(len(more_args))}
     with Request(spec, document, flags).locating():
         spec = msgspec.structs.replace(
             spec,
@@ -102,7 +105,7 @@ def read(
         spec = taken.job
         check_job(spec)
         if spec.workdir is None or from_file:
-            spec = loader.locate_program(spec, document if from_file else None)
+            spec, missing = loader.find_program(spec, document if from_file else None)
         note, texts = taken.note or left, []
         if spec.program or taken.local_rank:
             texts = [text for _, text in sources.imported(*sources.starts_of(spec))]
@@ -112,7 +115,7 @@ def read(
             spec = msgspec.structs.replace(spec, args=(argument, *spec.args))
             note = f"{note}; each rank gets {name}"
         several_ranks = command.check_source(spec, texts[0] if texts else "")
-    return Request(spec, document, flags, note, several_ranks)
+    return Request(spec, document, flags, note, several_ranks, missing)
 
 
 def spec_of(

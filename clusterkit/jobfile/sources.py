@@ -42,8 +42,10 @@ def starts(
 
 def starts_of(job: JobSpec) -> tuple[list[str], list[str]]:
     """Return `starts` of a job on this machine, with the folders of PYTHONPATH."""
-    folder = job.workdir or "."
-    files, roots = starts(job.program, job.module, folder)
+    folder, program = job.workdir or ".", job.program
+    if program is not None and os.path.isdir(os.path.join(folder, program)):
+        program = os.path.join(program, "__main__.py")
+    files, roots = starts(program, job.module, folder)
     path = ":".join(env.get("PYTHONPATH", "") for env in (job.env, os.environ))
     return files, [*roots, *(os.path.join(folder, each) for each in path.split(":") if each)]
 

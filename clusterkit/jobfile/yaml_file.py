@@ -257,13 +257,17 @@ def _syntax_error(error: yaml.YAMLError, text: str, name: str) -> BadInput:
 
 
 def similar_file(path: Path, folder: Path = Path()) -> str | None:
-    """Return `did_you_mean` with a file beside a missing one; None: there is none like it.
+    """Return "did you mean" with a file like a missing one; None: there is none.
 
-    A relative path starts in ``folder``.
-
-    Suffixes and folders are no part of the comparison: they would make all names similar.
+    One of its name in a folder beside it, or in one beside its folder: such a file was moved. Else
+    the most similar one in its folder, by name without suffix. A relative path starts in
+    ``folder``.
     """
     try:
+        for base in path.parents[:2]:
+            for each in sorted((folder / base).glob(f"*/{path.name}")):
+                if each.is_file():
+                    return f"did you mean {base / each.relative_to(folder / base)}?"
         beside = [each for each in sorted((folder / path).parent.iterdir()) if each.is_file()]
     except OSError:
         return None

@@ -11,6 +11,7 @@ import msgspec
 from clusterkit import backends
 from clusterkit.errors import ClusterkitError
 from clusterkit.jobfile import loader
+from clusterkit.jobfile.arguments import checked
 from clusterkit.lifecycle.launch import resolved_cluster
 
 
@@ -27,6 +28,7 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """Why it cannot be used; None if it can be reached."""
 
 
+@checked
 def clusters(clusters_file: str | os.PathLike[str] | None = None) -> list[Cluster]:
     """Ask every cluster of the cluster file, all at once, whether it can be reached.
 

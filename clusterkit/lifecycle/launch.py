@@ -33,6 +33,7 @@ from clusterkit.errors import (
 from clusterkit.files import user_name, write_atomic
 from clusterkit.jobfile import loader, request, sources, values
 from clusterkit.jobfile.arguments import checked
+from clusterkit.jobfile.command import file_of
 from clusterkit.lifecycle import control, supervise
 from clusterkit.lifecycle.run import Run, check_secrets, get
 from clusterkit.output.track import check_trackers
@@ -110,6 +111,7 @@ def prepare(
     return _prepare(asked, loaded, facts, doctor, run_id)
 
 
+@checked
 def prepare_again(
     run: Run,
     *,
@@ -156,6 +158,9 @@ def _prepare(
             from clusterkit.convert import nested  # deferred: most jobs have a program instead
 
             nested.check(spec)
+            file = file_of(spec.command)
+            if asked.missing is not None and loaded.cluster.starts_from_here(file or ""):
+                raise asked.missing
         check_secrets(spec)
         check_trackers(spec)
     entry = loaded.cluster

@@ -432,5 +432,7 @@ def _recorded(folder: RunFolder) -> RunStatus:
     if (found := control.current(folder)) is not None:
         return found
     saved = folder.saved_status() or RunStatus.unknown(folder.run_id)
-    remark = "it has no supervisor: `clusterkit status` asks the backend for its state"
+    remark = (
+        f"it has no supervisor: `clusterkit status {folder.run_id}` asks the backend for its state"
+    )
     return msgspec.structs.replace(saved, state=State.UNKNOWN, remark=saved.remark or remark)

@@ -70,6 +70,7 @@ def diagnosis(handle: RunHandle, seen: Observation, *, late: bool = False) -> Fa
         nproc_per_node=nproc,
         oom_kills=seen.oom_kills,
         causes=seen.causes,
+        run=plan.run_id,
     )
     if plan.nodes < plan.topology.get("nodes", plan.nodes) and failure.rank is not None:
         # One launcher for all nodes (mpirun): only the rank says which node it was.

@@ -21,6 +21,7 @@ from clusterkit.errors import (
     RunNotFound,
     RunNotOver,
 )
+from clusterkit.files import other_owner
 from clusterkit.jobfile.arguments import checked
 from clusterkit.lifecycle import control
 from clusterkit.plan import Plan
@@ -166,6 +167,7 @@ class Run:
             ),
         )
 
+    @checked
     def logs(
         self,
         *,
@@ -297,6 +299,7 @@ class Run:
                 f"run {self.id}: its processes run on {host}", hint=f"clusterkit {verb} there"
             )
 
+    @checked
     def cancel(self) -> RunStatus:
         """End the run and everything that it started. Idempotent."""
         return control.cancel(self._folder)
@@ -310,9 +313,11 @@ class Run:
             force: remove it on this machine even if a host does not answer.
 
         Raises:
-            BadInput: the run has not ended.
+            BadInput: the run has not ended, or is another user's.
             Unavailable: a host does not answer; the folder on this machine is kept.
         """
+        if (owner := other_owner(self._folder.path)) is not None and os.geteuid() != 0:
+            raise BadInput(f"run {self.id} belongs to {owner}", f"only {owner} can remove it")
         status = self.status()
         if not status.state.final:
             self._refuse_elsewhere("rm")

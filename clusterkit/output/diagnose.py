@@ -76,7 +76,7 @@ _SIGNALS: dict[int, tuple[str, str | None]] = {
         "SIGSEGV: {who} crashed in native code", "env: {PYTHONFAULTHANDLER: '1'} shows where"),
     signal.SIGABRT: (
         "SIGABRT: {who} aborted in native code",
-        "if training had ended: end ranks with a barrier and os._exit, as world.py does"),
+        "if training had ended: end ranks with a barrier and os._exit, as gpt_ranks.py does"),
 }  # fmt: skip
 """Cause and hint by signal."""
 _OOM_KILLED = "OOMKilled: {who} was killed by the kernel (SIGKILL) because memory ran out"
@@ -133,6 +133,7 @@ def diagnose(
     nproc_per_node: int = 1,
     oom_kills: int = 0,
     causes: Sequence[NodeCause] = (),
+    run: str = "RUN",
 ) -> Failure:
     """Return the first failure of an attempt that did not succeed.
 
@@ -143,6 +144,7 @@ def diagnose(
         nproc_per_node: ranks per node, to number the local ranks that torchrun reports.
         oom_kills: how many processes the kernel killed meanwhile because memory ran out.
         causes: why nodes or their ranks were killed, if the backend knows.
+        run: the run's id, for hints.
     """
     ends = list(rank_exits)
     failures = [end for end in ends if end.exit_code]
@@ -170,7 +172,7 @@ def diagnose(
             hint=known.hint,
         )  # fmt: skip
     if blamed is None or (blamed.echo and silent):
-        return _from_nodes(silent or failed or list(nodes), oom_kills, outputs)
+        return _from_nodes(silent or failed or list(nodes), oom_kills, outputs, run)
     exit_code = blamed.exit_code
     if exit_code is None and blamed.node < len(nodes):
         exit_code = nodes[blamed.node].exit_code
@@ -341,7 +343,7 @@ def _missing_file(
 
 
 def _from_nodes(
-    nodes: Sequence[NodeStatus], oom_kills: int, outputs: Mapping[_Source, Output]
+    nodes: Sequence[NodeStatus], oom_kills: int, outputs: Mapping[_Source, Output], run: str
 ) -> Failure:
     """Return a failure of which no rank reported anything."""
     ended = [node for node in nodes if node.exit_code or node.reason]
@@ -366,6 +368,6 @@ def _from_nodes(
     return Failure(
         node=first.node, rank=None, exit_code=code,
         cause=cause or f"exit code {code} of the launcher{f': {error}' if error else ''}",
-        hint=hint or _hint(error) or "clusterkit logs RUN shows its last output",
+        hint=hint or _hint(error) or f"clusterkit logs {run} shows its last output",
         traceback=output.traceback_text() if error and output.message else None,
     )  # fmt: skip

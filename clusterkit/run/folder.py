@@ -37,7 +37,13 @@ from msgspec import Struct
 
 from clusterkit.cluster import CLUSTER_TYPES, ClusterSpec, Facts
 from clusterkit.errors import BadInput, ClusterkitError, RunFolderError
-from clusterkit.files import locked, remove_drafts, writable_by_others, write_atomic
+from clusterkit.files import (
+    locked,
+    other_owner,
+    remove_drafts,
+    writable_by_others,
+    write_atomic,
+)
 from clusterkit.plan import Plan, Step
 from clusterkit.run.begun import Begun, since
 from clusterkit.run.logs import GrowingFile, LogLine, NodeLog, marked, merged
@@ -372,8 +378,12 @@ class RunFolder:
             file.close()
         except OSError as error:
             why = f"cannot lock {path}: {error.strerror}"
-            raise RunFolderError(why, hint=HOME_HINT) from error
+            raise RunFolderError(why, hint=self._owner_hint() or HOME_HINT) from error
         return None
+
+    def _owner_hint(self) -> str | None:
+        owner = other_owner(self.path)
+        return None if owner is None else f"run {self.run_id} belongs to {owner}"
 
     def has_supervisor(self) -> bool:
         """Return whether a supervisor runs, on this machine or (over NFS) another."""
@@ -426,7 +436,8 @@ class RunFolder:
                 self.file(RESERVE).unlink()  # the disk is full: room for a file, and the run's end
                 path.touch(0o644)
         except OSError as error:
-            raise RunFolderError(f"cannot write {self.path}/cancelled: {error.strerror}") from error
+            why = f"cannot write {self.path}/cancelled: {error.strerror}"
+            raise RunFolderError(why, self._owner_hint()) from error
 
     def is_cancelled(self) -> bool:
         return (self.path / "cancelled").exists()

@@ -37,6 +37,17 @@ def overall(states: set[State]) -> State:
     return State.RUNNING if State.SUCCEEDED in states else State.PENDING
 
 
+class IdleRank(Struct, frozen=True):
+    """A rank whose main thread has not run for a minute or longer, by its agent."""
+
+    rank: int
+    since: float
+    at: str | None = None
+    """The line of code that it executes."""
+    state: str = ""
+    """``stopped``, ``ended`` (its process was not waited for), or empty."""
+
+
 class NodeStatus(Struct, frozen=True, kw_only=True):
     """One node of the newest attempt."""
 
@@ -55,6 +66,10 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     """Why its ranks hang, or on node 0 those of all nodes; null while they make progress."""
     slow: str | None = None
     """On node 0: which ranks the others wait for repeatedly; null if none."""
+    ended: tuple[int, ...] = ()
+    """Ranks that ended a minute ago or earlier, while its agent runs on."""
+    idle: tuple[IdleRank, ...] = ()
+    """Recorded where other ranks have ended, or may have on other nodes."""
     spare: bool = False
     """Whether it has no ranks, but replaces a node that is lost."""
 

@@ -114,6 +114,8 @@ def take(workdir: Path, program: str | None = None) -> Snapshot:
         names = _all_files(workdir, _runs(workdir))
         found = Snapshot(workdir, _entries(workdir, names), "all but caches")
     if program is not None:
+        if (workdir / program).is_dir():
+            program = os.path.join(program, "__main__.py")
         _check_program(found, workdir, program, in_git=in_git)
     return found
 

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Column
 from rich.text import Text
 
-from clusterkit.agent import HANG_NOTE, HANG_OVER, SLOW_NOTE, SLOW_OVER
+from clusterkit.agent import HANG_NOTE, HANG_OVER, LEFT_NOTE, SLOW_NOTE, SLOW_OVER
 from clusterkit.errors import pluralize
 from clusterkit.lifecycle.live import Reported
 from clusterkit.lifecycle.run import Run
@@ -22,6 +22,7 @@ from clusterkit.run.status import RunStatus, State
 from clusterkit.ui.formatting import (
     duration,
     failure_text,
+    fold,
     loss_text,
     pending_reason,
     printable,
@@ -33,6 +34,7 @@ from clusterkit.ui.spinner import spinner
 
 PLAIN_LINES = 20
 """How many progress lines are printed if stderr is not a terminal."""
+_REPORTS = (HANG_NOTE, HANG_OVER, SLOW_NOTE, SLOW_OVER, LEFT_NOTE)
 PHASES = ("imports", "rendezvous", "build", "first_step", "training", "ending")
 
 
@@ -50,7 +52,8 @@ class View(Reported):
     def feed(self, line: LogLine) -> list[LogLine]:
         """Take one line; return the lines to show at once.
 
-        These are rank 0's output, and the agent's reports on ranks that hang or are slow.
+        These are rank 0's output, and the agent's reports on ranks that hang, are slow or do not
+        end.
         Tracebacks are held back: most are echoes of another rank's failure, and the summary shows
         the one that matters.
         """
@@ -62,7 +65,7 @@ class View(Reported):
             return []
         if line.text.strip():
             self.last = line
-        if line.rank is None and line.text.startswith((HANG_NOTE, HANG_OVER, SLOW_NOTE, SLOW_OVER)):
+        if line.rank is None and line.text.startswith(_REPORTS):
             return [line]
         if line.rank != 0:
             return []
@@ -207,10 +210,17 @@ def _plain(view: View, lines: Iterable[LogLine], console: Console) -> None:
 
 
 def _show(console: Console, line: LogLine) -> None:
-    _print(console, f"{source(line)} {line.text}")
+    _write(console, f"{source(line)} {line.text}")
 
 
 def _print(console: Console, text: str, style: str | None = None) -> None:
+    if console.is_terminal:
+        lines = text.split("\n")
+        text = "\n".join(part for line in lines for part in fold(line, console.width))
+    _write(console, text, style)
+
+
+def _write(console: Console, text: str, style: str | None = None) -> None:
     if console.is_terminal:
         # No markup, no emoji codes, but the program's own colours.
         console.print(Text.from_ansi(printable(text), style=style or ""), soft_wrap=True)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import TextIO
+
+from msgspec.structs import asdict
 
 from clusterkit.errors import join_some
 from clusterkit.run.logs import LogLine, readable
@@ -64,6 +68,17 @@ def fold(text: str, width: float) -> list[str]:
         if line != margin or not word.isspace():
             line, used = line + word, used + size
     return [*lines, line]
+
+
+def prose(text: str) -> str:
+    """Return a text for stderr: on a terminal in lines of its width, by `fold`."""
+    if not sys.stderr.isatty():
+        return text
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdecimal() else 0
+    with suppress(OSError):
+        width = width or os.get_terminal_size(sys.stderr.fileno()).columns
+    return "\n".join(part for line in text.split("\n") for part in fold(line, width or 80))
 
 
 def cells(text: str) -> int:
@@ -143,7 +158,7 @@ def goodput_text(goodput: Goodput) -> str:
 
 
 def remark_lines(status: RunStatus) -> list[str]:
-    """Return the remarks of the nodes, then hanging and slow ranks, a line each."""
+    """Return the remarks of the nodes, then ranks that do not end, hang or are slow."""
     nodes: dict[str, list[str]] = {}
     for node in status.nodes:
         for text in node.remarks:
@@ -151,12 +166,36 @@ def remark_lines(status: RunStatus) -> list[str]:
     found = [
         f"node{'s' if len(of) > 1 else ''} {join_some(of)}: {text}" for text, of in nodes.items()
     ]
+    found += [left] if (left := left_text(status)) else []
     if not any(node.hang or node.slow for node in status.nodes):
         return found
     from clusterkit.agent import HANG_NOTE, SLOW_NOTE  # `ls` and `status` start without it
 
     found += [f"{HANG_NOTE}{node.hang}" for node in status.nodes if node.hang]
     return found + [f"{SLOW_NOTE}{node.slow}" for node in status.nodes if node.slow]
+
+
+def left_text(status: RunStatus) -> str:
+    """Return which ranks neither run nor end although others have ended; empty: none is known."""
+    running = [node for node in status.nodes if node.state is State.RUNNING]
+    if not any(node.idle for node in running):
+        return ""
+    from clusterkit.agent import limits
+    from clusterkit.agent.left import describe
+
+    now = time.time()
+    return describe(
+        {node.node: [asdict(each) for each in node.idle] for node in running if node.idle},
+        {node.node: node.ended for node in running if node.ended},
+        [
+            node.node
+            for node in status.nodes
+            # One that has just ended: what the others have recorded may be older.
+            if node.state is State.SUCCEEDED and now - (node.ended_at or now) > limits.LEFT_SECONDS
+        ],
+        now,
+        many=len(status.nodes) > 1,
+    )
 
 
 def loss_text(loss: float) -> str:

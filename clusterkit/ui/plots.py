@@ -146,7 +146,7 @@ def _picture() -> Any:
 def _save(picture: Any, output: Path) -> Path:
     drawn = io.BytesIO()
     picture.savefig(drawn, format=output.suffix[1:], dpi=150)
-    write_atomic(output, drawn.getvalue())
+    write_atomic(output, drawn.getvalue(), output=True)
     return output
 
 

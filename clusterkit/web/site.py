@@ -286,7 +286,7 @@ class Site:
 def write_report(names: Sequence[str], output: Path) -> Path:
     """Write a report on runs as one HTML file, and return its path."""
     check_output(output)
-    write_atomic(output, page.render(Site().report(names), time.time()))
+    write_atomic(output, page.render(Site().report(names), time.time()), output=True)
     return output
 
 

@@ -1,11 +1,11 @@
 """Distributed data parallel as the tutorials teach it.
 
-    clusterkit submit jobs/ddp-torchrun.yaml              # what you want
+    clusterkit submit jobs/tour/ddp-torchrun.yaml         # what you want
     torchrun --nproc-per-node 2 jobs/train/ddp.py         # the same without clusterkit
 
-Two older ways to start it are in ddp_start.py. Every rank holds the whole model and sees its own
-part of the samples. The program checks what it teaches: batch x steps x ranks covers the samples,
-each of them is seen, and all ranks end with the same weights.
+Two older ways to start it are in jobs/tour/ddp_start.py. Every rank holds the whole model and sees
+its own part of the samples. The program checks what it teaches: batch x steps x ranks covers the
+samples, each of them is seen, and all ranks end with the same weights.
 """
 
 from __future__ import annotations

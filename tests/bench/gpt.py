@@ -25,7 +25,7 @@ import sys, time
 sys.path.insert(0, sys.argv[1])
 import torch
 from gpt_data import as_tokens, read_text
-from model import GPT, PRESETS
+from gpt_model import GPT, PRESETS
 
 model_name, batch, steps = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 shape = PRESETS[model_name]
@@ -61,9 +61,9 @@ READER = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 import torch
-from choices import Batch
 from gpt_data import Batches, read
-from model import GPT, PRESETS
+from gpt_model import GPT, PRESETS
+from gpt_settings import Batch
 
 shape, size, steps = PRESETS[sys.argv[2]], int(sys.argv[3]), int(sys.argv[4])
 ahead, sampling = sys.argv[5] == "ahead", sys.argv[6]

@@ -57,8 +57,8 @@ class Case:
         args = ("--model", self.model, "--steps", STEPS, "--global-batch", 4 * self.micro,
                 "--micro-batch", self.micro, *strategy, *self.words)  # fmt: skip
         return JobSpec(
-            name="bench-gpu", program=PROGRAM, args=tuple(map(str, args)), workdir=str(ROOT),
-            deepspeed=None if self.stage is None else config,
+            name="bench-gpu", program=PROGRAM, estimate="gpt", args=tuple(map(str, args)),
+            workdir=str(ROOT), deepspeed=None if self.stage is None else config,
         )  # fmt: skip
 
 

@@ -1,13 +1,16 @@
 """``python -m tests.bench.hangs``: how soon, and whether rightly, a rank that hangs is named.
 
 Rank 1 of `tests/live/programs/hang.py` hangs in one of four ways. Right is a line of node 0 that
-names rank 1 and the collective; seconds are from the moment at which it begins to hang.
+names rank 1 and the collective that rank 0 waits in; seconds are from the moment at which it begins
+to hang. Exits with 1 if one line was not right.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -26,6 +29,10 @@ WAYS = {
     "native": ("native code that holds the interpreter's lock", 2, 1),
 }
 """What it does, on how many nodes of how many ranks."""
+RIGHT = re.compile(
+    rf"{HANG_NOTE}rank 1(?: on node 1)? has not entered all_reduce #\d+, "
+    r"which rank 0(?: on node 0)? waits in; rank 1(?: on node 1)? is "
+)
 
 
 def once(how: str) -> tuple[bool, float]:
@@ -36,12 +43,14 @@ def once(how: str) -> tuple[bool, float]:
         words, cluster="here", clusters_file=Path(os.environ["CLUSTERKIT_HOME"], "clusters.yaml"),
         nodes=nodes, gpus=ranks, settings=["device=cpu"],
     )  # fmt: skip
-    began, said, right = 0.0, 0.0, False
+    began, said, right = 0.0, math.nan, False
     for line in run.logs(follow=True):
         if line.text == "hangs":
             began = line.time
         if line.rank is None and line.text.startswith(HANG_NOTE):
-            said, right = line.time, "rank 1 " in line.text.partition("not come to all_reduce #")[0]
+            said, right = line.time, RIGHT.match(line.text) is not None
+            if not right:
+                print(f"{how}: {line.text}", file=sys.stderr)
             break
     run.cancel()
     return right, said - began

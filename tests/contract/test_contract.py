@@ -31,7 +31,7 @@ from clusterkit.spec import BatchSpec, CheckpointSpec, JobSpec
 from clusterkit.transport import Transport
 
 ROOT = Path(__file__).resolve().parents[2]
-JOB_FILES = sorted((ROOT / "jobs").glob("*.yaml"))
+JOB_FILES = sorted((ROOT / "jobs").rglob("*.yaml"))
 PROGRAMS = Path(__file__).parent / "programs"
 STAMP = b"2026-11-21T20:11:58.%06dZ"
 

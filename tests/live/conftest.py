@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import posixpath
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -96,18 +95,35 @@ class ByPlace(LoadScopeScheduling):
         return scope_of(nodeid)
 
 
+LONGEST_FIRST = (
+    "tests/live/kubernetes", "tests/live/ssh", "tests/live/compose", "tests/live/test_parity",
+    "tests/live/test_local", "tests/live/test_as_torchrun", "tests/live/slurm",
+    "tests/live/test_chaos", "tests/live/test_programs", "",
+)  # fmt: skip
+"""What scopes begin with: of the last ones to start all should be short, so that no worker is left
+with a long one while the others have nothing to do."""
+
+
 def scope_of(nodeid: str) -> str:
-    """A module of this folder, or a folder below it."""
+    """A module of this folder, or a folder in it with all below."""
     module = nodeid.partition("::")[0]
-    folder = posixpath.dirname(module)
-    return module if folder == "tests/live" else folder
+    parts = module.split("/")
+    return module if len(parts) == 3 else "/".join(parts[:3])
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByPlace | None:
-    return ByPlace(config, log) if config.getvalue("dist") == "loadscope" else None
+    if config.getvalue("dist") != "loadscope":
+        return None
+    config.option.loadscopereorder = False  # which has the most tests first
+    return ByPlace(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # after pytest-random-order
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: next(
+            n for n, start in enumerate(LONGEST_FIRST) if scope_of(item.nodeid).startswith(start)
+        ))  # fmt: skip
     for item in items:
         if {"image", "running"}.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.timeout(IMAGE_SECONDS), append=False)

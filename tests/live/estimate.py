@@ -101,6 +101,12 @@ CASES = (
          zero=_zero(0)),
     Case("zero1", "--strategy deepspeed --model small", (8, 4), zero=_zero(1)),
     Case("zero1, bf16", "--strategy deepspeed --model small", (8, 4), zero=_zero(1), dtype="bf16"),
+    Case("zero1, pipeline", "--strategy deepspeed --model small --mesh pp=2", (8, 2),
+         zero=_zero(1)),
+    Case("zero1, AutoTP", "--strategy deepspeed --model small --mesh tp=2", (4, 4), zero=_zero(1)),
+    Case("zero1, 124m", "--strategy deepspeed --model 124m --context 128", (2, 1), zero=_zero(1)),
+    Case("zero1, AutoTP, 124m", "--strategy deepspeed --model 124m --context 128 --mesh tp=2",
+         (2, 2), zero=_zero(1)),
     Case("zero2", "--strategy deepspeed --model small", (8, 4), zero=_zero(2)),
     Case("zero2, accumulation 4", "--strategy deepspeed --model small", (16, 2), zero=_zero(2)),
     Case("zero2, default buckets", "--strategy deepspeed --model small", (8, 4), zero={"stage": 2}),
@@ -161,6 +167,7 @@ def job_of(case: Case, folder: Path) -> JobSpec:
     return JobSpec(
         name="estimate",
         program=str(GPT),
+        estimate="gpt",
         args=(*flags, "--data", str(text), "--steps", str(STEPS)),
         gpus_per_node=case.ranks,
         device="cpu",
@@ -172,10 +179,10 @@ def job_of(case: Case, folder: Path) -> JobSpec:
 
 def predicted(job: JobSpec) -> Memory:
     """What `clusterkit estimate` says of a job on CPUs."""
-    program = jobs.read_program(job)
+    ranks = int(job.gpus_per_node)
+    program = jobs.read_program(job, nodes=1, local_ranks=ranks)
     model = jobs.model_of(program, count=True)
     assert model is not None
-    ranks = int(job.gpus_per_node)
     setup = jobs.setup_of(job, program, ranks=ranks, local_ranks=ranks, device="cpu", model=model)
     return predict(model, setup)
 

@@ -1,7 +1,7 @@
 """A program does under every launcher what it does under torchrun itself, and does so each time.
 
-Each program runs once by bare torchrun, once by `launcher: torchrun` and three times in a row by
-the fork server. Output is compared rank by rank, and the files that the ranks leave.
+Each program runs once by bare torchrun, once by `launcher: torchrun` and twice in a row by the
+fork server. Output is compared rank by rank, and the files that the ranks leave.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WORDS = (
 )
 ENV = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "5", "PYTHONUNBUFFERED": "1", "ODD": "a 'b' $c\n",
        "EMPTY": ""}  # fmt: skip
-FORKED = 3
+FORKED = 2
 ALL = ["bare torchrun", "torchrun", *(f"forkserver, run {number + 1}" for number in range(FORKED))]
 
 pytestmark = pytest.mark.live
@@ -142,7 +142,7 @@ def assert_alike(found: dict[str, Ended]) -> None:
         assert each.files == bare.files, how
 
 
-@pytest.mark.timeout(900)  # five runs of two ranks that import nearly all of torch
+@pytest.mark.timeout(900)  # four runs of two ranks that import nearly all of torch
 def test_every_launcher_prints_same_as_torchrun_with_own_random_numbers(tmp_path: Path) -> None:
     found = Program(("checks.py", *WORDS), 2, tmp_path).run_all()
     drawn: dict[str, dict[str, tuple[str, int]]] = {}

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
-from clusterkit.estimate import models
+from clusterkit import api
+from clusterkit.estimate import jobs, models
 from clusterkit.estimate.memory import layer_activations
 from clusterkit.estimate.mesh import Mesh
 from clusterkit.estimate.published import PRESETS
 from clusterkit.estimate.setup import Setup
+from clusterkit.run.status import State
+from clusterkit.spec import BatchSpec, JobSpec
 from tests.live import estimate as check
 
 pytestmark = pytest.mark.live
@@ -52,6 +55,40 @@ def test_estimated_peak_memory_matches_measured_within_tolerance(name: str) -> N
     assert abs(compared.difference) <= check.TOLERANCE, check.rows([compared])
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("words", "more"),
+    [
+        pytest.param(("--strategy", "pp"), {}, marks=pytest.mark.thorough),
+        (("--strategy", "pp"), {"batch": BatchSpec(global_size=8)}),
+        # train.py trains with DDP, whatever the section says.
+        ((), {"deepspeed": {"zero_optimization": {"stage": 3}}}),
+    ],
+)
+def test_estimated_batch_and_strategy_are_those_that_program_reports(
+    words: tuple[str, ...], more: dict[str, Any]
+) -> None:
+    job = JobSpec(
+        name="estimate", program=str(check.GPT), estimate="gpt", args=(*words, "--steps", "1"),
+        gpus_per_node=2, device="cpu", threads_per_rank=1, workdir=str(check.ROOT), **more,
+    )  # fmt: skip
+    program = jobs.read_program(job, nodes=1, local_ranks=2)
+    model = jobs.model_of(program, count=False)
+    assert model is not None
+    setup = jobs.setup_of(job, program, ranks=2, local_ranks=2, device="cpu", model=model)
+    run = api.submit(job)
+    try:
+        assert run.wait(250).state is State.SUCCEEDED
+    finally:
+        run.cancel()
+    (start,) = [event for event in run.reported_events() if event["event"] == "start"]
+    assert (start["strategy"], start["dtype"]) == (setup.strategy, setup.precision)
+    assert start["parameters"] == model.parameters
+    step = setup.micro * setup.accumulation * setup.mesh.dp * model.context
+    assert start["tokens_per_step"] == step
+    assert start.get("micro_batches", setup.accumulation) == setup.accumulation
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "kind", ["qwen2", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("llama", "gpt2"))]
@@ -78,7 +115,7 @@ def test_formulas_from_model_config_agree_with_meta_device(kind: str, tmp_path: 
 @pytest.mark.timeout(600)
 def test_gpt_presets_have_parameter_count_of_built_model() -> None:
     code = (
-        "import torch\nfrom model import GPT, PRESETS\n"
+        "import torch\nfrom gpt_model import GPT, PRESETS\n"
         "with torch.device('meta'):\n"
         "    print({n: sum(p.numel() for p in GPT(s).parameters()) for n, s in PRESETS.items()})"
     )

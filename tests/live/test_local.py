@@ -1026,7 +1026,7 @@ ASKED = ("zero1-config", "zero2-offload", "zero3-nvme")
     "job",
     [
         pytest.param(path, id=path.stem, marks=() if path.stem in ASKED else pytest.mark.thorough)
-        for path in sorted(Path("jobs").glob("*.yaml"))
+        for path in sorted(Path("jobs").rglob("*.yaml"))
     ],
 )
 def test_every_repository_job_file_plans_on_two_nodes(job: Path) -> None:

@@ -21,7 +21,7 @@ from clusterkit import agent, api
 from clusterkit.run.status import State
 
 ROOT = Path(__file__).parents[2]
-TRAIN = ROOT / "jobs" / "train"
+SENTIMENT = ROOT / "jobs" / "sentiment"
 SECONDS = 120.0
 TOLERANCE = 2e-6
 SMALL = ("device=cpu", "threads_per_rank=1")
@@ -35,7 +35,7 @@ needs_accelerate = pytest.mark.skipif(
 
 @pytest.fixture
 def run_job() -> Iterator[Callable[..., api.Run]]:
-    """``run_job("rpc", "--steps", 3, nodes=2)``: a job file run to its end, which is success."""
+    """``run_job("tour/rpc", "--steps", 3, nodes=2)``: a job run to its end, which is success."""
     started: list[api.Run] = []
 
     def run(name: str, *args: object, settings: tuple[str, ...] = (), **options: object) -> api.Run:
@@ -87,7 +87,7 @@ def reviews(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_collectives_job_gives_right_results_on_three_ranks(run_job) -> None:
-    run = run_job("collectives", nodes=3)
+    run = run_job("tour/collectives", nodes=3)
     table = said(run, rank=0)
     assert table[-1] == "gloo, 3 ranks: 29 operations right, 2 not there, 0 wrong"
     rows = {
@@ -119,9 +119,9 @@ def test_ddp_by_torchrun_spawn_and_launch_has_same_losses(
     # torch makes this folder as soon as it imports its compiler, and leaves it.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     runs = [
-        run_job("ddp-torchrun", "--epochs", 1),
-        run_job("ddp-spawn", "--epochs", 1),
-        run_job("ddp-launch", "--epochs", 1, nodes=2, gpus=1),
+        run_job("tour/ddp-torchrun", "--epochs", 1),
+        run_job("tour/ddp-spawn", "--epochs", 1),
+        run_job("tour/ddp-launch", "--epochs", 1, nodes=2, gpus=1),
     ]
     for run in runs:
         lines = said(run)
@@ -137,14 +137,14 @@ def test_ddp_by_torchrun_spawn_and_launch_has_same_losses(
 
 def test_ddp_pads_samples_that_do_not_divide_among_ranks(run_job) -> None:
     words = ("--samples", 100, "--epochs", 1)
-    run = run_job("ddp-torchrun", *words, gpus=3, settings=("launcher=forkserver",))
+    run = run_job("tour/ddp-torchrun", *words, gpus=3, settings=("launcher=forkserver",))
     assert "checked: 32 x 2 steps x 3 ranks = 192 >= 100 samples, each seen, 2 of them again" in (
         said(run)
     )
 
 
 def test_data_parallel_does_not_split_batch_on_cpu(run_job) -> None:
-    lines = said(run_job("dp", "--steps", 3))
+    lines = said(run_job("tour/dp", "--steps", 3))
     assert lines[:2] == [
         "nn.DataParallel: 1 process, 0 GPUs",
         "a batch of 256 was computed as [256]",
@@ -161,11 +161,11 @@ def test_sentiment_job_reports_accuracy_of_model_that_was_saved(
     run_job, reviews: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = tmp_path / "model"
-    run = run_job("sentiment", "--epochs", 2, "--data", reviews, "--output", saved,
+    run = run_job("sentiment/sentiment", "--epochs", 2, "--data", reviews, "--output", saved,
                   gpus=2, settings=("batch.global=16",))  # fmt: skip
     told = [row for row in run.metrics() if "eval_loss" in row]
     assert len(told) == 2
-    monkeypatch.syspath_prepend(str(TRAIN))
+    monkeypatch.syspath_prepend(str(SENTIMENT))
     import torch
     from reviews import read_reviews, split
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -195,7 +195,7 @@ def test_trainer_has_same_losses_with_ddp_and_zero(
     # Ranks of one node: one process does their imports.
     how = {"gpus": 2, "settings": ("batch={global: 16, micro: 4}",)}
     runs = {
-        stage: run_job(job, "--epochs", 1, "--data", reviews, **how)
+        stage: run_job(f"sentiment/{job}", "--epochs", 1, "--data", reviews, **how)
         for stage, job in ((0, "sentiment-trainer"), (zero, name))
     }
     for stage, run in runs.items():
@@ -234,7 +234,7 @@ def test_unavailable_model_gives_one_error_line_without_retries() -> None:
 def test_data_file_with_wrong_separator_fails_run_without_traceback(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.csv"
     wrong.write_text("label;review\n1;good\n")
-    run = api.submit("jobs/sentiment.yaml", gpus=2, settings=[*SMALL],
+    run = api.submit("jobs/sentiment/sentiment.yaml", gpus=2, settings=[*SMALL],
                      more_args=["--data", str(wrong)])  # fmt: skip
     status = run.wait(SECONDS)
     assert (status.state, status.exit_code) == (State.FAILED, 1)
@@ -247,7 +247,7 @@ def test_data_file_with_wrong_separator_fails_run_without_traceback(tmp_path: Pa
 
 
 def test_rpc_parameter_server_has_weights_of_single_process(run_job) -> None:
-    run = run_job("rpc", "--steps", 20)
+    run = run_job("tour/rpc", "--steps", 20)
     lines = said(run)
     assert "server: 20 steps, gradients of 2 workers" in lines
     assert any(line.startswith("checked: the weights of one process") for line in lines)
@@ -302,7 +302,7 @@ def program(
     path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")]))
     settings = {"PYTHONPATH": path, "CLUSTERKIT_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, str(TRAIN / name), *args],
+        [sys.executable, str(SENTIMENT / name), *args],
         env=kept | settings | (env or {}),
         capture_output=True,
         text=True,

@@ -257,3 +257,35 @@ def test_run_methods_name_argument_of_wrong_type(unstarted_run):
         with pytest.raises(BadInput) as caught:
             use()
         assert caught.value.message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("call", "word", "near"),
+    [
+        (lambda: api.submit("x.yaml", node=2), "node", "nodes"),
+        (lambda: api.plan("x.yaml", gpu=2), "gpu", "gpus"),
+        (lambda: api.plan_as(["true"], form="job", node=2), "node", "nodes"),
+        (lambda: api.bench(iteration=3), "iteration", "iterations"),
+        (lambda: api.doctor(quik=True), "quik", "quick"),
+        (lambda: api.init("x.py", host="a"), "host", "hosts"),
+        (lambda: api.clusters(cluster_file="x"), "cluster_file", "clusters_file"),
+    ],
+)
+def test_unknown_argument_is_refused_with_nearest_name(call, word, near, cwd):
+    (cwd / "x.py").write_text("import torch.distributed\n")
+    with pytest.raises(BadInput) as error:
+        call()
+    assert error.value.message == f"{word}: unknown argument"
+    assert f"did you mean {near}?" in error.value.hint
+
+
+def test_unknown_argument_of_run_is_refused_with_nearest_name(unstarted_run):
+    run = unstarted_run()
+    for call, near in (
+        (lambda: run.logs(folow=True), "follow"),
+        (lambda: api.log_lines(run, folow=True), "follow"),
+        (lambda: run.wait(timout=1), "timeout"),
+        (lambda: api.rerun(run, setting=[]), "settings"),
+    ):
+        with pytest.raises(BadInput, match=f"unknown argument\n.*did you mean {near}"):
+            call()

@@ -144,12 +144,28 @@ def test_jobs_lists_unreadable_job_files_as_errors(project: Path, cli) -> None:
     ]  # fmt: skip
 
 
+def test_jobs_of_folders_come_last_and_other_yaml_files_there_are_no_jobs(
+    project: Path, cli
+) -> None:
+    for folder in ("tour", "later"):
+        (project / "jobs" / folder).mkdir()
+        job(project, f"{folder}/another", "program: train/main.py\n")
+    job(project, "tour/settings", "model: {program: tiny}\nargs: [command]\n")
+    (project / "jobs" / "tour" / "folder.yaml").mkdir()
+    done = cli("jobs")
+    assert (done.code, done.err) == (0, "")
+    names = [line.split()[0] for line in done.out.splitlines()[1:]]
+    assert names == ["one", "later/another", "tour/another"]
+
+
 def test_jobs_lists_every_job_of_repository(cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     done = cli("jobs", "--json")
     assert done.code == 0, done.err
-    files = sorted((ROOT / "jobs").glob("*.yaml"), key=lambda path: path.stem)
-    assert [entry["path"] for entry in done.json] == [f"jobs/{path.name}" for path in files]
+    files = sorted((ROOT / "jobs").rglob("*.yaml"))
+    assert sorted(entry["path"] for entry in done.json) == [
+        str(path.relative_to(ROOT)) for path in files
+    ]
     needs = {entry["name"]: entry["packages"] for entry in done.json}
     assert needs["ddp-spawn"] == ["torch"]
     assert needs["zero3"] == ["deepspeed", "torch"]

@@ -695,15 +695,6 @@ def test_inspect_accepts_missing_containers_and_refuses_dead_engine(handle: RunH
         inspect(handle, engine)
 
 
-def until(monitor: ContainerMonitor, state: State) -> Any:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        seen = monitor.status()
-        if seen.state is state:
-            return seen
-    pytest.fail(f"never {state}: {seen}")
-
-
 def test_monitor_queries_engine_rarely(handle: RunHandle) -> None:
     engine = FakeEngine()
     engine.containers(handle, node0={}, node1={})

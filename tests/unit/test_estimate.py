@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -455,11 +456,18 @@ def test_every_published_model_is_in_count_table() -> None:
 
 
 def setup_of(job: JobSpec, ranks: int = 8, **options: Any) -> tuple[Model, Setup]:
-    program = jobs.read_program(job)
+    options = {"local_ranks": ranks, "device": "cuda"} | options
+    program = jobs.read_program(job, nodes=1, local_ranks=ranks)
     model = jobs.model_of(program, count=False)
     assert model is not None
-    options = {"local_ranks": ranks, "device": "cuda"} | options
     return model, jobs.setup_of(job, program, ranks=ranks, model=model, **options)
+
+
+def setup_with_gpt2(job: JobSpec) -> Setup:
+    """How a job on 8 GPUs trains a model that it does not name."""
+    program = jobs.read_program(job, nodes=1, local_ranks=8)
+    model = models.hugging_face("gpt2")
+    return jobs.setup_of(job, program, ranks=8, local_ranks=8, device="cuda", model=model)
 
 
 def test_setup_takes_model_strategy_and_batch_from_job() -> None:
@@ -490,12 +498,13 @@ def test_setup_reads_flags_of_clusterkit_programs(
     spec = JobSpec(
         name="x",
         program="jobs/train/gpt/train.py",
+        estimate="gpt",
         args=("--model", "774m", *args),
         workdir=str(ROOT),
     )
     if "tp" in str(args) or "3d" in args:
-        spec = JobSpec(name="x", program=spec.program, args=("--model", "small", "--context",
-                       "64", *args, "--model", "355m"), workdir=spec.workdir)  # fmt: skip
+        words = ("--model", "small", "--context", "64", *args, "--model", "355m")
+        spec = msgspec.structs.replace(spec, args=words)
     _, setup = setup_of(spec)
     for name, value in expected.items():
         assert getattr(setup, name) == value
@@ -518,10 +527,7 @@ def test_setup_reads_batch_from_deepspeed_section(
 ) -> None:
     (cwd / "train.py").write_text("import deepspeed\n")
     spec = JobSpec(name="x", program="train.py", deepspeed=config, workdir=str(cwd))
-    setup = jobs.setup_of(
-        spec, jobs.read_program(spec), ranks=8, local_ranks=8, device="cuda",
-        model=models.hugging_face("gpt2"),
-    )  # fmt: skip
+    setup = setup_with_gpt2(spec)
     assert (setup.micro, setup.accumulation) == expected
 
 
@@ -541,10 +547,7 @@ def test_setup_reads_batch_from_trainer_flags(
 ) -> None:
     (cwd / "train.py").write_text("from transformers import Trainer\n")
     spec = JobSpec(name="x", program="train.py", args=tuple(args), workdir=str(cwd), **more)
-    setup = jobs.setup_of(
-        spec, jobs.read_program(spec), ranks=8, local_ranks=8, device="cuda",
-        model=models.hugging_face("gpt2"),
-    )  # fmt: skip
+    setup = setup_with_gpt2(spec)
     assert (setup.micro, setup.accumulation) == expected
 
 
@@ -554,10 +557,7 @@ def test_setup_refuses_deepspeed_batch_that_does_not_divide(cwd: Path) -> None:
         name="x", program="train.py", deepspeed={"train_batch_size": 7}, workdir=str(cwd)
     )
     with pytest.raises(BadInput, match="global 7 is not a multiple of 8 ranks"):
-        jobs.setup_of(
-            spec, jobs.read_program(spec), ranks=8, local_ranks=8, device="cuda",
-            model=models.hugging_face("gpt2"),
-        )  # fmt: skip
+        setup_with_gpt2(spec)
 
 
 @pytest.mark.parametrize(
@@ -574,8 +574,8 @@ def test_setup_reads_old_and_new_offload_keys(
     section: dict[str, Any], optimizer: bool, parameters: bool
 ) -> None:
     spec = JobSpec(
-        name="x", program="jobs/train/gpt/train.py", workdir=str(ROOT), args=("--model", "tiny"),
-        deepspeed={"zero_optimization": section},
+        name="x", program="jobs/train/gpt/train.py", workdir=str(ROOT), estimate="gpt",
+        args=("--strategy", "deepspeed"), deepspeed={"zero_optimization": section},
     )  # fmt: skip
     _, setup = setup_of(spec)
     assert (setup.offload_optimizer, setup.offload_parameters) == (optimizer, parameters)
@@ -585,24 +585,29 @@ def test_setup_reads_old_and_new_offload_keys(
     ("args", "said"),
     [
         (["--strategy", "tp", "--mesh", "tp=3"], "is 3 ranks"),
+        (["--strategy", "3d"], "--strategy 3d needs --mesh"),
+        (["--strategy", "pp", "--mesh", "pp=1,dp=8"], "pp on mesh dp=8 divides nothing"),
         (["--strategy", "pp", "--mesh", "pp=8"], "has 2 layers"),
-        (["--strategy", "nope"], "--strategy nope is unknown"),
-        (["--dtype", "int8"], "--dtype int8 is unknown"),
+        (["--strategy", "nope"], "--strategy: invalid choice: 'nope'"),
+        (["--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
         (["--micro-batch", "3", "--global-batch", "32"], "not a multiple"),
         (["--strategy", "deepspeed"], "without a config"),
     ],
 )
 def test_setup_refuses_mesh_or_flags_that_do_not_fit(args: list[str], said: str) -> None:
-    spec = JobSpec(name="x", program="jobs/train/gpt/train.py", args=tuple(args), workdir=str(ROOT))
+    spec = JobSpec(
+        name="x", program="jobs/train/gpt/train.py", args=tuple(args), workdir=str(ROOT),
+        estimate="gpt",
+    )  # fmt: skip
     with pytest.raises(BadInput, match=said):
         setup_of(spec)
 
 
-def test_program_of_user_is_not_read_as_clusterkit_program(cwd: Path) -> None:
-    (cwd / "gpt.py").write_text("import torch\nPRESETS = {}\n")
+def test_program_text_does_not_make_its_flags_known(cwd: Path) -> None:
+    (cwd / "gpt.py").write_text((JOBS / "train" / "gpt" / "train.py").read_text())
     spec = JobSpec(name="x", program="gpt.py", args=("--model", "1.5b"), workdir=str(cwd))
-    program = jobs.read_program(spec)
-    assert not program.ours
+    program = jobs.read_program(spec, nodes=1, local_ranks=1)
+    assert program.kind is None
     assert jobs.model_of(program, count=True) is None
 
 
@@ -611,7 +616,15 @@ def test_program_of_user_is_not_read_as_clusterkit_program(cwd: Path) -> None:
 
 def warned(make_facts: Callable[..., Any], gpus: int = 1, **job: Any) -> str | None:
     spec = JobSpec(
-        **({"name": "x", "program": "jobs/train/gpt/train.py", "workdir": str(ROOT)} | job)  # type: ignore[arg-type]
+        **(
+            {
+                "name": "x",
+                "program": "jobs/train/gpt/train.py",
+                "workdir": str(ROOT),
+                "estimate": "gpt",
+            }
+            | job
+        )  # type: ignore[arg-type]
     )
     return estimates.warning(spec, make_facts(gpus=gpus))
 
@@ -632,9 +645,9 @@ def test_warning_names_job_that_does_not_fit(make_facts: Callable[..., Any]) -> 
         (1, {"args": ("--model", "somebody/unknown-model")}),
         (1, {"args": ("--model", "no such preset")}),
         (1, {"args": ("--strategy", "tp", "--mesh", "tp=7")}),
-        (1, {"program": "gone.py", "args": ("--model", "1.5b", "--global-batch", "64")}),
-        (1, {"program": None, "command": ("train", "--model", "1.5b")}),
-        (1, {"program": None, "module": "train", "args": ("--model", "1.5b")}),
+        (1, {"estimate": None, "args": ("--model", "1.5b", "--global-batch", "64")}),
+        (1, {"args": ("--model", "1.5b", "--global-batch", "64", "--unknown")}),
+        (1, {"args": ("--model", "1.5b", "--global-batch", "63"), "nodes": 2}),
     ],
 )
 def test_warning_is_absent_for_fitting_or_unknown_jobs(
@@ -779,7 +792,7 @@ def test_advice_prefers_activation_checkpointing_over_offload(
         assert "activation checkpointing" in found["advice"]["reason"]
 
 
-@pytest.mark.parametrize("job", ["qwen.yaml", "sentiment.yaml"])
+@pytest.mark.parametrize("job", ["qwen.yaml", "sentiment/sentiment.yaml"])
 def test_estimate_notes_bundled_program_without_model_option(
     cli: Callable[..., Any], job: str
 ) -> None:
@@ -849,8 +862,6 @@ def test_advice_says_what_would_fit_where_nothing_fits(
 def test_estimate_uses_gpus_found_in_facts(
     cli: Callable[..., Any], cwd: Path, make_facts: Callable[..., Any]
 ) -> None:
-    import msgspec
-
     (cwd / "facts.json").write_bytes(msgspec.json.encode(make_facts(gpus=4)))
     found = cli("estimate", "--model", "1.5b", "--facts", "facts.json", "--json").json
     assert (found["gpus_per_node"], found["gpu_memory"]) == (4, 81559 << 20)

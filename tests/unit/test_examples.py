@@ -26,21 +26,21 @@ def shipped(folder: str = "jobs") -> set[str]:
 
 def test_jobs_examples_lists_every_job_file(cwd, cli):
     done = cli("jobs", "--examples")
-    names = sorted(path.stem for path in (ROOT / "jobs").glob("*.yaml"))
-    assert [line.split()[0] for line in done.out.splitlines()] == ["JOB", *names]
+    names = examples.names()
+    assert len(set(names)) == len(names)
+    assert sorted(names) == sorted(path.stem for path in (ROOT / "jobs").rglob("*.yaml"))
+    shown = [line.split()[0] for line in done.out.splitlines()]
+    assert [name.rpartition("/")[2] for name in shown] == ["JOB", *names]
+    assert {"ddp", "tour/rpc", "sentiment/sentiment-zero3"} <= set(shown)
     assert not done.err
-    assert (
-        [entry["name"] for entry in cli("jobs", "--examples", "--json").json]
-        == names
-        == examples.names()
-    )
+    assert [entry["name"] for entry in cli("jobs", "--examples", "--json").json] == names
 
 
 def test_each_example_is_copied_with_all_its_imports_and_data(cwd):
     """A module that is left behind would count as a package that is to be installed."""
     for name in examples.names():
         copied = examples.example(name)
-        assert copied[0] == Path("jobs", f"{name}.yaml")
+        assert copied[0].stem == name
         job = loader.load_job(copied[0])
         assert job.workdir == str(cwd)
         assert str(job.program) in map(str, copied)
@@ -53,9 +53,11 @@ def test_each_example_is_copied_with_all_its_imports_and_data(cwd):
 def test_jobs_copy_writes_example_and_its_files_only(cwd, cli):
     done = cli("jobs", "--copy", "ddp-launch")
     assert done.out.splitlines() == [
-        "jobs/ddp-launch.yaml", "jobs/train/ddp.py", "jobs/train/ddp_start.py"
+        "jobs/tour/ddp-launch.yaml", "jobs/tour/README.md", "jobs/tour/ddp_start.py",
+        "jobs/train/ddp.py",
     ]  # fmt: skip
-    assert done.err == "to start it: clusterkit submit jobs/ddp-launch.yaml\n"
+    assert done.err == "to start it: clusterkit submit jobs/tour/ddp-launch.yaml\n"
+    assert cli("jobs", "--copy", "tour/ddp-launch").out == done.out
     assert "jobs/data/reviews.csv" in cli("jobs", "--copy", "sentiment", "--json").json
 
 
@@ -64,7 +66,7 @@ def test_jobs_copy_refuses_to_overwrite_changed_file(cwd, refused, cli):
     (cwd / "jobs" / "train" / "ddp.py").write_text("mine")
     said = refused("jobs", "--copy", "ddp-torchrun")
     assert f"jobs{os.sep}train{os.sep}ddp.py already exists" in said
-    assert not (cwd / "jobs" / "ddp-torchrun.yaml").exists()
+    assert not (cwd / "jobs" / "tour").exists()
     (cwd / "jobs" / "train" / "ddp.py").unlink()
     assert [cli("jobs", "--copy", "ddp-torchrun").code for _ in range(2)] == [0, 0]
 

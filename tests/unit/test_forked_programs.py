@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import Case, servers
+from tests.forked import Case, at_start, servers
 
 ADDRESS = re.compile(r"0x[0-9a-f]+|(?<=started )[0-9]+")
 
@@ -214,6 +214,34 @@ SHOWS_OWN = f"""
 for name in {[name[:-3] for name in OWN]}:
     print(name, getattr(__import__(name), "mine", None))
 """
+TAKEN = (
+    "ast", "collections", "contextlib", "ctypes", "functools", "importlib", "inspect", "json",
+    "linecache", "opcode", "queue", "random", "re", "selectors", "socket", "struct",
+    "threading", "tokenize", "traceback", "types", "typing", "warnings",
+)  # fmt: skip
+"""Names of Python's own that a module has which was imported as Python started."""
+SHOWS_TAKEN = f"""
+import sys
+print(sorted(sys.modules.keys() - {{"linecache"}}))  # of -c, in 3.13
+for name in {[*TAKEN, "subprocess", "tempfile", "logging", "dataclasses", "argparse"]}:
+    try:
+        module = __import__(name)
+        print(name, getattr(module, "mine", None), module.__file__ == sys.modules[name].__file__)
+    except Exception as error:
+        print(name, type(error), error)
+print(sorted(sys.modules.keys() - {{"linecache"}}))  # of -c, in 3.13
+if not hasattr(sys.modules["threading"], "mine"):
+    sys.modules["threading"].Timer(0.1, print, ("timer",)).start()
+raise ValueError("at the end")
+"""
+
+
+def taken(*names: str, argv: tuple[str, ...] = ("program.py",)) -> Case:
+    """A program whose Python has imported modules of these names as it started."""
+    env = {"PYTHONPATH": "site", "CASE": " ".join((*names, *argv))}
+    return Case(SHOWS_TAKEN, argv=argv, files=at_start(*names), env=env)
+
+
 PROGRAMS = {
     "state": Case(STATE, argv=("./../folder/program.py", "a b", "", "ü\udce9", "-x")),
     "state, no path of its own": Case(STATE, env={"PYTHONSAFEPATH": "1"}),
@@ -267,6 +295,9 @@ PROGRAMS = {
         argv=("app",), env={"CASE": "folder"},
         files={f"app/{n}": text for n, text in {**OWN, "__main__.py": SHOWS_OWN}.items()},
     ),
+    **{f"module named {name} imported at the start": taken(name) for name in TAKEN},
+    "modules named as Python's imported at the start": taken("json", "socket", "types", "struct"),
+    "module imported at the start, -m": taken("selectors", argv=("-m", "program")),
     "warnings": Case(
         "import warnings\nwarnings.warn('user')\nwarnings.warn('old', DeprecationWarning)\n"
         "def f(): warnings.warn('up', stacklevel=2)\nf()\nprint(warnings.filters)"
@@ -348,6 +379,9 @@ def interpreter(version):
 def test_forked_program_behaves_as_under_python(name, forked, tmp_path, monkeypatch, request):
     if name.startswith("frames") and {"3.9", "3.10"} & {*request.node.callspec.params.values()}:
         pytest.skip("one frame of ours is seen before Python 3.11")
+    version = request.node.callspec.params["forked"] or "{}.{}".format(*sys.version_info)
+    if "named linecache" in name and version in ("3.13", "3.14"):
+        pytest.skip("python -c calls linecache itself from 3.13 on")
     case = PROGRAMS[name]
     for variable, value in case.env.items():
         monkeypatch.setenv(variable, value)

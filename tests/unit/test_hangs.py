@@ -21,6 +21,7 @@ from clusterkit.agent.standstill import WORLD, compare
 from clusterkit.backends.node_status import judge_running
 from clusterkit.run.status import NodeStatus, RunStatus, State
 from clusterkit.ui.formatting import remark_lines
+from tests.bench import hangs as hangs_bench
 
 LOAD, STEP = "train.py:44 in load()", "train.py:51 in step()"
 MOVING = Steps(last=9, quiet=0.5, every=0.5, pace=0.5)
@@ -48,6 +49,13 @@ def test_finding_names_missing_rank_collective_and_places() -> None:
         "rank 3 on node 1 has not entered all_reduce #57, which ranks 0-2 wait in; "
         f"rank 3 on node 1 is at {LOAD}; ranks 0-2 are at {STEP}, in all_reduce #57"
     )
+
+
+def test_hang_benchmark_counts_only_todays_words_of_right_rank_as_right() -> None:
+    right = [found(waits(0), away(1)), found(waits(0), away(1), nproc=1)]
+    wrong = [found(away(0), waits(1)), found(waits(0), waits(1)), "rank 1 does not answer"]
+    matches = [bool(hangs_bench.RIGHT.match(f"hang: {text}")) for text in (*right, *wrong)]
+    assert matches == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize(

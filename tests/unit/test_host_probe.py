@@ -13,6 +13,7 @@ import pytest
 
 from clusterkit.hosts import host_probe, python_text
 from clusterkit.hosts.gpus import GPU_QUERY, read_gpus
+from tests.forked import at_start
 
 TEXT = python_text.program(Path(host_probe.__file__).read_bytes())
 
@@ -62,6 +63,19 @@ def test_probe_ignores_shadow_modules_in_working_folder(variables, probe, tmp_pa
     for name in ("array", "fcntl", "glob", "json", "random", "shutil", "socket", "struct"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(9)\n")
     assert probe(env=variables)["python"] == sys.executable
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["array", "contextlib", "enum", "fcntl", "functools", "glob", "json", "random", "re",
+     "selectors", "shutil", "signal", "socket", "struct", "subprocess", "threading", "types",
+     "typing", "warnings"],
+)  # fmt: skip
+def test_probe_ignores_modules_that_python_imported_as_it_started(name, probe, tmp_path):
+    for path, text in at_start(name).items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert probe(env={"PYTHONPATH": "site"})["python"] == sys.executable
 
 
 def test_probe_reports_python_cpus_and_memory(probe):

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import shlex
+import zipfile
 from functools import cache
 from pathlib import Path
 
@@ -11,11 +13,21 @@ import pytest
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
+from clusterkit import api
 from clusterkit.backends.ssh import inventory
 from clusterkit.cli.common import read_facts
-from clusterkit.cluster import CLUSTER_TYPES, Entry, LocalCluster
+from clusterkit.cluster import (
+    CLUSTER_TYPES,
+    ComposeCluster,
+    Entry,
+    KubernetesCluster,
+    LocalCluster,
+    SlurmCluster,
+    SshCluster,
+)
 from clusterkit.errors import BadInput
-from clusterkit.jobfile import loader, values
+from clusterkit.jobfile import loader, request, sources, values
+from clusterkit.jobfile.command import file_of
 from clusterkit.jobfile.loader import (
     job_from_command,
     load_job,
@@ -298,6 +310,16 @@ def test_missing_program_is_refused_with_closest_file_name(write_job):
     assert error.value.hint == "did you mean train.py?"
 
 
+@pytest.mark.parametrize("old", ["jobs/dp.yaml", "jobs/train/dp.yaml"])
+def test_path_of_file_that_was_moved_gets_hint_with_its_new_path(cwd, old):
+    for name in ("jobs/tour/dp.yaml", "jobs/train/ddp.yaml", "jobs/ddp.yaml"):
+        (cwd / name).parent.mkdir(parents=True, exist_ok=True)
+        (cwd / name).touch()
+    with pytest.raises(BadInput, match="no such file") as error:
+        load_job(old)
+    assert error.value.hint == "did you mean jobs/tour/dp.yaml?"
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [("run.sh", b"#!/bin/sh\n"), ("notes.txt", b"import this\n"), ("prog.py", b"\x7fELF\0\0")],
@@ -311,8 +333,23 @@ def test_program_that_is_not_python_is_refused_with_command_hint(name, content, 
 
 def test_folder_given_as_program_is_refused(cwd, write_job):
     (cwd / "pkg.py").mkdir()
-    with pytest.raises(BadInput, match=r"program: .*pkg\.py is a folder"):
+    with pytest.raises(BadInput, match=r"program: .*pkg\.py is a folder without a __main__\.py"):
         load_job(write_job("program: pkg.py\n", base=False))
+
+
+def test_folder_or_zip_with_main_is_program_as_under_python(cwd):
+    (cwd / "pkg").mkdir()
+    (cwd / "pkg" / "__main__.py").write_text("import torch\n")
+    with zipfile.ZipFile(cwd / "app.pyz", "w") as archive:
+        archive.write("pkg/__main__.py", "__main__.py")
+    with zipfile.ZipFile(cwd / "data.zip", "w") as archive:
+        archive.write("pkg/__main__.py", "main.py")
+    for name in ("pkg", "app.pyz"):
+        assert locate_program(job_from_command(["python", name, "x"])).program == name
+    job = request.read(["torchrun", "pkg"]).job
+    assert sources.starts_of(job) == ([f"{cwd}/pkg/__main__.py"], [f"{cwd}/pkg"])
+    with pytest.raises(BadInput, match=r"program: .*data\.zip has no __main__\.py in it"):
+        locate_program(job_from_command(["python", "data.zip"]))
 
 
 def test_program_without_py_suffix_is_accepted_by_python_shebang(cwd, write_job):
@@ -488,6 +525,55 @@ def test_unreadable_or_absolute_command_is_accepted_without_check(cwd, monkeypat
     monkeypatch.setattr("clusterkit.jobfile.loader.read_file", unreadable)
     for word in ("./tool", f"{cwd}/data"):
         assert locate_program(job_from_command([word])).command == (word,)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["./run.sh", "bash run.sh", "python run.sh", "python -X dev run.sh", "A=1 timeout 9 sh run.sh"],
+)
+def test_file_of_command_is_looked_up_as_program_is(words, cwd, monkeypatch, write_job):
+    (cwd / "jobs").mkdir()
+    (cwd / "jobs" / "run.sh").touch(0o755)
+    job = write_job(f"command: [{words.replace(' ', ', ')}]\n", "jobs/job.yaml", base=False)
+    monkeypatch.chdir("/")
+    assert load_job(cwd / job).workdir == str(cwd / "jobs")
+    (cwd / "jobs" / "run.sh").unlink()
+    error = request.read(cwd / job).missing
+    assert error is not None
+    assert error.message.startswith(f"command: {words.split()[-1]} is neither in / nor in the job")
+
+
+@pytest.mark.parametrize("words", ["python -m run", "python -c 1", "true", "sh -c 'x; y'", "bash"])
+def test_command_without_file_has_none_to_look_up(words):
+    assert file_of(shlex.split(words)) is None
+
+
+def test_missing_file_of_command_is_refused_where_ranks_have_files_of_this_machine(
+    cwd, write_job, facts
+):
+    job = write_job("command: [python, none.py]\nlauncher: forkserver\n", base=False)
+    with pytest.raises(BadInput, match=r"job\.yaml:1: command: none\.py is neither in"):
+        api.plan(job, facts=facts)
+    (cwd / "job.yaml").write_text("command: [/none/x]\nlauncher: forkserver\n")
+    with pytest.raises(BadInput, match=r"job\.yaml:1: command: /none/x is missing"):
+        api.plan(job, facts=facts)
+
+
+def test_image_and_hosts_may_have_file_of_command_of_their_own():
+    def needed(cluster, path="x.py"):
+        return cluster.starts_from_here(path)
+
+    assert needed(LocalCluster(), "/x.py")
+    assert needed(SshCluster())
+    assert not needed(SshCluster(), "/x.py")
+    assert not needed(SshCluster(sync=False))
+    assert needed(ComposeCluster())
+    assert not needed(ComposeCluster(code="baked"))
+    assert not needed(KubernetesCluster())
+    assert needed(KubernetesCluster(code="copied"))
+    assert needed(SlurmCluster())
+    assert not needed(SlurmCluster(container="image"))
+    assert not needed(SlurmCluster(setup=("make x.py",)))
 
 
 def test_working_folder_with_name_not_utf8_is_refused(cwd, monkeypatch):
@@ -699,6 +785,7 @@ LIKELY = {
     "args": WORDS,
     "nodes": NODES,
     "gpus_per_node": st.sampled_from([0, 1, 10_000, 10_001, 10**9, "auto"]),
+    "estimate": st.sampled_from(["gpt", "qwen", "sentiment", "bert"]),
     "launcher": st.sampled_from(["auto", "torchrun", "forkserver", "python", "mpirun"]),
     "batch": st.fixed_dictionaries({}, optional={"global": SCALARS, "micro": SCALARS}),
     "checkpoint": st.fixed_dictionaries({}, optional={"dir": SCALARS, "every": SCALARS}),
@@ -715,7 +802,7 @@ CHANGES = st.lists(st.sampled_from(KEYS), max_size=3, unique=True).flatmap(
 UNSAYABLE = (
     r"the minimum comes first|is set in env as well|above 0, and finite"
     r"|\.0 is a number, not a whole number|is neither in|is not in /|is not a folder"
-    r"|not a Python file|is a folder|deepspeed|cannot preload modules"
+    r"|not a Python file|is a folder|deepspeed|cannot preload modules|not of a command"
 )
 """What the loader alone can know: sums, files, keys that do not go together, 1.0 beside 1."""
 
@@ -753,7 +840,7 @@ def test_schema_is_equal_on_every_call():
 
 
 @pytest.mark.parametrize(
-    "path", sorted((HERE.parents[2] / "jobs").glob("*.yaml")), ids=lambda path: path.name
+    "path", sorted((HERE.parents[2] / "jobs").rglob("*.yaml")), ids=lambda path: path.name
 )
 def test_every_job_file_in_repository_loads(path, monkeypatch):
     monkeypatch.chdir(HERE.parents[2])

@@ -18,6 +18,7 @@ from clusterkit.agent.messages import (
     Log,
     Pause,
     Start,
+    Warn,
 )
 from clusterkit.agent.peer import Peer
 from clusterkit.agent.retries import Retries
@@ -39,6 +40,7 @@ class Table:
         self.retry_on, self.least, self.spares = retry_on, least, spares
         self.now, self.nodes, self.wait, self.restarts = 0.0, nodes, wait, restarts
         self.peers = {}
+        self.warned = []
         self.away = set()  # nodes without a connection
         self.new_node_0()
 
@@ -105,7 +107,9 @@ class Table:
             peer.tick(self.now)
             logs = [order for order in peer.orders if isinstance(order, Log)]
             pauses = [order for order in peer.orders if isinstance(order, Pause)]
-            others = [order for order in peer.orders if order not in logs + pauses]
+            warnings = [order for order in peer.orders if isinstance(order, Warn)]
+            self.warned += [order.text for order in warnings]
+            others = [order for order in peer.orders if order not in logs + pauses + warnings]
             found += [brief(node, order) for order in others[-1:]]
             self.said = [order.text for order in logs]
             self.pauses = pauses
@@ -559,6 +563,35 @@ def test_finished_node_0_exits_after_bounded_wait_for_absent_node():
     table.ended(0, 0)
     assert table.turn(60) == []
     assert table.turn(1) == [(0, "exit", "")]
+
+
+FAILURE = {"code": 1, "error": "", "echo": False, "timed_out": False, "words": "oops"}
+
+
+@pytest.mark.parametrize(
+    ("failure", "free"),
+    [
+        (None, True),
+        (FAILURE, True),  # it may have caught what a lost node 0 raised
+        ({**FAILURE, "error": "RuntimeError: Connection closed by peer", "echo": True}, True),
+        ({**FAILURE, "error": "KeyError: 'lr' (train.py:9)"}, False),
+    ],
+)
+def test_failure_before_meeting_node_0_is_free_once_unless_program_raised(failure, free):
+    table = Table(2)
+    table.arrives(0)
+    table.peers[1] = peer = Peer(1, 30.0, 60.0, 0.0)
+    peer.disconnected(0.0, "nobody there")
+    peer.orders.clear()
+    peer.launcher_ended(1, 0.0, failure=failure)
+    assert table.returns(1) == wait(0, 1)
+    if free:
+        assert table.ended(0, 143) == start(0, 1)
+        assert table.warned == 2 * [
+            "restarted without using a restart: node 1 failed before it had met node 0"
+        ]
+        assert table.ended(1, 1) == wait(0, 1)
+    assert table.ended(0, 143) == stop(1, nodes=2)
 
 
 # ---------------------------------------------------------------- nobody comes back

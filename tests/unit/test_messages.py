@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,32 +54,36 @@ def text_of(node: ast.AST) -> str | None:
     return None
 
 
-def raised() -> Iterator[tuple[str, str]]:
-    """Yield the place and the message of each error of `clusterkit.errors` that is made."""
+@functools.cache
+def raised() -> list[tuple[str, str]]:
+    """Return the place and the message of each error of `clusterkit.errors` that is made."""
+    made = {
+        path: [node for node in ast.walk(ast.parse(path.read_text()))
+               if isinstance(node, ast.ClassDef) or (isinstance(node, ast.Call) and node.args)]
+        for path in sorted(ROOT.rglob("*.py"))
+    }  # fmt: skip
     subclasses = set(ERRORS)
-    trees = {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
     for _ in range(3):  # subclasses of subclasses
-        for tree in trees.values():
-            subclasses |= {
-                node.name
-                for node in ast.walk(tree)
-                if isinstance(node, ast.ClassDef)
-                and any(getattr(base, "id", "") in subclasses for base in node.bases)
-            }
-    for path, tree in trees.items():
-        for node in ast.walk(tree):
-            if not (isinstance(node, ast.Call) and node.args):
+        subclasses |= {
+            node.name
+            for nodes in made.values()
+            for node in nodes
+            if isinstance(node, ast.ClassDef)
+            and any(getattr(base, "id", "") in subclasses for base in node.bases)
+        }
+    found = set()
+    for path, nodes in made.items():
+        for node in nodes:
+            if isinstance(node, ast.ClassDef):
                 continue
             name = getattr(node.func, "id", getattr(node.func, "attr", ""))
             if name in subclasses and (text := text_of(node.args[0])):
-                yield f"{path.relative_to(ROOT)}:{node.lineno}", text
-
-
-RAISED = sorted(set(raised()))
+                found.add((f"{path.relative_to(ROOT)}:{node.lineno}", text))
+    return sorted(found)
 
 
 def test_search_finds_over_300_error_messages() -> None:
-    assert len(RAISED) > 300
+    assert len(raised()) > 300
 
 
 @pytest.mark.parametrize(
@@ -91,7 +96,7 @@ def test_search_finds_over_300_error_messages() -> None:
     ],
 )  # fmt: skip
 def test_no_error_message_has_style_problem(problem: str, found: Callable[[str], object]) -> None:
-    assert [f"{place}: {text}" for place, text in RAISED if found(text)] == [], problem
+    assert [f"{place}: {text}" for place, text in raised() if found(text)] == [], problem
 
 
 def test_no_message_in_any_module_has_words_outside_field_terms() -> None:

@@ -551,6 +551,10 @@ def entry(cwd):
             "lab:\n  backend: ssh\n  hosts: [{name: a, port: 0}]\n",
             "clusters.yaml:3: lab.hosts[0].port: 0: ",
         ),
+        (
+            "lab:\n  backend: ssh\n  hosts:\n  - name: a\n    known_hosts: /dev/null\n",
+            "clusters.yaml:5: lab.hosts[0].known_hosts: /dev/null holds no key, and a host's key",
+        ),
         ("lab:\n  backend: shh\n", "clusters.yaml:2: lab.backend: 'shh' is not a backend"),
     ],
 )

@@ -591,3 +591,22 @@ def test_plot_series_keeps_last_value_of_repeated_step():
 )
 def test_plot_series_skips_malformed_rows(row):
     assert plots._series([{"step": 1, "loss": 3.0}, row], "loss") == ([1], [3.0])
+
+
+def test_words_of_submit_break_no_id_and_no_path_on_narrow_terminal(monkeypatch):
+    words = "note: run ddp-1128134910-6dk5 reads /data/of-a-long-name/shard-00001.bin; see logs"
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=40, highlight=False)
+    follow._print(console, words)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    for shown in (out.getvalue().rstrip("\n"), formatting.prose(words)):
+        assert shown.split() == words.split()
+        assert max(map(len, shown.split("\n"))) <= 40
+
+
+def test_line_of_program_is_not_folded_on_terminal():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=40, highlight=False)
+    follow._show(console, line("a b " * 30))
+    assert out.getvalue().count("\n") == 1

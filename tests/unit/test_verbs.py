@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -260,6 +261,39 @@ def test_logs_filters_by_time_pattern_and_attempt(cli, ended):
     assert (done.code, done.err) == (125, "error: --attempt: run a has 1 attempt\n")
 
 
+def test_logs_of_several_runs_are_merged_by_time_and_name_their_run(cli, ended):
+    ended("a", log=stamped(60, "one") + stamped(20, "three"))
+    ended("b", log=stamped(40, "two") + stamped(10, "four"))
+
+    def said(*words):
+        lines = cli("logs", "a", "b", "a", *words).out.splitlines()
+        return [f"{line.split()[0]} {line.split()[-1]}" for line in lines]
+
+    merged = ["a one", "b two", "a three", "b four"]
+    assert said() == merged
+    assert sorted(said("-f")) == sorted(merged)
+    assert said("--tail", "2") == merged[2:]
+    assert said("--grep", "o") == ["a one", "b two", "b four"]
+    assert said("--grep", "o", "--tail", "2") == ["b two", "b four"]
+    assert cli("logs", "a", "b", "--raw").out == "one\ntwo\nthree\nfour\n"
+    objects = cli("logs", "a", "b", "--json").json
+    assert [f"{each['run']} {each['text']}" for each in objects] == merged
+    lines = cli("logs", "a", "b", "-f", "--json").out.splitlines()
+    assert {(json.loads(line)["run"], json.loads(line)["rank"]) for line in lines} == {
+        ("a", 0), ("b", 0),
+    }  # fmt: skip
+    assert "run" not in cli("logs", "a", "--json").json[0]
+
+
+def test_logs_grep_matches_metrics_as_written_and_as_shown(cli, ended):
+    mark = '@clusterkit {"event": "metrics", "step": 3, "loss": 0.5}'
+    ended("a", log=stamped(60, mark) + stamped(50, "step 4"))
+    for pattern in ("step 3  loss 0.5", '"step": 3'):
+        assert [line["text"] for line in cli("logs", "a", "--json", "--grep", pattern).json] == [
+            mark
+        ]
+
+
 def test_metrics_plots_several_runs_and_requires_plot_option(cli, ended, monkeypatch):
     ended("a"), ended("b")
     seen = []
@@ -311,6 +345,66 @@ def test_error_that_cannot_be_written_has_its_exit_code():
             assert subprocess.run(command, check=False, **streams).returncode == 125
 
 
+@pytest.fixture
+def unwritable():
+    """Standard streams that cannot be written: each alone and both, full and without a reader."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open("/dev/full", "w") as full, os.fdopen(writes, "w") as closed:
+        yield [
+            {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **streams}
+            for file in (full, closed)
+            for streams in ({"stdout": file}, {"stderr": file}, {"stdout": file, "stderr": file})
+        ]
+
+
+@pytest.mark.parametrize("words", [("wait", "a"), ("attach", "a", "--json")])
+def test_verbs_that_follow_run_exit_with_its_code_where_output_is_lost(words, ended, unwritable):
+    ended("a", State.FAILED, 7, failure=Failure(node=0, rank=0, exit_code=7, cause="x"))
+    command = [sys.executable, "-m", "clusterkit", *words]
+    codes = [subprocess.run(command, check=False, **streams).returncode for streams in unwritable]
+    assert codes == [7] * 6
+
+
+def test_submit_exits_with_code_of_run_where_output_is_lost(cwd, unwritable):
+    words = ["submit", "--gpus", "1", "--no-doctor", "--", "sh", "-c", "echo x; exit 7"]
+    command = [sys.executable, "-m", "clusterkit", *words]
+    assert subprocess.run(command, check=False, **unwritable[2]).returncode == 7
+    assert subprocess.run(command, check=False, **unwritable[5]).returncode == 7
+
+
+def test_lost_output_is_noted_and_all_runs_are_cancelled_and_removed(ended):
+    ended("a"), ended("b")
+    for verb in ("cancel", "rm"):
+        with open("/dev/full", "w") as full:
+            code, lines = run_with(full, verb, "a", "b")
+        assert (code, lines[-1]) == (0, "note: No space left on device: standard output")
+    assert api.runs() == []
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+interrupting = sys.argv.pop(1)
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == interrupting:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+from clusterkit.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["click", "clusterkit.cli.status", "clusterkit.run.find"])
+def test_interrupt_during_import_ends_with_130_and_no_traceback(module):
+    command = [sys.executable, "-c", INTERRUPTED, module, "status", "nope"]
+    done = subprocess.run(command, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
 @pytest.mark.parametrize("words", [("ls", "--json"), ("jobs",)])
 def test_full_standard_output_is_reported_as_one_error(words):
     with open("/dev/full", "w") as full:
@@ -358,6 +452,45 @@ def test_cancel_refuses_run_of_other_user(unstarted_run, monkeypatch):
     monkeypatch.setattr(Path, "touch", touch)
     with pytest.raises(RunFolderError, match="Permission denied"):
         run.cancel()
+
+
+def test_rm_refuses_run_of_other_user_and_names_owner(cli, ended, monkeypatch):
+    path = ended("a").path
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    done = cli("rm", "a", "--force")
+    assert done.code == 125
+    owner = path.owner()
+    assert done.err == f"error: run a belongs to {owner}\n hint: only {owner} can remove it\n"
+    assert path.exists()
+
+
+def test_export_replaces_existing_file_only_with_force(cli, cwd):
+    words = ("export", "job", "-o", "x.yaml", "--gpus", "1", "--", "true")
+    assert cli(*words).code == 0
+    (cwd / "x.yaml").write_text("mine")
+    done = cli(*words)
+    assert (done.code, done.err) == (
+        125,
+        "error: x.yaml exists already\n hint: --force replaces it\n",
+    )
+    assert (cwd / "x.yaml").read_text() == "mine"
+    assert cli(*words[:4], "--force", *words[4:]).code == 0
+    assert (cwd / "x.yaml").read_text() != "mine"
+
+
+def test_export_writes_to_device_and_refuses_folder_and_missing_folder(cli, cwd):
+    os.mkfifo("fifo")
+    words = ("--gpus", "1", "--", "true")
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit((cwd / "fifo").read_bytes)
+        assert cli("export", "job", "-o", "fifo", *words).code == 0
+        assert read.result().startswith(b"#")
+    assert (cwd / "fifo").is_fifo()
+    for output, said in {
+        str(cwd): f"{cwd} is a folder\n hint: name a file in it",
+        "none/x": "none/x: there is no folder none\n hint: mkdir -p none",
+    }.items():
+        assert cli("export", "job", "-o", output, *words).err == f"error: {said}\n"
 
 
 def test_ls_shows_unreadable_run_folder_as_unknown(cli, ended, unstarted_run, monkeypatch):

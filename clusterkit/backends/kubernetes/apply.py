@@ -158,7 +158,8 @@ class Creation:
         found = pool.map(partial(_tried, partial(self._to.find, absent=absent)), named)
         for path, existing in zip(named, found, strict=True):
             if existing is not None:
-                raise _another_run(self._objects[path], existing, self._to.namespace)
+                each, run = self._objects[path], self._plan.run_id
+                raise _another_run(run, each, existing, self._to.namespace)
         claimed.touch()
 
     def _patch(self, path: str) -> Object:
@@ -171,13 +172,13 @@ class Creation:
         return self._to.patch(path, {"metadata": {"ownerReferences": [owner]}}, MERGE_PATCH)
 
 
-def _another_run(each: Object, existing: Object, namespace: str) -> BadInput:
+def _another_run(run: str, each: Object, existing: Object, namespace: str) -> BadInput:
     meta = existing["metadata"]
     user = (meta.get("labels") or {}).get(USER)
     return BadInput(
         f"another run has this id: {each['kind']} {each['metadata']['name']} in namespace "
         f"{namespace}, made{f' by {user}' if user else ''} at {meta.get('creationTimestamp')}",
-        hint="another --run-id; `clusterkit attach` takes over an existing run",
+        hint=f"another --run-id; `clusterkit attach {run} --cluster NAME` takes that run over",
     )
 
 

@@ -150,7 +150,7 @@ class KubernetesBackend(
         if plan.steps[-1].kind != "request":
             raise RunFolderError(
                 f"run {plan.run_id}: its plan was made by an older clusterkit",
-                hint="submit the job again; `clusterkit cancel` ends what runs",
+                hint=f"submit the job again; `clusterkit cancel {plan.run_id}` ends what runs",
             )
         execute.write_files(plan, transport)
         creation = Creation(plan, transport)

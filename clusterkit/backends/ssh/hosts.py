@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from clusterkit import shell
 from clusterkit.backends.probing import interpreter
 from clusterkit.backends.ssh.inventory import BRACKETED, read_hosts
 from clusterkit.backends.ssh.variables import absolute
@@ -49,6 +51,15 @@ def resolved(
             )
             for host in listed_hosts
         )
+    for at, host in enumerate(cluster.hosts):
+        if host.known_hosts in (os.devnull, "none"):
+            raise BadInput(
+                f"hosts[{at}].known_hosts: {host.known_hosts} holds no key, and a host's key is "
+                "always checked",
+                hint=f"ssh-keyscan {shell.quote(host.address or host.name)} >>FILE, and "
+                "known_hosts: FILE; without known_hosts, ~/.ssh/known_hosts is read",
+                cluster=("hosts", at, "known_hosts"),
+            )
     if not include and not exclude:
         include, exclude = cluster.include, cluster.exclude
     with error_key("cluster", "include" if include else "exclude"):

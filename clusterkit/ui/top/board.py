@@ -14,7 +14,7 @@ from clusterkit.errors import pluralize
 from clusterkit.lifecycle.live import LiveRun, LiveRuns, RankView, Usage, standstill
 from clusterkit.run.folder import RunFolder
 from clusterkit.run.status import RunStatus
-from clusterkit.ui.formatting import duration, loss_text, pending_reason
+from clusterkit.ui.formatting import duration, left_text, loss_text, pending_reason
 from clusterkit.ui.top import paint
 from clusterkit.ui.top.log_pane import LogPane
 from clusterkit.ui.top.paint import BOLD, CURSOR, DIM, STYLES, Line, Piece
@@ -412,6 +412,8 @@ class RunBoard(Board[tuple[int, int]]):
         if self._standstill is not None:
             text = f"hang: {self._standstill.text}"
             found += paint.wrapped(text, width, most, "bold yellow")
+        if left := left_text(status):
+            found += paint.wrapped(left, width, most, "bold yellow")
         for node in status.nodes:
             if node.slow:
                 found += paint.wrapped(f"slow: {node.slow}", width, 2, "yellow")

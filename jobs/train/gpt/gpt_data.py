@@ -26,12 +26,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from ranks import BadInput
+from gpt_ranks import BadInput, World
 from torch import Tensor
-from world import World
 
 if TYPE_CHECKING:
-    from choices import Batch
+    from gpt_settings import Batch
 
 STANDARD_LIBRARY_BYTES = 4_000_000
 SAMPLINGS = ("random", "epochs")

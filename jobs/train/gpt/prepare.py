@@ -35,9 +35,8 @@ from typing import Any
 
 import torch
 from gpt_data import COMPRESSED, JSON_LINES, Tokens, text_files
-from ranks import BadInput, Explained
-from settings import positive
-from world import run
+from gpt_ranks import BadInput, Explained, run
+from gpt_settings import positive
 
 PIECE = 1 << 18
 """Characters that are tokenized together. Longer documents are cut, so that memory is bounded."""
@@ -151,7 +150,7 @@ class Encoder:
         self.begin: list[int] = []  # put before each document, and behind it
         self.end: list[int] = []
         if tokenizer is not None:
-            from hugging_face import load_tokenizer
+            from gpt_hugging_face import load_tokenizer
 
             self.known = known = load_tokenizer(tokenizer)
             if known is None:

@@ -450,7 +450,7 @@ def test_status_names_node_of_container_killed_during_start(start: Start, engine
 
 
 def test_missing_job_command_fails_run_with_exit_code_127(start: Start) -> None:
-    run = start(JobSpec(name="none", command=("./nothing",), launcher="forkserver"), nodes=1)
+    run = start(JobSpec(name="none", command=("/nothing",), launcher="forkserver"), nodes=1)
     status = ended(run)
     assert status.state is State.FAILED
     assert status.failure is not None

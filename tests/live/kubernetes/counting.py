@@ -46,7 +46,7 @@ class Counting:
 
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._http.daemon_threads = True
-        self._thread = threading.Thread(target=self._http.serve_forever, daemon=True)
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True)
         told["clusters"][0]["cluster"] = {"server": f"http://127.0.0.1:{self._http.server_port}"}
         told["users"][0]["user"] = {"token": "anybody"}
         self.kubeconfig = folder / "counted.conf"

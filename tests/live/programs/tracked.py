@@ -97,7 +97,7 @@ def main() -> None:
     spec.loader.exec_module(program)
     tracker = Tracker()
     follow_resizes(tracker)
-    reporter = importlib.import_module("report").Reporter
+    reporter = importlib.import_module("gpt_metrics").Reporter
     phase, told = reporter.phase, {}
 
     def tracked(self: Any, name: str | None) -> None:
@@ -111,7 +111,7 @@ def main() -> None:
         phase(self, name)
 
     reporter.phase = tracked
-    run = importlib.import_module("world").run  # the program's own way to end a rank
+    run = importlib.import_module("gpt_ranks").run  # the program's own way to end a rank
     with tracker:
         run(program.main)
 

@@ -18,6 +18,7 @@ from clusterkit.doctor.hosts.checks import CHECKS
 from clusterkit.doctor.hosts.collect import runner
 from clusterkit.hosts import host_probe
 from tests import pythons
+from tests.forked import at_start
 from tests.unit.doctor import misbehaving as bad
 
 COLLECTORS = list({each.name: each for check in CHECKS for each in check.collectors}.values())
@@ -54,6 +55,18 @@ def test_bundle_returns_value_per_collector_and_host_times():
     }
     assert before <= reply.began <= reply.ended <= time.time()
     assert reply.interpreter == sys.executable
+
+
+def test_bundle_ignores_modules_that_python_imported_as_it_started(tmp_path):
+    names = ("contextlib", "json", "selectors", "signal", "subprocess", "threading", "types")
+    for path, text in at_start(*names).items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    collector = Collector(bad.echo, object, site_packages=True)
+    done, reply = ran(collector, context={"a": 1}, env=env)
+    assert (done.returncode, done.stderr, reply.interpreter) == (0, "", sys.executable)
+    assert value(reply.outputs["echo"]) == {"a": 1}
 
 
 def test_hanging_collector_times_out_without_delaying_others():

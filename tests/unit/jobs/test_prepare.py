@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hugging_face
+import gpt_hugging_face
 import prepare as program
 import pytest
 import torch
 from gpt_data import map_tokens
+from gpt_ranks import BadInput
 from prepare import PIECE, Encoder, prepare
-from ranks import BadInput
 
 PROGRAM = str(Path(program.__file__))
 
@@ -83,7 +83,7 @@ def test_tokenized_pieces_of_long_text_are_those_of_it_whole(
         (tmp_path / name).rename(tmp_path / "both" / name)
     subprocess.run([*command, str(tmp_path / "both"), str(tmp_path / "tokens")], check=True)
     tokens, starts = contents(tmp_path / "tokens")
-    known = hugging_face.load_tokenizer(str(tokenizer))
+    known = gpt_hugging_face.load_tokenizer(str(tokenizer))
     whole = known((tmp_path / "both" / "long").read_text())["input_ids"]
     assert tokens == [*whole, 0, *known("words")["input_ids"], 0]
     assert starts == [0, len(whole) + 1]
@@ -94,7 +94,7 @@ def test_special_tokens_in_text_stay_text(tmp_path: Path, tokenizer: Path) -> No
     prepare(tmp_path / "a", tmp_path / "tokens", str(tokenizer))
     tokens, _ = contents(tmp_path / "tokens")
     assert tokens.index(0) == len(tokens) - 1
-    at_train_time = hugging_face._tokenize(str(tokenizer), (tmp_path / "a").read_bytes())
+    at_train_time = gpt_hugging_face._tokenize(str(tokenizer), (tmp_path / "a").read_bytes())
     assert at_train_time.tolist() == tokens[:-1]
 
 
@@ -117,7 +117,7 @@ class Known:
 def test_width_of_tokens_follows_vocabulary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, bits: int
 ) -> None:
-    monkeypatch.setattr("hugging_face.load_tokenizer", lambda name: Known(size))
+    monkeypatch.setattr("gpt_hugging_face.load_tokenizer", lambda name: Known(size))
     (tmp_path / "a").write_text("x" * 20)
     about = prepare(tmp_path / "a", tmp_path / "tokens", "some")
     assert (about["vocabulary"], about["bits"]) == (size, bits)

@@ -20,11 +20,10 @@ from torch import nn
 
 from clusterkit.jobfile import loader
 from clusterkit.run.logs import parse_mark
-from tests.unit.jobs.conftest import PROGRAMS, ROOT
+from tests.unit.jobs.conftest import FILES, ROOT
 from tests.unit.runtime.conftest import environment
 
-FILES = sorted(PROGRAMS.glob("*.py"))
-JOBS = sorted((ROOT / "jobs").glob("*.yaml"))
+JOBS = sorted((ROOT / "jobs").rglob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -35,17 +34,25 @@ def test_program_is_under_200_lines_without_clusterkit_import(path: Path) -> Non
 
 
 STANDALONE = {
-    "ddp": (["ddp.py"], ["--epochs", "1"], "checked: all 2 ranks hold the same weights"),
-    "ddp_start": (["ddp_start.py", "ddp.py"], ["spawn", "--epochs", "1"], "checked: all 2 ranks"),
-    "dp": (["dp.py"], ["--steps", "2"], "without GPUs nothing was divided"),
-    "rpc": (["rpc.py"], ["--steps", "2"], "checked: the weights of one process"),
-    "collectives": (
-        ["collectives.py", "operations.py", "operations_all.py"], ["barrier"], "1 operations right"
+    "ddp": (["train/ddp.py"], ["--epochs", "1"], "checked: all 2 ranks hold the same weights"),
+    "ddp_start": (
+        ["tour/ddp_start.py", "train/ddp.py"], ["spawn", "--epochs", "1"], "checked: all 2 ranks"
     ),
-    "sentiment": (["sentiment.py", "classifier.py", "reviews.py"], [], "accuracy"),
-    "sentiment_trainer": (["sentiment_trainer.py", "classifier.py", "reviews.py"], [], "keeps"),
+    "dp": (["tour/dp.py"], ["--steps", "2"], "without GPUs nothing was divided"),
+    "rpc": (["tour/rpc.py"], ["--steps", "2"], "checked: the weights of one process"),
+    "collectives": (
+        ["tour/collectives.py", "tour/operations.py", "tour/operations_all.py"],
+        ["barrier"], "1 operations right",
+    ),
+    "sentiment": (
+        [f"sentiment/{name}.py" for name in ("sentiment", "classifier", "reviews")], [], "accuracy"
+    ),
+    "sentiment_trainer": (
+        [f"sentiment/{name}.py" for name in ("sentiment_trainer", "classifier", "reviews")],
+        [], "keeps",
+    ),
 }  # fmt: skip
-"""What to copy, with which arguments it runs, and what it then says."""
+"""What to copy from jobs/, with which arguments it runs, and what it then says."""
 ONE_PROCESS = {"ddp_start", "dp", "sentiment", "sentiment_trainer"}
 """Those that start ranks themselves, need none, or differ from the rest by what one rank does:
 each import of torch takes seconds of CI. In two ranks tests/live/test_programs.py runs them."""
@@ -65,8 +72,10 @@ def test_copied_program_runs_without_clusterkit(name: str, tmp_path: Path) -> No
     folder = tmp_path / "mine"
     folder.mkdir()
     for file in files:
-        shutil.copy(PROGRAMS / file, folder)
-    (folder / "clusterkit.py").write_text("raise ImportError('there is no clusterkit here')")
+        (folder / file).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / "jobs" / file, folder / file)
+        beside = (folder / file).with_name("clusterkit.py")
+        beside.write_text("raise ImportError('there is no clusterkit here')")
     if name.startswith("sentiment"):
         data = folder / "reviews.csv"
         data.write_text("label,review\n" + "1,good one\n0,bad one\n" * 20)
@@ -89,9 +98,8 @@ def test_copied_program_runs_without_clusterkit(name: str, tmp_path: Path) -> No
 
 
 def test_standalone_table_covers_every_program_file() -> None:
-    assert {file for files, _, _ in STANDALONE.values() for file in files} == {
-        path.name for path in FILES
-    }
+    copied = {ROOT / "jobs" / file for files, _, _ in STANDALONE.values() for file in files}
+    assert copied == {path for path in FILES if path.name != "make_reviews.py"}
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
@@ -100,6 +108,15 @@ def test_job_file_is_named_and_described(path: Path) -> None:
     assert job.name == path.stem
     assert 10 < len(job.description) < 100
     assert path.read_text().startswith("# ")
+
+
+def test_zero_job_files_differ_in_their_stage_only() -> None:
+    texts = [(ROOT / "jobs" / f"zero{stage}.yaml").read_text() for stage in range(4)]
+    for stage, text in enumerate(texts):
+        assert text.replace(f"stage: {stage}}}", "stage: 3}") == texts[3]
+        setting = f"deepspeed.zero_optimization.stage={stage}"
+        chosen = loader.load_job(ROOT / "jobs" / "zero3.yaml", [setting, f"name=zero{stage}"])
+        assert chosen == loader.load_job(ROOT / "jobs" / f"zero{stage}.yaml")
 
 
 # ---------------------------------------------------------------- flags
@@ -182,7 +199,7 @@ def hub(status: int) -> Iterator[tuple[str, list[str]]]:
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}", asked

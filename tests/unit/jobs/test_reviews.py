@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.jobs.conftest import PROGRAMS, ROOT
+from tests.unit.jobs.conftest import ROOT
+
+SENTIMENT = str(ROOT / "jobs" / "sentiment")
 
 
 @pytest.fixture
@@ -140,11 +142,11 @@ def test_separator_flag_accepts_one_character_or_tab(reviews, text) -> None:
 
 @given(st.integers(2, 500), st.floats(0.01, 0.99), st.integers(0, 2**40))
 def test_split_is_reproducible_partition_for_given_seed(count, fraction, seed) -> None:
-    sys.path.insert(0, str(PROGRAMS))
+    sys.path.insert(0, SENTIMENT)
     try:
         from reviews import BadInput, split  # every rank does this by itself
     finally:
-        sys.path.remove(str(PROGRAMS))
+        sys.path.remove(SENTIMENT)
     if not 0 < round(count * fraction) < count:
         with pytest.raises(BadInput, match=r"--validation .* leaves nothing to"):
             split(count, fraction, seed)

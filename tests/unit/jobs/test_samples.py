@@ -11,7 +11,6 @@ from typing import Any
 import gpt_data
 import pytest
 import torch
-from choices import solve
 from gpt_data import (
     STANDARD_LIBRARY_BYTES,
     Batches,
@@ -26,10 +25,10 @@ from gpt_data import (
     shares,
     split,
 )  # fmt: skip
-from model import GPT, Shape
+from gpt_model import GPT, Shape
+from gpt_ranks import BadInput, World
+from gpt_settings import solve
 from prepare import prepare
-from ranks import BadInput
-from world import World
 
 CPU = torch.device("cpu")
 
@@ -379,7 +378,7 @@ def test_document_mask_of_hugging_face_model_gives_losses_of_documents_alone() -
     transformers = pytest.importorskip(
         "transformers", reason="transformers: not installed (pip install 'clusterkit[train]')"
     )
-    from hugging_face import CausalLM
+    from gpt_hugging_face import CausalLM
 
     config = transformers.Qwen2Config(
         vocab_size=50, hidden_size=16, intermediate_size=32, num_hidden_layers=2,

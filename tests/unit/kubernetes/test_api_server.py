@@ -55,7 +55,7 @@ class Answers(ThreadingHTTPServer):
         self.asked = []
         self.answers = {}
         self.together = self.retry_after = None
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -1,5 +1,6 @@
 """Following a run's pods: an API server as a small server of HTTP plays it."""
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -77,7 +78,7 @@ class Server(ThreadingHTTPServer):
         self.changed = threading.Event()
         self.mute = self.logs_asked = 0  # as many requests for logs are never answered
         self.over = threading.Event()
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def end(self, code):
         self.pod = pod(code)
@@ -120,8 +121,13 @@ class Handler(BaseHTTPRequestHandler):
                 return
             self._send("".join(f"{line[:26]}500Z {line}\n" for line in self.server.log).encode())
         elif "watch=1" in self.path:
+            # The header at once, as of a real one: an answer that has not begun cannot be stopped.
+            self.send_response(200)
+            self.end_headers()
             self.server.changed.wait(10)
-            self._send(json.dumps({"type": "MODIFIED", "object": self.server.pod}).encode() + b"\n")
+            event = json.dumps({"type": "MODIFIED", "object": self.server.pod}).encode() + b"\n"
+            with contextlib.suppress(ConnectionError):
+                self.wfile.write(event if self.server.answer is None else self.server.answer)
             self.server.changed.clear()
         elif path.endswith("/pods"):
             items = [] if self.server.deleted else [self.server.pod]

@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from choices import Batch, choose_batch, choose_mesh, choose_strategy
-from mesh import Mesh
-from ranks import BadInput, Ranks
-from settings import Parser
+from gpt_ranks import BadInput, Ranks
+from gpt_settings import Batch, Mesh, Parser, choose_batch, choose_mesh, choose_strategy
 
 DP = Mesh(shard=2)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

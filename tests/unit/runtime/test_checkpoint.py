@@ -6,14 +6,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import checkpoint as module
+import gpt_checkpoint
+import gpt_checkpoint as module
 import pytest
-import stored
 import torch
-from checkpoint import Checkpoints
-from ranks import BadInput, Explained, Ranks
-from stored import Checkpoint
-from world import World
+from gpt_checkpoint import Checkpoint, Checkpoints
+from gpt_ranks import BadInput, Explained, Ranks, World
 
 MODEL = {"name": "tiny", "layers": 2}
 ALONE = Ranks(rank=0, local_rank=0, node_rank=0, size=1, local_size=1)
@@ -160,8 +158,8 @@ def test_checkpoint_files_are_synced_before_rename(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    sync, rename = stored.sync, Path.rename
-    monkeypatch.setattr(stored, "sync", lambda p: (done.append(f"sync {p.name}"), sync(p)))
+    sync, rename = gpt_checkpoint.sync, Path.rename
+    monkeypatch.setattr(gpt_checkpoint, "sync", lambda p: (done.append(f"sync {p.name}"), sync(p)))
     monkeypatch.setattr(
         Path, "rename", lambda p, to: (done.append(f"rename {to.name}"), rename(p, to))
     )

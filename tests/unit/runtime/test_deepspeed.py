@@ -5,17 +5,23 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import gpt_deepspeed
 import pytest
 import torch
 import torch.utils.cpp_extension
-import zero_config
-from choices import Batch, solve
-from mesh import Mesh
-from ranks import BadInput, Unavailable
+from gpt_deepspeed import (
+    Engine,
+    batch_numbers,
+    comms_table,
+    load_config,
+    on_mesh,
+    precision,
+    strategy_name,
+    with_torch_adam,
+)
+from gpt_ranks import BadInput, Unavailable
+from gpt_settings import Batch, Mesh, solve
 from torch._subclasses.fake_tensor import FakeTensorMode
-from zero import Engine, comms_table
-from zero_config import batch_numbers, load_config
-from zero_mesh import name, on_mesh, precision, with_torch_adam
 
 SIXTY_FOUR_ON_FOUR = solve(data_parallel=4, global_size=64, micro=8)
 
@@ -132,7 +138,7 @@ def test_nvme_offload_without_libaio_names_package_to_install(
     config = {"zero_optimization": {"stage": 3, "offload_optimizer": nvme}}
     found = None if missing == "library" else "libaio.so.1"
     monkeypatch.setattr("ctypes.util.find_library", lambda name: found)
-    monkeypatch.setattr(zero_config, "_INCLUDES", ())
+    monkeypatch.setattr(gpt_deepspeed, "_INCLUDES", ())
     monkeypatch.setenv("CPATH", "" if missing == "header" else str(tmp_path))
     (tmp_path / "libaio.h").touch()
     with pytest.raises(Unavailable, match="nvme needs libaio") as error:
@@ -207,7 +213,7 @@ def test_autotp_size_follows_mesh_and_conflict_is_refused(tmp_path: Path) -> Non
     config = load(tmp_path, {"zero_optimization": {"stage": 1}})
     cut = on_mesh(config, Mesh(tp=2))
     assert cut["tensor_parallel"] == {"autotp_size": 2}
-    assert name(cut, Mesh(tp=2)) == "deepspeed zero-1 tp=2"
+    assert strategy_name(cut, Mesh(tp=2)) == "deepspeed zero-1 tp=2"
     config["tensor_parallel"] = {"autotp_size": 4}
     with pytest.raises(BadInput, match=r"autotp_size is 4, --mesh says tp=2"):
         on_mesh(config, Mesh(tp=2))
@@ -229,8 +235,8 @@ def test_precision_comes_from_config_or_dtype_flag(tmp_path: Path) -> None:
 
 def test_strategy_name_includes_zero_stage_and_precision(tmp_path: Path) -> None:
     two = load(tmp_path, {"zero_optimization": {"stage": 2}})
-    assert name(two, Mesh()) == "deepspeed zero-2"
-    assert name(load(tmp_path, {}, dtype="bf16"), Mesh()) == "deepspeed zero-0 bf16"
+    assert strategy_name(two, Mesh()) == "deepspeed zero-2"
+    assert strategy_name(load(tmp_path, {}, dtype="bf16"), Mesh()) == "deepspeed zero-0 bf16"
 
 
 @pytest.mark.parametrize("pipeline", [False, True])

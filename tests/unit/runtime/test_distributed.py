@@ -6,13 +6,21 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import gpt_ranks as module
 import pytest
 import torch
-import world as module
-from ranks import BadInput, Ranks, Unavailable, choose_device, read_ranks
+from gpt_ranks import (
+    BadInput,
+    Ranks,
+    Unavailable,
+    World,
+    choose_device,
+    distributed,
+    read_ranks,
+    run,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from world import World, distributed, run
 
 from tests.unit.runtime.conftest import GPT
 
@@ -257,8 +265,8 @@ def test_keyboard_interrupt_exits_130_without_traceback(capsys: pytest.CaptureFi
 PROGRAM = """
 import os, sys
 sys.path[0] = os.environ["GPT"]
-from ranks import *
-from world import *
+from gpt_ranks import *
+from gpt_ranks import *
 
 def main():
     ranks = read_ranks()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from export import export
-from model import GPT, PRESETS
-from ranks import BadInput
+from gpt_checkpoint import export
+from gpt_model import GPT, PRESETS
+from gpt_ranks import BadInput
 
 SHORT = ["--steps", "3", "--global-batch", "8", "--micro-batch", "2", "--context", "16"]
 

@@ -15,13 +15,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import model as models
+import gpt_model as models
+import gpt_optimizer
 import pytest
-import speed
 import torch
 import train
-from parameters import count_parameters
-from world import run
+from gpt_parallelize import count_parameters
+from gpt_ranks import run
 
 from clusterkit.estimate import published
 from clusterkit.run.logs import parse_mark
@@ -61,7 +61,7 @@ def test_attention_is_causal() -> None:
 
 def test_adamw_decays_matrices_but_not_biases_and_norms() -> None:
     args = argparse.Namespace(weight_decay=0.1, learning_rate=1.0)
-    matrices, vectors = speed.adamw(models.GPT(models.PRESETS["tiny"]), args).param_groups
+    matrices, vectors = gpt_optimizer.adamw(models.GPT(models.PRESETS["tiny"]), args).param_groups
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
     assert {p.dim() for p in matrices["params"]} == {2}
     assert {p.dim() for p in vectors["params"]} == {1}
@@ -69,7 +69,7 @@ def test_adamw_decays_matrices_but_not_biases_and_norms() -> None:
 
 def test_learning_rate_warms_up_and_falls_to_one_tenth() -> None:
     args = argparse.Namespace(learning_rate=1.0, warmup=10, steps=110)
-    rates = [train.scheduled(step, args) for step in range(1, 111)]
+    rates = [gpt_optimizer.scheduled(step, args) for step in range(1, 111)]
     assert rates[:10] == pytest.approx([step / 10 for step in range(1, 11)])
     assert rates[9:] == sorted(rates[9:], reverse=True)
     assert rates[59] == pytest.approx(0.55)
@@ -78,7 +78,7 @@ def test_learning_rate_warms_up_and_falls_to_one_tenth() -> None:
 
 def test_learning_rate_without_warmup_and_one_step_is_one_tenth() -> None:
     args = argparse.Namespace(learning_rate=1.0, warmup=0, steps=1)
-    assert train.scheduled(1, args) == pytest.approx(0.1)
+    assert gpt_optimizer.scheduled(1, args) == pytest.approx(0.1)
 
 
 def test_one_rank_prints_all_launcher_events(launch) -> None:
@@ -386,7 +386,7 @@ def test_ddp_training_imports_no_heavy_modules(launch, tmp_path: Path) -> None:
         f"    runpy.run_path({str(GPT)!r}, run_name='__main__')\n"
         "except SystemExit as leaving:\n"
         "    assert leaving.code == 0\n"
-        "heavy = ['deepspeed', 'transformers', 'torch.distributed.pipelining', 'pipeline']\n"
+        "heavy = ['deepspeed', 'transformers', 'torch.distributed.pipelining', 'gpt_pipeline']\n"
         "assert [name for name in heavy if name in sys.modules] == []\n"
     )
     result = launch(*SHORT, "--checkpoint-dir", tmp_path / "c", program=program, warm=None)
@@ -418,10 +418,20 @@ def test_program_file_is_under_500_lines_without_clusterkit_import(path: Path) -
 
 def test_estimate_presets_match_model_shapes() -> None:
     for name, shape in models.PRESETS.items():
-        assert published.PRESETS[name] == {
-            "model_type": "gpt2", "n_layer": shape.layers, "n_head": shape.heads,
-            "n_embd": shape.width, "n_positions": shape.context, "vocab_size": shape.vocabulary,
-        }  # fmt: skip
+        assert published.PRESETS[name] == (
+            {
+                "model_type": "llama", "num_hidden_layers": shape.layers,
+                "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads,
+                "head_dim": shape.width // shape.heads, "hidden_size": shape.width,
+                "intermediate_size": shape.inner, "max_position_embeddings": shape.context,
+                "vocab_size": shape.vocabulary, "tie_word_embeddings": 1,
+            }
+            if shape.llama
+            else {
+                "model_type": "gpt2", "n_layer": shape.layers, "n_head": shape.heads,
+                "n_embd": shape.width, "n_positions": shape.context, "vocab_size": shape.vocabulary,
+            }
+        )  # fmt: skip
     assert published.PRESETS.keys() == models.PRESETS.keys()
 
 

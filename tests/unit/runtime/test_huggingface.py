@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import hugging_face
+import gpt_hugging_face
 import pytest
 
 
@@ -17,6 +17,6 @@ def test_model_without_tokenizer_uses_bytes_as_tokens(
         "transformers", reason="transformers: not installed (pip install 'clusterkit[train]')"
     )
     getattr(transformers, kind)(vocab_size=300).save_pretrained(tmp_path)
-    facts, _, tokenize = hugging_face.choose(str(tmp_path), False)
+    facts, _, tokenize = gpt_hugging_face.choose_hugging_face(str(tmp_path), False)
     assert facts["vocabulary"] == 300
     assert tokenize(b"abc").tolist() == [97, 98, 99]

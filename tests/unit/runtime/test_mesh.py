@@ -5,24 +5,21 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-import build
-import mesh as meshes
-import parallelize
+import gpt_parallelize
+import gpt_settings as meshes
 import pytest
 import torch
 import torch.distributed as dist
-from choices import Chosen, solve
-from mesh import Mesh, check_model, choose
-from model import GPT as Model
-from model import Shape
-from parameters import local
-from pipeline import Pipeline
-from ranks import BadInput
-from settings import Parser
+import train
+from gpt_model import GPT as Model
+from gpt_model import Shape
+from gpt_parallelize import local
+from gpt_pipeline import Pipeline
+from gpt_ranks import BadInput, World
+from gpt_settings import Chosen, Mesh, Parser, check_model, make_mesh, solve
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from world import World
 
 from tests.unit.runtime.conftest import GPT as GPT_PROGRAM
 
@@ -79,7 +76,7 @@ GPT = {"name": "tiny", "layers": 2, "heads": 4, "context": 64}
 def test_mesh_fills_in_missing_dimensions(
     strategy: str, text: str | None, ranks: int, expected: Mesh
 ) -> None:
-    assert choose(strategy, text, ranks=ranks, local_ranks=min(ranks, 4)) == expected
+    assert make_mesh(strategy, text, ranks=ranks, local_ranks=min(ranks, 4)) == expected
     assert expected.size == ranks
 
 
@@ -111,7 +108,7 @@ def test_mesh_fills_in_missing_dimensions(
 )
 def test_invalid_mesh_is_refused(strategy: str, text: str | None, ranks: int, message: str) -> None:
     with pytest.raises(BadInput, match=message) as error:
-        choose(strategy, text, ranks=ranks, local_ranks=ranks)
+        make_mesh(strategy, text, ranks=ranks, local_ranks=ranks)
     assert error.value.hint or "twice" in error.value.message
 
 
@@ -160,7 +157,7 @@ def test_model_of_unknown_layers_accepts_fsdp_and_refuses_pp() -> None:
 def test_mesh_warns_of_probable_mistakes(
     strategy: str, mesh: Mesh, local_ranks: int, said: list[str]
 ) -> None:
-    warnings = meshes.warnings(strategy, mesh, local_ranks=local_ranks)
+    warnings = meshes.mesh_warnings(strategy, mesh, local_ranks=local_ranks)
     assert len(warnings) == len(said)
     for warning, start in zip(warnings, said, strict=True):
         assert warning.startswith(start)
@@ -192,10 +189,10 @@ def keeps_its_part(rank: int, strategy: str, mesh: Mesh) -> None:
     world = World(rank, rank, 0, 8, 8, device=cpu, backend="fake")
     batch = solve(data_parallel=mesh.dp, micro=1, accumulation=4)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
-    whole = build.build(lambda: Model(SHAPE), args, chosen, batch, mesh, world).parameters
+    whole = train.build(lambda: Model(SHAPE), args, chosen, batch, mesh, world).parameters
     generator = torch.get_rng_state()
     with Memory() as memory:
-        parts = build.build(partial(Model, SHAPE), args, chosen, batch, mesh, world).parameters
+        parts = train.build(partial(Model, SHAPE), args, chosen, batch, mesh, world).parameters
     assert parts.keys() == whole.keys()
     for name, part in parts.items():
         assert torch.equal(local(part), local(whole[name])), name
@@ -246,7 +243,7 @@ def test_pipeline_of_64_ranks_makes_no_extra_process_groups(
     cpu, made, mesh = torch.device("cpu"), [], Mesh(pp=4, shard=4, tp=4)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=64)
     try:
-        grid = parallelize.device_mesh(mesh, cpu)
+        grid = gpt_parallelize.device_mesh(mesh, cpu)
         monkeypatch.setattr(dist, "new_group", made.append)
         stage = Model(Shape(8, 4, 16, 8)).stage(mesh.stage(rank), 4)
         Pipeline(stage, "1f1b", 4, mesh, grid, World(rank, 0, 0, 64, 8, device=cpu, backend="fake"))

@@ -5,9 +5,9 @@ import math
 import os
 import time
 
+import gpt_metrics as module
 import pytest
-import report as module
-from report import Reporter, report
+from gpt_metrics import Reporter, report
 
 from clusterkit.run.logs import MARK, parse_mark
 

@@ -17,7 +17,7 @@ from world import World
 from tests.unit.runtime.conftest import ROOT
 
 CPU = torch.device("cpu")
-SLOW, MORE = pytest.mark.thorough, ("ddp", "tp", "pp")  # of a whole model at once: a minute
+SLOW, MORE = pytest.mark.thorough, ("ddp", "fsdp", "tp", "pp")  # on both ranks: minutes
 SHORT = ["--global-batch", "8", "--micro-batch", "2", "--context", "16"]
 
 
@@ -109,9 +109,13 @@ def test_profile_holds_three_steps_of_every_rank(launch, tmp_path: Path) -> None
 
 @pytest.mark.needs("g++")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("strategy", ["fsdp", *(pytest.param(x, marks=SLOW) for x in MORE)])
-def test_compiled_model_computes_same_losses(launch, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("fsdp", 1), *(pytest.param(x, 2, marks=SLOW) for x in MORE)]
+)
+def test_compiled_model_computes_same_losses(launch, strategy: str, ranks: int) -> None:
     how = [*SHORT, "--steps", "4", "--strategy", strategy]
-    plain, compiled = launch(*how, ranks=2), launch(*how, "--compile", ranks=2, patience=600)
-    assert compiled.codes == [0, 0], compiled.stderr
+    plain, compiled = (
+        launch(*how, *more, ranks=ranks, patience=600) for more in ([], ["--compile"])
+    )
+    assert compiled.codes == [0] * ranks, compiled.stderr
     assert compiled.losses() == pytest.approx(plain.losses(), abs=1e-5)

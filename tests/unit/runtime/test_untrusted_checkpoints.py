@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gpt_store
 import pytest
-import shards
 import torch
-from export import export
-from ranks import BadInput
-from stored import Checkpoint
+from gpt_checkpoint import Checkpoint, export
+from gpt_ranks import BadInput
 
 from tests.unit.runtime.conftest import launching, zero_arguments
 
@@ -68,7 +67,7 @@ def test_metadata_unpickler_allows_getattr_of_enum_members_only(tmp_path: Path) 
     from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
 
     def read(what: Any) -> Any:
-        return shards._Unpickler(io.BytesIO(pickle.dumps(what))).load()
+        return gpt_store._Unpickler(io.BytesIO(pickle.dumps(what))).load()
 
     (member, *_) = _MEM_FORMAT_ENCODING
     assert read(Attribute(_MEM_FORMAT_ENCODING, member.name)) is member
