@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from clusterkit.lifecycle.scaffold import init as init
     from clusterkit.plan import Plan
     from clusterkit.run.logs import LogLine
+    from clusterkit.transport import Completed
     from clusterkit.web.server import Server
 
 _LAUNCH = (
@@ -230,6 +231,11 @@ def attach(
     found = get(run)
     found.attach()
     return found
+
+
+def exec(run: str | Run, argv: Sequence[str], **options: Any) -> Completed:
+    """Run a command beside the ranks of a run; see `Run.exec`."""
+    return get(run).exec(argv, **options)
 
 
 def cancel(run: str | Run) -> RunStatus:

@@ -45,6 +45,10 @@ GROUPS = {
         "cancel": "End runs and everything they started.",
         "rm": "Remove the folders of runs that have ended.",
     },
+    "Inside a run": {
+        "exec": "Run a command beside the ranks: on a node, for a rank, or on all nodes.",
+        "shell": "Open a shell beside the ranks of a node.",
+    },
     "Cluster": {
         "doctor": "Check hosts, GPUs, network and software before a run.",
         "bench": "Measure bandwidth and latency between nodes; find the slow link.",

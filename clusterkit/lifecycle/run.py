@@ -7,7 +7,7 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from clusterkit.run.folder import POLL_SECONDS, Event, RunFolder
 from clusterkit.run.logs import LogLine, last_lines
 from clusterkit.run.status import RunStatus, State
 from clusterkit.spec import JobSpec
+from clusterkit.transport import Completed
 
 
 def check_secrets(spec: JobSpec, why: str = "") -> None:
@@ -296,6 +297,41 @@ class Run:
             raise BadInput(
                 f"run {self.id}: its processes run on {host}", hint=f"clusterkit {verb} there"
             )
+
+    @checked
+    def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        node: int | None = None,
+        rank: int | None = None,
+        stdin: bytes = b"",
+    ) -> Completed:
+        """Run a command beside the ranks, in their container, folder and environment.
+
+        Args:
+            node: where; the first node by default.
+            rank: on its node, with the variables of this rank instead of the node's.
+
+        Raises:
+            BadInput: the run has ended, or has no such node or rank.
+            Unavailable: nothing can be started there, or the connection was lost.
+        """
+        from clusterkit.lifecycle import inside
+
+        return inside.completed(self._folder, argv, node, rank, stdin)
+
+    def exec_here(self, argv: Sequence[str], **options: Any) -> int:
+        """As `exec`, with this process's own input, output and signals; return the exit code."""
+        from clusterkit.lifecycle import inside
+
+        return inside.execute(self._folder, argv, **options)
+
+    def exec_on_all(self, argv: Sequence[str], report: Callable[[ClusterkitError], object]) -> int:
+        """As `exec_here` on all nodes at once, without input; return the highest exit code."""
+        from clusterkit.lifecycle import inside
+
+        return inside.execute_on_all(self._folder, argv, report)
 
     def cancel(self) -> RunStatus:
         """End the run and everything that it started. Idempotent."""
