@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import click
@@ -53,7 +52,7 @@ def command(
     everywhere: bool,
     terminal: bool,
     trailing: Sequence[str],
-) -> None:
+) -> int:
     """Run a command beside the ranks of a run.
 
     It runs as the user of the ranks, in their container, folder and environment: with --rank that
@@ -69,5 +68,5 @@ def command(
     if everywhere:
         if node is not None or rank is not None or terminal:
             raise BadInput("--all: not together with --node, --rank or --tty")
-        sys.exit(found.exec_on_all(trailing, lambda error: click.echo(f"error: {error}", err=True)))
-    sys.exit(found.exec_here(trailing, node=node, rank=rank, terminal=terminal))
+        return found.exec_on_all(trailing, lambda error: click.echo(f"error: {error}", err=True))
+    return found.exec_here(trailing, node=node, rank=rank, terminal=terminal)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
 from clusterkit import api
@@ -15,9 +13,9 @@ from clusterkit.cli.common import run_argument, verb
 @click.option("--node", type=click.IntRange(0), metavar="N", help="On this node. Default: 0.")
 @click.option("--rank", type=click.IntRange(0), metavar="R",
               help="On this rank's node, with its environment.")  # fmt: skip
-def command(run: str, node: int | None, rank: int | None) -> None:
+def command(run: str, node: int | None, rank: int | None) -> int:
     """Open a shell beside the ranks of a run.
 
     As `clusterkit exec -t` with your shell on that machine or in that container.
     """
-    sys.exit(api.get(run).exec_here([], node=node, rank=rank, terminal=True, shell=True))
+    return api.get(run).exec_here([], node=node, rank=rank, terminal=True, shell=True)

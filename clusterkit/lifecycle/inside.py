@@ -28,7 +28,7 @@ from clusterkit.errors import EXIT_REFUSED, BadInput, ClusterkitError, Unavailab
 from clusterkit.lifecycle import control
 from clusterkit.lifecycle.control import Connections
 from clusterkit.run.folder import RunFolder, RunHandle, Submission
-from clusterkit.run.status import RunStatus, State
+from clusterkit.run.status import RunStatus
 from clusterkit.transport import Completed, Stream
 
 BEGIN_SECONDS = 60.0
@@ -76,9 +76,9 @@ class Place:
         self._connections.close()
 
     def nodes(self) -> list[int]:
-        """Return the nodes that run."""
-        running = (State.RUNNING, State.RESTARTING, State.UNKNOWN)
-        return [each.node for each in self.status.nodes if each.state in running]
+        """Return the nodes that have not ended, and wait for no other one's place."""
+        nodes = self.status.nodes
+        return [each.node for each in nodes if not each.state.final and not each.spare]
 
     def node_of(self, node: int | None, rank: int | None) -> int:
         """Return the node that is meant: of this rank, or the first.
