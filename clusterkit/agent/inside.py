@@ -118,7 +118,7 @@ class Session:
             env = environment(folder, request["rank"])
             with contextlib.suppress(OSError):  # removed meanwhile
                 os.chdir(os.readlink(f"/proc/{agent_of(folder)['pid']}/cwd"))
-        argv = [shell()] if request["shell"] else list(request["argv"])
+        argv = list(request["argv"]) or [shell()]
         if request["python"]:
             argv = [sys.executable, "-I", *argv]
         ends: list[int] = []

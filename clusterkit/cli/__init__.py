@@ -46,8 +46,8 @@ GROUPS = {
         "rm": "Remove the folders of runs that have ended.",
     },
     "Inside a run": {
-        "exec": "Run a command beside the ranks: on a node, for a rank, or on all nodes.",
-        "shell": "Open a shell beside the ranks of a node.",
+        "exec": "Run a command beside the ranks of a run.",
+        "shell": "Open a shell beside the ranks of a run.",
     },
     "Cluster": {
         "doctor": "Check hosts, GPUs, network and software before a run.",

@@ -18,4 +18,4 @@ def command(run: str, node: int | None, rank: int | None) -> int:
 
     As `clusterkit exec -t` with your shell on that machine or in that container.
     """
-    return api.get(run).exec_here([], node=node, rank=rank, terminal=True, shell=True)
+    return api.get(run).exec_here([], node=node, rank=rank, terminal=True)

@@ -27,12 +27,15 @@ from clusterkit.backends.base import Inside
 from clusterkit.errors import EXIT_REFUSED, BadInput, ClusterkitError, Unavailable
 from clusterkit.lifecycle import control
 from clusterkit.lifecycle.control import Connections
+from clusterkit.plan import Plan
 from clusterkit.run.folder import RunFolder, RunHandle, Submission
 from clusterkit.run.status import RunStatus
 from clusterkit.transport import Completed, Stream
 
 BEGIN_SECONDS = 60.0
 """For a node to start the command; Slurm may take long to start a step."""
+END_SECONDS = 10.0
+"""For a node to end what a lost terminal has left."""
 PING_SECONDS = 20.0
 """Between two signs of life; see `limits.INSIDE_SILENCE`."""
 _CHUNK = 1 << 16
@@ -122,23 +125,21 @@ class Place:
         return found
 
     def start(self, way: Inside, node: int, **request: Any) -> Command:
-        """Start a command by a request of `clusterkit.agent.inside`.
+        """As the function."""
+        return start(self.handle.plan, way, node, ended=self.ended, **request)
 
-        Raises:
-            ClusterkitError: it cannot be started there.
-        """
-        plan = self.handle.plan
-        archive = posixpath.join(plan.run_dir, "files", ARCHIVE)
-        given: dict[str, Any] = {
-            "rank": None,
-            "argv": [],
-            "shell": False,
-            "python": False,
-            "terminal": None,
-        }
-        fixed = {"run_dir": plan.run_dir, "node": node, "ended": self.ended}
-        stream = way.open([plan.python, "-I", archive, "inside"])
-        return Command(stream, f"node {node}", {**given, **fixed, **request})
+
+def start(plan: Plan, way: Inside, node: int, **request: Any) -> Command:
+    """Start a command by a request of `clusterkit.agent.inside`.
+
+    Raises:
+        ClusterkitError: it cannot be started there.
+    """
+    archive = posixpath.join(plan.run_dir, "files", ARCHIVE)
+    given: dict[str, Any] = {"run_dir": plan.run_dir, "node": node, "ended": False, "rank": None}
+    given |= {"argv": [], "python": False, "terminal": None}
+    stream = way.open([plan.python, "-I", archive, "inside"])
+    return Command(stream, f"node {node}", {**given, **request})
 
 
 class Command:
@@ -203,8 +204,11 @@ class Command:
             raise AssertionError
         finally:
             self._frames.put(b"")
-            with contextlib.suppress(ClusterkitError, OSError):  # else srun says it was killed
-                while self._stream.read(2.0):
+            # The end of its input ends the other side, and with it what is left there. It is waited
+            # for: `close` kills what runs here of docker and srun, or of the other side itself.
+            self._stream.close_input()
+            with contextlib.suppress(ClusterkitError, OSError):
+                while self._stream.read(END_SECONDS):
                     pass
             self._stream.close()
 
@@ -260,13 +264,13 @@ def completed(folder: RunFolder, argv: Sequence[str], node: int | None, rank: in
 
 def execute(
     folder: RunFolder, argv: Sequence[str], node: int | None, rank: int | None, *,
-    terminal: bool, shell: bool = False,
+    terminal: bool,
 ) -> int:  # fmt: skip
     """Run a command with this process's standard input and output; return its exit code.
 
     Args:
+        argv: its words; none: the user's shell.
         terminal: it gets a terminal, which this process has.
-        shell: the user's shell, instead of a command.
 
     Raises:
         BadInput: the run has ended, or has no such node or rank; or there is no terminal.
@@ -281,7 +285,7 @@ def execute(
         where = place.node_of(node, rank)
         size = [*_size()] if terminal else None
         command = place.start(
-            place.ways([where])[where], where, rank=rank, argv=[*argv], shell=shell,
+            place.ways([where])[where], where, rank=rank, argv=[*argv],
             terminal=size, term=os.environ.get("TERM", "dumb"),
         )  # fmt: skip
         with _signals([command]), _raw(command) if terminal else contextlib.nullcontext():

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterkit.errors import (
     EXIT_FAILURE,
@@ -29,7 +29,9 @@ from clusterkit.run.folder import POLL_SECONDS, Event, RunFolder
 from clusterkit.run.logs import LogLine, last_lines
 from clusterkit.run.status import RunStatus, State
 from clusterkit.spec import JobSpec
-from clusterkit.transport import Completed
+
+if TYPE_CHECKING:  # `wait` and others do without
+    from clusterkit.transport import Completed
 
 
 def check_secrets(spec: JobSpec, why: str = "") -> None:
@@ -322,7 +324,10 @@ class Run:
         return inside.completed(self._folder, argv, node, rank, stdin)
 
     def exec_here(self, argv: Sequence[str], **options: Any) -> int:
-        """As `exec`, with this process's own input, output and signals; return the exit code."""
+        """As `exec`, with this process's own input, output and signals; return the exit code.
+
+        Without words, the user's shell is run.
+        """
         from clusterkit.lifecycle import inside
 
         return inside.execute(self._folder, argv, **options)

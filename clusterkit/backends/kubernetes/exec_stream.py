@@ -40,7 +40,9 @@ class ExecStream(Stream):
                     self._socket.send_binary(bytes([_STDIN]) + data[start : start + _CHUNK])
 
     def close_input(self) -> None:
-        """Do nothing: this protocol can end an input only with the connection."""
+        """End the connection: this protocol cannot end an input alone."""
+        with contextlib.suppress(Exception), self._lock:
+            self._socket.send_close()
 
     def read(self, timeout: float | None = None) -> bytes:
         import websocket

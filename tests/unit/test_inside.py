@@ -1,0 +1,219 @@
+"""Commands beside ranks: the frames of both sides, over a real process; argument lists fuzzed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import pytest
+from msgspec.structs import replace
+
+from clusterkit import agent, api, cli
+from clusterkit.agent.archive import build
+from clusterkit.errors import BadInput, Unavailable
+from clusterkit.lifecycle.inside import Command
+from clusterkit.run.folder import RunFolder
+from clusterkit.run.status import State
+from clusterkit.transport import LocalTransport
+
+LISTS, COMMANDS = 100_000, 25
+LETTERS = "aZ0 \t\n'\"\\$`*?[]{}()<>|&;~#!=-,%é日\U0001f600\udcff"
+"""The last stands for a byte that is not UTF-8."""
+
+
+class Beside:
+    """A node whose agent and only rank are two processes that sleep."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_dir, self.processes = folder / "run", []
+        node = self.run_dir / "attempts/1/node-0"
+        node.mkdir(parents=True)
+        (folder / "agent.pyz").write_bytes(build())
+        self.archive, self.workdir = folder / "agent.pyz", folder / "work"
+        self.workdir.mkdir()
+        own = {"NODE_RANK": "0", "CLUSTERKIT_PEER_TOKEN": "secret", "PATH": os.environ["PATH"]}
+        self.agent = self._sleep(own)
+        self.rank = self._sleep({**own, "RANK": "0", "LOCAL_RANK": "0", "MINE": "a\nb"})
+        (node / "started.json").write_text(json.dumps(agent.identity(self.agent.pid)))
+        line = {"rank": 0, "at": 1.0, **agent.identity(self.rank.pid)}
+        (node / "ranks.jsonl").write_text(json.dumps(line) + "\n")
+
+    def _sleep(self, env: dict[str, str]) -> subprocess.Popen[bytes]:
+        self.processes.append(subprocess.Popen(["sleep", "600"], env=env, cwd=self.workdir))
+        return self.processes[-1]
+
+    def command(self, argv: list[str], **request: object) -> Command:
+        words = [sys.executable, "-I", str(self.archive), "inside"]
+        stream = LocalTransport().open("localhost", words, own_group=True)
+        given = {
+            "run_dir": str(self.run_dir), "node": 0, "rank": None, "argv": argv, "ended": False,
+            "python": False, "terminal": None, "term": "dumb",
+        }  # fmt: skip
+        return Command(stream, "node 0", {**given, **request})
+
+    def __call__(self, argv: list[str], stdin: bytes = b"", **request: object) -> tuple[Any, ...]:
+        """Exit code, output and error output of a command."""
+        parts: dict[bool, list[bytes]] = {False: [], True: []}
+        chunks = iter([stdin[at : at + 50_000] for at in range(0, len(stdin), 50_000)])
+        command = self.command(argv, **request)
+        command.feed(lambda: next(chunks, b""))
+        code = command.run(lambda data, error: parts[error].append(data))
+        return code, b"".join(parts[False]), b"".join(parts[True])
+
+
+@pytest.fixture
+def beside(tmp_path):
+    made = Beside(tmp_path)
+    yield made
+    for process in made.processes:
+        process.kill()
+        process.wait()
+
+
+def test_random_argument_lists_arrive_unchanged(beside):
+    rng = random.Random(36)
+    for _ in range(COMMANDS):
+        words = []
+        for _ in range(LISTS // COMMANDS):
+            words += ["".join(rng.choices(LETTERS, k=rng.randrange(5))) for _ in range(3)]
+        code, out, _ = beside(["printf", r"%s\0", *words])
+        assert code == 0
+        assert [os.fsdecode(word) for word in out.split(b"\0")[:-1]] == words
+
+
+def test_command_runs_in_folder_and_environment_of_node_or_rank(beside):
+    show = ["sh", "-c", 'echo "$(pwd)|$RANK|$MINE|${CLUSTERKIT_PEER_TOKEN-none}"']
+    folder = str(beside.workdir)
+    assert beside(show) == (0, f"{folder}|||none\n".encode(), b"")
+    assert beside(show, rank=0) == (0, f"{folder}|0|a\nb|none\n".encode(), b"")
+
+
+def test_exit_code_is_that_of_shell(beside):
+    assert beside(["sh", "-c", "echo no >&2; exit 7"]) == (7, b"", b"no\n")
+    assert beside(["sh", "-c", "kill -9 $$"])[0] == 137
+    assert beside(["no-such"]) == (127, b"", b"no-such: No such file or directory\n")
+    assert beside([str(beside.run_dir)])[0] == 126
+
+
+def test_nodes_and_ranks_that_do_not_run_are_refused(beside):
+    with pytest.raises(BadInput, match="node 0: rank 1 has not started here"):
+        beside(["true"], rank=1)
+    with pytest.raises(BadInput, match="it has not started yet"):
+        beside(["true"], node=1)
+    with pytest.raises(BadInput, match="cannot be run: embedded null byte"):
+        beside(["echo", "\0"])
+    beside.rank.kill()
+    beside.rank.wait()
+    with pytest.raises(BadInput, match="rank 0 has ended"):
+        beside(["true"], rank=0)
+    beside.agent.kill()
+    beside.agent.wait()
+    with pytest.raises(BadInput, match="it has ended: its agent no longer runs"):
+        beside(["true"])
+
+
+def test_place_without_agent_archive_is_named(beside):
+    beside.archive.unlink()
+    with pytest.raises(Unavailable, match="node 0: the agent of this run is of an older"):
+        beside(["true"])
+
+
+def test_all_input_arrives_also_at_command_that_reads_late(beside):
+    data = os.urandom(5_000_000)
+    code, out, _ = beside(["sh", "-c", "sleep 0.5; cat"], data)
+    assert (code, out) == (0, data)
+    assert beside(["true"], data)[0] == 0
+
+
+def test_command_in_background_does_not_delay_end(beside):
+    began = time.monotonic()
+    code, out, _ = beside(["sh", "-c", "sleep 60 & echo $!"])
+    assert code == 0
+    assert time.monotonic() - began < 50
+    os.kill(int(out), 9)
+
+
+def test_nothing_is_left_once_stream_is_closed(beside):
+    command = beside.command(["sh", "-c", "nohup sleep 600 & echo $!; wait"])
+    told: list[int] = []
+
+    def take(data: bytes, error: bool) -> None:
+        if not error:
+            told.append(int(data))
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        command.run(take)
+    deadline = time.monotonic() + 60
+    while agent.identity(told[0])["start_ticks"] is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_terminal_has_size_and_ends_on_ctrl_d(beside):
+    command = beside.command(["sh", "-c", "stty size; tty; cat"], terminal=[33, 111])
+    out = bytearray()
+    command.send(b"e")
+    assert command.run(lambda data, error: out.extend(data)) == 0
+    size, device = out.decode().split("\r\n")[:2]
+    assert size == "33 111"
+    assert device.startswith("/dev/pts/")
+
+
+def test_shell_is_interactive_with_environment_of_rank(beside):
+    command = beside.command([], terminal=[24, 80], rank=0)
+    out = bytearray()
+    command.send(b"i", b"echo rank=$RANK; exit 5\n")
+    assert command.run(lambda data, error: out.extend(data)) == 5
+    assert b"rank=0" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "node", "argv"),
+    [
+        (["last", "nvidia-smi", "-L"], None, ["nvidia-smi", "-L"]),
+        (["last", "--node", "1", "ls", "--node"], 1, ["ls", "--node"]),
+        (["--node=1", "last", "--", "-x", "--", "y"], 1, ["-x", "--", "y"]),
+        (["last", "--", "--node", "2"], None, ["--node", "2"]),
+    ],
+)
+def test_words_after_run_are_command_and_options_stay_with_it(words, node, argv, monkeypatch):
+    seen = []
+
+    class Run:
+        def exec_here(self, argv, **options):
+            seen.append((options["node"], [*argv]))
+            return 3
+
+    monkeypatch.setattr(api, "get", lambda run: Run())
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["exec", *words])
+    assert ended.value.code == 3
+    assert seen == [(node, argv)]
+
+
+def test_exec_needs_command_and_shell_a_terminal(unstarted_run):
+    run = unstarted_run()
+    for words, said in (
+        (["exec", run.id], "Give a command after the run"),
+        (["exec", run.id, "--all", "--node", "1", "true"], "--all: not together with"),
+        (["shell", run.id], "is not a terminal"),
+        (["exec", "-t", run.id, "true"], "is not a terminal"),
+    ):
+        done = click.testing.CliRunner().invoke(cli.cli, words)
+        assert said in f"{done.output}{done.exception}", words
+
+
+def test_ended_run_is_refused(unstarted_run):
+    run = unstarted_run()
+    ended = replace(run.status(), state=State.SUCCEEDED, exit_code=0)
+    RunFolder(run.path).write_json("state.json", ended)
+    with pytest.raises(BadInput, match="has ended"):
+        run.exec(["true"])
