@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from clusterkit.lifecycle.clusters import Cluster as Cluster
     from clusterkit.lifecycle.clusters import clusters as clusters
     from clusterkit.lifecycle.export import plan_as as plan_as
+    from clusterkit.lifecycle.inside import Stacks as Stacks
     from clusterkit.lifecycle.launch import Prepared as Prepared
     from clusterkit.lifecycle.launch import Progress as Progress
     from clusterkit.lifecycle.launch import launch as launch
@@ -236,6 +237,11 @@ def attach(
 def exec(run: str | Run, argv: Sequence[str], **options: Any) -> Completed:
     """Run a command beside the ranks of a run; see `Run.exec`."""
     return get(run).exec(argv, **options)
+
+
+def stack(run: str | Run, rank: int | None = None) -> Stacks:
+    """Return where the ranks of a run are now; see `Run.stack`."""
+    return get(run).stack(rank)
 
 
 def cancel(run: str | Run) -> RunStatus:

@@ -48,6 +48,7 @@ GROUPS = {
     "Inside a run": {
         "exec": "Run a command beside the ranks of a run.",
         "shell": "Open a shell beside the ranks of a run.",
+        "stack": "Show where each rank is: its line of code and collective.",
     },
     "Cluster": {
         "doctor": "Check hosts, GPUs, network and software before a run.",

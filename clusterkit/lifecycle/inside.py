@@ -16,10 +16,14 @@ import sys
 import termios
 import threading
 import tty
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from msgspec import Struct
+
 from clusterkit import backends
+from clusterkit.agent import standstill
 from clusterkit.agent.archive import ARCHIVE
 from clusterkit.agent.files import read_lines
 from clusterkit.agent.protocol import INSIDE_BEGIN, INSIDE_HEAD, INSIDE_WINDOW
@@ -30,7 +34,7 @@ from clusterkit.lifecycle.control import Connections
 from clusterkit.plan import Plan
 from clusterkit.run.folder import RunFolder, RunHandle, Submission
 from clusterkit.run.status import RunStatus
-from clusterkit.transport import Completed, Stream
+from clusterkit.transport import Completed, Stream, fan_out
 
 BEGIN_SECONDS = 60.0
 """For a node to start the command; Slurm may take long to start a step."""
@@ -38,6 +42,8 @@ END_SECONDS = 10.0
 """For a node to end what a lost terminal has left."""
 PING_SECONDS = 20.0
 """Between two signs of life; see `limits.INSIDE_SILENCE`."""
+NOT_HANGING_SECONDS = 1.0
+"""For which ranks may wait in a collective of a run that makes progress."""
 _CHUNK = 1 << 16
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 Output = Callable[[bytes, bool], None]
@@ -389,3 +395,93 @@ def _raw(command: Command) -> Iterator[None]:
     finally:
         termios.tcsetattr(0, termios.TCSADRAIN, saved)
         signal.signal(signal.SIGWINCH, before)
+
+
+# ---------------------------------------------------------------- stack
+
+
+class RankStack(Struct, frozen=True, kw_only=True, omit_defaults=False):
+    """Where a rank is."""
+
+    rank: int
+    node: int
+    pid: int
+    at: str | None = None
+    """The line of the program that its main thread executes."""
+    state: str = ""
+    """``stopped`` (SIGSTOP), ``ended``, or empty."""
+    waits: tuple[tuple[str, int, str, float], ...] = ()
+    """The collectives that it has entered and that are not complete: process group, number, name,
+    and for how many seconds."""
+    trace: str = ""
+    """The traceback of each of its threads, the main one last."""
+
+
+class Stacks(Struct, frozen=True, kw_only=True):
+    """Where the ranks of a run are; its text is that of the reports of hangs."""
+
+    run: str
+    text: str
+    ranks: tuple[RankStack, ...]
+    errors: tuple[str, ...] = ()
+    """Why some nodes did not answer."""
+
+
+def stacks(folder: RunFolder, rank: int | None) -> Stacks:
+    """Return where the ranks of a run are, or this one, while they go on.
+
+    Raises:
+        BadInput: the run has ended, or has no such rank.
+        Unavailable: no node answers.
+    """
+    with Place(folder) as place:
+        nodes = place.nodes() if rank is None else [place.node_of(None, rank)]
+        ways = place.ways(nodes)
+        places: dict[str, list[int]] = {}
+        for node in nodes:
+            places.setdefault(ways[node].where, []).append(node)
+
+        def look(where: str) -> list[dict[str, Any]]:
+            here = places[where]
+            out = bytearray()
+            command = place.start(ways[here[0]], here[0], stack=True, nodes=here, rank=rank)
+            command.run(lambda data, error: out.extend(data))
+            return list(json.loads(out))
+
+        answers = fan_out([*places], look)
+    errors = [each for each in answers.values() if isinstance(each, ClusterkitError)]
+    found = {
+        int(each["rank"]): each
+        for answer in answers.values()
+        if not isinstance(answer, ClusterkitError)
+        for each in answer
+    }
+    if errors and not found:
+        raise errors[0]
+    if rank is not None and rank not in found:
+        raise BadInput(f"rank {rank} has not started, or runs on a host without an agent (mpirun)")
+    return Stacks(
+        run=folder.run_id, text=_described(found, place.handle.plan, whole=rank is None),
+        ranks=tuple(
+            RankStack(
+                rank=number, node=each["node"], pid=each["pid"], at=each.get("at"),
+                state=str(each.get("state") or ""), trace=str(each.get("trace") or "").strip(),
+                waits=tuple(tuple(wait[:4]) for wait in each.get("waits", ())),
+            )
+            for number, each in sorted(found.items())
+        ),
+        errors=tuple(error.message for error in errors),
+    )  # fmt: skip
+
+
+def _described(found: Mapping[int, dict[str, Any]], plan: Plan, *, whole: bool) -> str:
+    """Describe records of ranks in the words of a report of a hang."""
+    nproc = plan.topology.get("nproc_per_node", 1)
+    world = max(found, default=0) // nproc + 1
+    at = {number // nproc: each["node"] for number, each in found.items()}
+    nodes = [at.get(place, place) for place in range(world)]
+    hang = standstill.compare(found, nodes, nproc, 0.0, silent=False) if whole else None
+    if hang is not None and hang.seconds >= NOT_HANGING_SECONDS:
+        return hang.text
+    named = partial(standstill.names_of, nproc=nproc, nodes=nodes)
+    return standstill.places(found, sorted(found), named).removeprefix("; ")

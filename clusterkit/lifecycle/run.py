@@ -31,6 +31,7 @@ from clusterkit.run.status import RunStatus, State
 from clusterkit.spec import JobSpec
 
 if TYPE_CHECKING:  # `wait` and others do without
+    from clusterkit.lifecycle.inside import Stacks
     from clusterkit.transport import Completed
 
 
@@ -337,6 +338,18 @@ class Run:
         from clusterkit.lifecycle import inside
 
         return inside.execute_on_all(self._folder, argv, report)
+
+    @checked
+    def stack(self, rank: int | None = None) -> Stacks:
+        """Return where the ranks are now, or this one, without disturbing them.
+
+        Raises:
+            BadInput: the run has ended, or has no such rank.
+            Unavailable: no node answers.
+        """
+        from clusterkit.lifecycle import inside
+
+        return inside.stacks(self._folder, rank)
 
     def cancel(self) -> RunStatus:
         """End the run and everything that it started. Idempotent."""
