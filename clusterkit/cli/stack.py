@@ -32,7 +32,7 @@ def command(run: str, rank: int | None, as_json: bool) -> int:
     else:
         click.echo(clean(found.text.replace("; ", "\n")))
         if rank is not None:
-            click.echo(clean(f"\n{found.ranks[0].trace}"))
+            click.echo(clean(f"\n{found.ranks[0].trace.rstrip()}"))
     for error in found.errors:
         click.echo(f"error: {error}", err=True)
     return 1 if found.errors else 0

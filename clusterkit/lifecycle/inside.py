@@ -11,6 +11,7 @@ import json
 import os
 import posixpath
 import queue
+import re
 import signal
 import sys
 import termios
@@ -44,6 +45,8 @@ PING_SECONDS = 20.0
 """Between two signs of life; see `limits.INSIDE_SILENCE`."""
 NOT_HANGING_SECONDS = 1.0
 """For which ranks may wait in a collective of a run that makes progress."""
+_THREAD = re.compile(r"^(Current )?[Tt]hread .*\n  <no Python frame>\n+", re.MULTILINE)
+"""One that runs no Python, as that which answers."""
 _CHUNK = 1 << 16
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 Output = Callable[[bytes, bool], None]
@@ -461,11 +464,11 @@ def stacks(folder: RunFolder, rank: int | None) -> Stacks:
     if rank is not None and rank not in found:
         raise BadInput(f"rank {rank} has not started, or runs on a host without an agent (mpirun)")
     return Stacks(
-        run=folder.run_id, text=_described(found, place.handle.plan, whole=rank is None),
+        run=folder.run_id, text=described(found, place.handle.plan, whole=rank is None),
         ranks=tuple(
             RankStack(
                 rank=number, node=each["node"], pid=each["pid"], at=each.get("at"),
-                state=str(each.get("state") or ""), trace=str(each.get("trace") or "").strip(),
+                state=str(each.get("state") or ""), trace=_THREAD.sub("", each.get("trace") or ""),
                 waits=tuple(tuple(wait[:4]) for wait in each.get("waits", ())),
             )
             for number, each in sorted(found.items())
@@ -474,7 +477,7 @@ def stacks(folder: RunFolder, rank: int | None) -> Stacks:
     )  # fmt: skip
 
 
-def _described(found: Mapping[int, dict[str, Any]], plan: Plan, *, whole: bool) -> str:
+def described(found: Mapping[int, dict[str, Any]], plan: Plan, *, whole: bool) -> str:
     """Describe records of ranks in the words of a report of a hang."""
     nproc = plan.topology.get("nproc_per_node", 1)
     world = max(found, default=0) // nproc + 1

@@ -592,6 +592,11 @@ def test_commands_run_beside_ranks_of_each_node(stage, demo, start_nodes, ugly_v
             assert words[:2] == own
             assert rank is None or words[2] == "a\nb"
             assert words[3:] == [str(PROGRAMS), *ugly_values.values()]
+        out = bytearray()
+        asked = inside.start(plan, way, node, stack=True, nodes=[node], rank=None)
+        assert asked.run(lambda data, error, out=out: out.extend(data)) == 0
+        (record,) = json.loads(out)
+        assert (record["rank"], record["node"]) == (node, node)
 
 
 def test_cancel_of_unknown_run_is_harmless_and_repeatable(stage, handle):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import selectors
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,12 @@ import pytest
 from msgspec.structs import replace
 
 from clusterkit import agent, api, cli
+from clusterkit.agent import stack
 from clusterkit.agent.archive import build
 from clusterkit.errors import BadInput, Unavailable
+from clusterkit.lifecycle import inside
 from clusterkit.lifecycle.inside import Command
+from clusterkit.plan import Plan
 from clusterkit.run.folder import RunFolder
 from clusterkit.run.status import State
 from clusterkit.transport import LocalTransport
@@ -217,3 +223,86 @@ def test_ended_run_is_refused(unstarted_run):
     RunFolder(run.path).write_json("state.json", ended)
     with pytest.raises(BadInput, match="has ended"):
         run.exec(["true"])
+
+
+# ---------------------------------------------------------------- stack
+
+TRACE = """\
+Thread 0x00007fd9bdbd8b80 (most recent call first):
+  File "{work}/{place}", line {line} in {function}
+  File "{work}/train.py", line 40 in <module>
+"""
+
+
+class Ranks:
+    """The worker servers of some ranks, each on a node of its own; all in one thread."""
+
+    def __init__(self, beside: Beside, number: int, slow: int) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._work, self._slow = str(beside.workdir), slow
+        agent_ = subprocess.Popen(
+            ["sh", "-c", "sleep 600; :", "agent", "--nproc", "1"], cwd=beside.workdir
+        )
+        beside.processes.append(agent_)
+        self._sockets = []
+        for rank in range(number):
+            node = beside.run_dir / f"attempts/1/node-{rank}"
+            node.mkdir(exist_ok=True)
+            (node / "started.json").write_text(json.dumps(agent.identity(agent_.pid)))
+            line = {"rank": rank, "at": 1.0, **agent.identity(beside.rank.pid)}
+            (node / "ranks.jsonl").write_text(json.dumps(line) + "\n")
+            listener = socket.socket(socket.AF_UNIX)
+            handle = os.open(node, os.O_PATH)
+            listener.bind(f"/proc/self/fd/{handle}/rank-{rank}.sock")
+            os.close(handle)
+            listener.listen()
+            self._selector.register(listener, selectors.EVENT_READ, rank)
+            self._sockets.append(listener)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                connection, _ = key.fileobj.accept()  # type: ignore[union-attr]
+                with connection:
+                    asked = connection.recv(1 << 16)
+                    connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + self._answer(asked, key.data))
+
+    def _answer(self, asked: bytes, rank: int) -> bytes:
+        if b"fr_trace_json" in asked:
+            entry = {
+                "collective_seq_id": 60, "profiling_name": "gloo:all_reduce", "is_p2p": False,
+                "process_group": ["0", "default_pg"], "input_sizes": [[1000]], "retired": False,
+                "state": "scheduled", "time_created_ns": 1, "timeout_ms": 1_800_000,
+            }  # fmt: skip
+            return json.dumps({"entries": [] if rank == self._slow else [entry]}).encode()
+        if b"dump_traceback" in asked:
+            where = ("data.py", 40, "read") if rank == self._slow else ("train.py", 18, "step")
+            place, line, function = where
+            text = TRACE.format(work=self._work, place=place, line=line, function=function)
+            return text.encode()
+        return b"{}"
+
+
+def test_200_ranks_are_described_in_words_of_hang_report(beside, monkeypatch):
+    Ranks(beside, 200, slow=7)
+    began = time.monotonic()
+    monkeypatch.chdir(beside.workdir)
+    records = stack.records({"run_dir": str(beside.run_dir), "nodes": [*range(200)], "rank": None})
+    seconds = time.monotonic() - began
+    assert len(records) == 200
+    plan = Plan(run_id="x", run_dir="/x", backend="local", summary="", nodes=200, world_size=200,
+                topology={"nproc_per_node": 1})  # fmt: skip
+    text = inside.described({each["rank"]: each for each in records}, plan, whole=True)
+    assert text == (
+        "rank 7 on node 7 has not entered all_reduce #60, which ranks 0-6 and 8-199 wait in; rank "
+        "7 on node 7 is at data.py:40 in read(); ranks 0-6 and 8-199 are at train.py:18 in step(), "
+        "in all_reduce #60"
+    )
+    assert records[7]["trace"].startswith("Thread 0x")
+    assert seconds < 5, seconds
+    (only,) = stack.records({"run_dir": str(beside.run_dir), "nodes": [7], "rank": 7})
+    assert inside.described({7: only}, plan, whole=False) == (
+        "rank 7 on node 7 is at data.py:40 in read()"
+    )
