@@ -244,6 +244,20 @@ def stack(run: str | Run, rank: int | None = None) -> Stacks:
     return get(run).stack(rank)
 
 
+def cp(source: str, dest: str, **options: Any) -> None:
+    """Copy a file from a node of a run or to it; one of the two is ``RUN:PATH``.
+
+    Options as of `Run.download`.
+    """
+    from clusterkit.lifecycle.copying import parse
+
+    run, there, goal = parse(source, dest)
+    if there is not None:
+        get(run).download(there, dest, **options)
+    else:
+        get(run).upload(source, str(goal), **options)
+
+
 def cancel(run: str | Run) -> RunStatus:
     """Cancel a run (`Run.cancel`) and return its status."""
     return get(run).cancel()

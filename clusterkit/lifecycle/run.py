@@ -351,6 +351,36 @@ class Run:
 
         return inside.stacks(self._folder, rank)
 
+    @checked
+    def download(
+        self, path: str, dest: str | os.PathLike[str] = ".", *, node: int | None = None,
+        progress: Callable[[int, int], object] = lambda done, size: None,
+    ) -> Path:  # fmt: skip
+        """Copy a file of a node to this machine, whole or not at all; return its path here.
+
+        Args:
+            path: relative to the run's folder on the node.
+            dest: a file, or a folder to put it into.
+            progress: is called with how many bytes have been copied, and how many there are.
+
+        Raises:
+            BadInput: there is no such file or node.
+            Unavailable: the node does not answer.
+        """
+        from clusterkit.lifecycle import copying
+
+        return copying.download(self._folder, path, Path(dest), node, progress)
+
+    @checked
+    def upload(
+        self, source: str | os.PathLike[str], path: str, *, node: int | None = None,
+        progress: Callable[[int, int], object] = lambda done, size: None,
+    ) -> None:  # fmt: skip
+        """Copy a file of this machine to a node. As `download`."""
+        from clusterkit.lifecycle import copying
+
+        copying.upload(self._folder, Path(source), path, node, progress)
+
     def cancel(self) -> RunStatus:
         """End the run and everything that it started. Idempotent."""
         return control.cancel(self._folder)

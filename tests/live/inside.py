@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +56,17 @@ def exec_works(run: api.Run, nodes: int = 2) -> None:
     assert everywhere.returncode == last, everywhere
     _interrupt_is_passed_on(run, last)
     _nothing_outlives_its_terminal(run, last)
+
+
+def files_are_copied(run: api.Run, folder: Path, node: int = 1) -> None:
+    """`clusterkit cp`, both ways."""
+    data = os.urandom(1_500_000)
+    (folder / "there").write_bytes(data)
+    api.cp(str(folder / "there"), f"{run.id}:sent", node=node)
+    name = run.exec(["sh", "-c", 'ls "$CLUSTERKIT_RUN_DIR"'], node=node).stdout.split()
+    assert "sent" in name
+    api.cp(f"{run.id}:sent", str(folder / "back"), node=node)
+    assert (folder / "back").read_bytes() == data
 
 
 def _beside(run: api.Run, node: int, script: str) -> subprocess.Popen[str]:

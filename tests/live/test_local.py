@@ -1049,9 +1049,10 @@ def test_data_loader_workers_survive_until_rank_saved_on_sigterm(
     assert not [text for text in texts if "killed by signal" in text]
 
 
-def test_commands_inside_local_run(submit: Submit) -> None:
+def test_commands_inside_local_run(submit: Submit, tmp_path: Path) -> None:
     run = submit("tick.py", 100_000, nodes=2)
     inside.eventually(lambda: sum("ready" in line.text for line in run.logs()) == 2, "no ranks")
     inside.exec_works(run)
+    inside.files_are_copied(run, tmp_path)
     run.cancel()
     inside.refused_after_end(run)

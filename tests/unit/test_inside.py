@@ -22,7 +22,7 @@ from clusterkit import agent, api, cli
 from clusterkit.agent import stack
 from clusterkit.agent.archive import build
 from clusterkit.errors import BadInput, Unavailable
-from clusterkit.lifecycle import inside
+from clusterkit.lifecycle import copying, inside
 from clusterkit.lifecycle.inside import Command
 from clusterkit.plan import Plan
 from clusterkit.run.folder import RunFolder
@@ -223,6 +223,61 @@ def test_ended_run_is_refused(unstarted_run):
     RunFolder(run.path).write_json("state.json", ended)
     with pytest.raises(BadInput, match="has ended"):
         run.exec(["true"])
+
+
+# ---------------------------------------------------------------- cp
+
+
+def test_file_arrives_whole_with_its_mode_or_not_at_all(beside, tmp_path):
+    data = os.urandom(2_000_000)
+    environment = {"ended": True, "python": True}
+
+    def put(path: str, size: int) -> tuple[Any, ...]:
+        words = ["-c", copying._PUT, path, "model.pt", str(size), str(0o640), "token"]
+        return beside(words, data, **environment)
+
+    goal = beside.run_dir / "model.pt"
+    code, _, words = put(".", 2_000_001)
+    assert (code, b"it did not arrive whole" in words) == (1, True)
+    assert [each.name for each in beside.run_dir.iterdir()] == ["attempts"]
+    assert put(".", 2_000_000) == (0, b"", b"")
+    assert (goal.read_bytes(), goal.stat().st_mode & 0o777) == (data, 0o640)
+    assert put(str(tmp_path / "other"), 2_000_000)[0] == 0
+    assert (tmp_path / "other").read_bytes() == data
+    code, out, _ = beside(["-c", copying._GET, "model.pt"], **environment)
+    assert (code, out) == (0, b"2000000 416\n" + data)
+    code, out, words = beside(["-c", copying._GET, "attempts"], **environment)
+    assert (code, out, words.endswith(b"Is a directory\n")) == (1, b"", True)
+
+
+def test_cp_needs_exactly_one_path_of_run():
+    assert copying.parse("last:a:b", "x") == ("last", "a:b", None)
+    assert copying.parse("./a:b", "last:") == ("last", None, "")
+    for words in (("a", "b"), ("last:a", "last:b"), ("/x:y", ":z")):
+        with pytest.raises(BadInput, match="exactly one of them must be RUN:PATH"):
+            copying.parse(*words)
+
+
+def test_files_of_run_that_has_ended_are_copied(unstarted_run, tmp_path):
+    run = unstarted_run()
+    RunFolder(run.path).write_json(
+        "state.json", replace(run.status(), state=State.SUCCEEDED, exit_code=0)
+    )
+    (run.path / "files").mkdir(exist_ok=True)
+    (run.path / "files" / "agent.pyz").write_bytes(build())
+    (tmp_path / "here").mkdir()
+    seen = []
+    api.cp(f"{run.id}:job.json", str(tmp_path / "here"), progress=lambda *each: seen.append(each))
+    copied = tmp_path / "here" / "job.json"
+    assert copied.read_bytes() == (run.path / "job.json").read_bytes()
+    assert seen[-1] == (copied.stat().st_size,) * 2
+    api.cp(str(copied), f"{run.id}:other.json")
+    assert (run.path / "other.json").read_bytes() == copied.read_bytes()
+    with pytest.raises(BadInput, match="no-such: No such file or directory"):
+        api.cp(f"{run.id}:no-such", str(tmp_path))
+    with pytest.raises(BadInput, match="No such file or directory"):
+        api.cp(f"{run.id}:job.json", str(tmp_path / "missing" / "x"))
+    assert [each.name for each in (tmp_path / "here").iterdir()] == ["job.json"]
 
 
 # ---------------------------------------------------------------- stack

@@ -695,9 +695,10 @@ def test_bench_measures_between_containers(
     assert json.loads(done.stdout)
 
 
-def test_commands_inside_containers(start: Start) -> None:
+def test_commands_inside_containers(start: Start, tmp_path: Path) -> None:
     run = start(words(WAIT))
     ready(run)
     inside.exec_works(run)
+    inside.files_are_copied(run, tmp_path)
     run.cancel()
     inside.refused_after_end(run)

@@ -450,8 +450,9 @@ def test_sidecars_neither_end_run_nor_keep_run_alive(flavor, launcher, submit, k
     assert kube.there() == set()
 
 
-def test_commands_inside_pods(begun, submit):
+def test_commands_inside_pods(begun, submit, tmp_path):
     run = begun(submit(FOREVER))
     inside.exec_works(run)
+    inside.files_are_copied(run, tmp_path)
     run.cancel()
     inside.refused_after_end(run)

@@ -365,9 +365,10 @@ def test_exported_sbatch_script_runs_job_on_all_nodes(slurm, own_home, tmp_path)
     ]
 
 
-def test_commands_inside_slurm_run(slurm: Slurm, train: Train) -> None:
+def test_commands_inside_slurm_run(slurm: Slurm, train: Train, tmp_path: Path) -> None:
     run = train("tick.py", FOR_EVER)
     beating(run)
     inside.exec_works(run)
+    inside.files_are_copied(run, tmp_path)
     run.cancel()
     inside.refused_after_end(run)

@@ -830,5 +830,6 @@ def test_commands_inside_run_on_hosts_one_behind_jump_host(
     run = submit(100_000)
     saying(run, "hello", 2)
     inside.exec_works(run)
+    inside.files_are_copied(run, tmp_path)
     run.cancel()
     inside.refused_after_end(run)
