@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from clusterkit.lifecycle.clusters import Cluster as Cluster
     from clusterkit.lifecycle.clusters import clusters as clusters
     from clusterkit.lifecycle.export import plan_as as plan_as
+    from clusterkit.lifecycle.forwarding import Forward as Forward
     from clusterkit.lifecycle.inside import Stacks as Stacks
     from clusterkit.lifecycle.launch import Prepared as Prepared
     from clusterkit.lifecycle.launch import Progress as Progress
@@ -256,6 +257,11 @@ def cp(source: str, dest: str, **options: Any) -> None:
         get(run).download(there, dest, **options)
     else:
         get(run).upload(source, str(goal), **options)
+
+
+def forward(run: str | Run, port: int, **options: Any) -> Forward:
+    """Make a port of a node one of this machine; see `Run.forward`."""
+    return get(run).forward(port, **options)
 
 
 def cancel(run: str | Run) -> RunStatus:

@@ -49,6 +49,7 @@ GROUPS = {
         "exec": "Run a command beside the ranks of a run.",
         "shell": "Open a shell beside the ranks of a run.",
         "stack": "Show where each rank is: its line of code and collective.",
+        "forward": "Make a port of a node one of this machine, until Ctrl-C.",
         "cp": "Copy a file from a node of a run, or to it.",
     },
     "Cluster": {

@@ -31,6 +31,7 @@ from clusterkit.run.status import RunStatus, State
 from clusterkit.spec import JobSpec
 
 if TYPE_CHECKING:  # `wait` and others do without
+    from clusterkit.lifecycle.forwarding import Forward
     from clusterkit.lifecycle.inside import Stacks
     from clusterkit.transport import Completed
 
@@ -380,6 +381,26 @@ class Run:
         from clusterkit.lifecycle import copying
 
         copying.upload(self._folder, Path(source), path, node, progress)
+
+    @checked
+    def forward(
+        self, port: int, *, local: int = 0, node: int | None = None,
+        report: Callable[[str], object] = lambda words: None,
+    ) -> Forward:  # fmt: skip
+        """Make a port of a node one of this machine's loopback, as long as the result is used:
+        ``with run.forward(6006) as forward: forward.serve_forever()``.
+
+        Args:
+            local: the port here; 0: any that is free, then ``forward.port``.
+            report: takes what a person should know, such as that nothing listens there.
+
+        Raises:
+            BadInput: the run has ended or has no such node, or the port here is taken.
+            Unavailable: the node does not answer.
+        """
+        from clusterkit.lifecycle.forwarding import Forward
+
+        return Forward(self._folder, port, local, node, report)
 
     def cancel(self) -> RunStatus:
         """End the run and everything that it started. Idempotent."""

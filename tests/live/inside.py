@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +69,46 @@ def files_are_copied(run: api.Run, folder: Path, node: int = 1) -> None:
     assert "sent" in name
     api.cp(f"{run.id}:sent", str(folder / "back"), node=node)
     assert (folder / "back").read_bytes() == data
+
+
+SERVER = """
+import socket
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    print(listener.getsockname()[1], flush=True)
+    while True:
+        with listener.accept()[0] as connection:
+            while data := connection.recv(1 << 16):
+                connection.sendall(data)
+"""
+
+
+def port_is_forwarded(run: api.Run, node: int = 1) -> None:
+    """`clusterkit forward` to a program that sends back what it gets."""
+    there = subprocess.Popen(
+        [*CLUSTERKIT, "exec", run.id, "--node", str(node), "--", "python3", "-c", SERVER],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert there.stdout is not None
+    port = there.stdout.readline().strip()
+    with there, subprocess.Popen(
+        [*CLUSTERKIT, "forward", run.id, port, "--node", str(node)], stdout=subprocess.PIPE,
+        text=True,
+    ) as forward:  # fmt: skip
+        assert forward.stdout is not None
+        host, _, local = forward.stdout.readline().strip().partition(":")
+        for data in (b"first", os.urandom(500_000)):
+            with socket.create_connection((host, int(local)), SECONDS) as connection:
+                sender = threading.Thread(target=connection.sendall, args=(data,))
+                sender.start()
+                got = bytearray()
+                while len(got) < len(data):
+                    assert (part := connection.recv(1 << 16))
+                    got += part
+                sender.join()
+                assert got == data
+        forward.send_signal(signal.SIGINT)
+        assert forward.wait(SECONDS) == 130
+        there.terminate()
 
 
 def _beside(run: api.Run, node: int, script: str) -> subprocess.Popen[str]:

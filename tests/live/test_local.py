@@ -1054,5 +1054,6 @@ def test_commands_inside_local_run(submit: Submit, tmp_path: Path) -> None:
     inside.eventually(lambda: sum("ready" in line.text for line in run.logs()) == 2, "no ranks")
     inside.exec_works(run)
     inside.files_are_copied(run, tmp_path)
+    inside.port_is_forwarded(run)
     run.cancel()
     inside.refused_after_end(run)

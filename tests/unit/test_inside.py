@@ -22,7 +22,7 @@ from clusterkit import agent, api, cli
 from clusterkit.agent import stack
 from clusterkit.agent.archive import build
 from clusterkit.errors import BadInput, Unavailable
-from clusterkit.lifecycle import copying, inside
+from clusterkit.lifecycle import copying, forwarding, inside
 from clusterkit.lifecycle.inside import Command
 from clusterkit.plan import Plan
 from clusterkit.run.folder import RunFolder
@@ -278,6 +278,33 @@ def test_files_of_run_that_has_ended_are_copied(unstarted_run, tmp_path):
     with pytest.raises(BadInput, match="No such file or directory"):
         api.cp(f"{run.id}:job.json", str(tmp_path / "missing" / "x"))
     assert [each.name for each in (tmp_path / "here").iterdir()] == ["job.json"]
+
+
+# ---------------------------------------------------------------- forward
+
+
+def test_relay_passes_bytes_both_ways_and_names_closed_port(beside):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def echo() -> None:
+            with listener.accept()[0] as connection:
+                while data := connection.recv(1 << 16):
+                    connection.sendall(data)
+
+        thread = threading.Thread(target=echo)
+        thread.start()
+        data = os.urandom(700_000)
+        assert beside(["-c", forwarding._RELAY, str(port)], data, python=True) == (0, data, b"")
+        thread.join()
+    code, _, words = beside(["-c", forwarding._RELAY, str(port), "look"], python=True)
+    assert (code, words) == (1, f"port {port}: Connection refused\n".encode())
+
+
+@pytest.mark.parametrize("ports", ["0", "x", "1:", "70000", "1:2:3"])
+def test_forward_refuses_what_is_no_port(ports):
+    done = click.testing.CliRunner().invoke(cli.cli, ["forward", "last", ports])
+    assert "is not PORT or LOCAL:PORT" in done.output
 
 
 # ---------------------------------------------------------------- stack

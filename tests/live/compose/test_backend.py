@@ -700,5 +700,6 @@ def test_commands_inside_containers(start: Start, tmp_path: Path) -> None:
     ready(run)
     inside.exec_works(run)
     inside.files_are_copied(run, tmp_path)
+    inside.port_is_forwarded(run)
     run.cancel()
     inside.refused_after_end(run)

@@ -454,5 +454,6 @@ def test_commands_inside_pods(begun, submit, tmp_path):
     run = begun(submit(FOREVER))
     inside.exec_works(run)
     inside.files_are_copied(run, tmp_path)
+    inside.port_is_forwarded(run)
     run.cancel()
     inside.refused_after_end(run)

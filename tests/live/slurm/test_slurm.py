@@ -370,5 +370,6 @@ def test_commands_inside_slurm_run(slurm: Slurm, train: Train, tmp_path: Path) -
     beating(run)
     inside.exec_works(run)
     inside.files_are_copied(run, tmp_path)
+    inside.port_is_forwarded(run)
     run.cancel()
     inside.refused_after_end(run)

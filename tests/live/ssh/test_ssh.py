@@ -831,5 +831,6 @@ def test_commands_inside_run_on_hosts_one_behind_jump_host(
     saying(run, "hello", 2)
     inside.exec_works(run)
     inside.files_are_copied(run, tmp_path)
+    inside.port_is_forwarded(run)
     run.cancel()
     inside.refused_after_end(run)
