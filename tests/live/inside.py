@@ -102,8 +102,8 @@ def port_is_forwarded(run: api.Run, node: int = 1) -> None:
                 sender.start()
                 got = bytearray()
                 while len(got) < len(data):
-                    assert (part := connection.recv(1 << 16))
-                    got += part
+                    got += (part := connection.recv(1 << 16))
+                    assert part
                 sender.join()
                 assert got == data
         forward.send_signal(signal.SIGINT)
