@@ -52,8 +52,11 @@ class ExecStream(Stream):
             self._wait(deadline)
             try:
                 with self._lock:
-                    _, data = self._socket.recv_data()
+                    kind, data = self._socket.recv_data()
             except (OSError, websocket.WebSocketException):
+                self._ended = True
+                return b""
+            if kind == websocket.ABNF.OPCODE_CLOSE:
                 self._ended = True
                 return b""
             channel, body = data[0] if data else _STDOUT, data[1:]
@@ -106,4 +109,4 @@ class ExecStream(Stream):
 
     def close(self) -> None:
         with contextlib.suppress(Exception):
-            self._socket.close(timeout=0)
+            self._socket.shutdown()  # type: ignore[no-untyped-call]
