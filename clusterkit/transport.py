@@ -112,8 +112,13 @@ class Transport(Protocol):
             Unavailable: the host cannot be reached.
         """
 
-    def open(self, host: str, argv: Sequence[str], *, env: Environment = None) -> Stream:
+    def open(
+        self, host: str, argv: Sequence[str], *, env: Environment = None, own_group: bool = False
+    ) -> Stream:
         """Start a command whose input and output are a stream.
+
+        Args:
+            own_group: a terminal's Ctrl-C reaches this process alone, and not the command too.
 
         Raises:
             SubmitFailed: it cannot be started.
@@ -172,8 +177,10 @@ class LocalTransport(Transport):
         out, err = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
         return Completed(tuple(argv), done.returncode, out, err)
 
-    def open(self, host: str, argv: Sequence[str], *, env: Environment = None) -> Stream:
-        return LocalStream(host, argv, {**os.environ, **(env or {})})
+    def open(
+        self, host: str, argv: Sequence[str], *, env: Environment = None, own_group: bool = False
+    ) -> Stream:
+        return LocalStream(host, argv, {**os.environ, **(env or {})}, 0 if own_group else None)
 
     def start(self, host: str, argv: Sequence[str], *, env: Environment = None) -> None:
         # The shell exits at once, so the command is a child of init and leaves no zombie.
@@ -204,7 +211,9 @@ class LocalTransport(Transport):
 class LocalStream(Stream):
     """A command on this machine; see `Stream`."""
 
-    def __init__(self, host: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(
+        self, host: str, argv: Sequence[str], env: Mapping[str, str], group: int | None = None
+    ) -> None:
         import tempfile
 
         self._host = host
@@ -212,7 +221,7 @@ class LocalStream(Stream):
         try:
             self._process = subprocess.Popen(
                 list(argv), env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=self._errors,
+                stderr=self._errors, process_group=group,
             )  # fmt: skip
         except OSError as error:
             self._errors.close()

@@ -3,6 +3,7 @@
 python -I agent.pyz run --nproc 2 --workdir DIR -- torchrun ...
 python -I agent.pyz stop RUN_DIR
 python -I agent.pyz report NODE_DIR
+python -I agent.pyz inside
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     stop.add_argument("run_dir")
     stop.add_argument("--grace", type=float, default=10.0, help="seconds from TERM to KILL")
     stop.add_argument("--reason", help="why; the agents record it")
+    verbs.add_parser("inside", help="run a command beside the ranks; standard input says which")
     report = verbs.add_parser("report", help="write what a node's folder holds")
     report.add_argument("folder", type=Path)
     report.add_argument("--log", type=int, default=0, help="bytes of the log that are known")
@@ -72,6 +74,10 @@ def main(arguments: list[str]) -> int:
         print(json.dumps(ended := ending.stop(options.run_dir, options.grace)))
         print("\n".join(ended["left"]), end="", file=sys.stderr)
         return 1 if ended["left"] else 0
+    if options.verb == "inside":
+        from clusterkit.agent.inside import inside
+
+        return inside()
     from clusterkit.agent.report import report as write_report
 
     with contextlib.suppress(BrokenPipeError):

@@ -74,3 +74,8 @@ SLOW_REPORTS = 3  # consecutive judgements with the same slow rank, before it is
 SLOW_SHARE = (
     0.2  # of the time that the others wait for a rank: it is slow; from half of it: unclear
 )
+
+# Commands beside the ranks (`inside`, `stack`)
+INSIDE_SILENCE = 120.0  # of whoever asked for a command, before it counts as gone
+INSIDE_GRACE = 5.0  # from SIGTERM to SIGKILL of what it leaves
+STACK_THREADS = 32  # ranks that are asked at a time

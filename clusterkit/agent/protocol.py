@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import struct
 from typing import Any
 
 Document = dict[str, Any]  # A JSON object: a message between nodes, or a file of a node
@@ -61,3 +62,12 @@ STARTING_AGAIN = "starting again"
 """Ends the line of a node's log that announces another start of its launcher."""
 PREEMPTED_EXIT = 143
 """Exit code of an agent whose node was preempted; where nodes can come back, of no other."""
+INSIDE_BEGIN = b"@clusterkit-inside\n"
+"""What ``agent.pyz inside`` writes first: a login shell may have printed something before."""
+INSIDE_HEAD = struct.Struct(">cI")
+"""Begins a frame of `inside`: its kind and the length of its data, which a newline follows.
+To the node: i (input), e (its end), s (a signal), w (size of the window), p (nothing: a ping).
+From it: o (output), r (error output), a (bytes of input that were taken), x (exit code), ! (a
+refusal)."""
+INSIDE_WINDOW = 1 << 20
+"""Bytes of input that may be under way to a command, or of its output from it."""

@@ -14,6 +14,7 @@ import os
 import re
 import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from clusterkit.agent import limits
@@ -58,7 +59,14 @@ def has_pending(progress: Document) -> bool:
     return any(each.get(last[0]) != each.get(last[1]) for each in progress.values())
 
 
-def record(rank: Document, folder: Path, *, place: bool = True, moves: bool = False) -> Document:
+def newest_of_each(ranks: Iterable[Document], nproc: int) -> list[Document]:
+    """Return the newest line of each local rank, of lines of ``ranks.jsonl`` in their order."""
+    return list({each["rank"] % nproc: each for each in ranks}.values())
+
+
+def record(
+    rank: Document, folder: Path, *, place: bool = True, moves: bool = False, traces: bool = False
+) -> Document:
     """Return a rank's record.
 
     Args:
@@ -68,6 +76,7 @@ def record(rank: Document, folder: Path, *, place: bool = True, moves: bool = Fa
         moves: NCCL's collectives advance: leave its entries alone. In torch 2.13 the server's
             thread queries the CUDA event of each that its watchdog has not retired yet, as no
             thread may while another one captures a CUDA graph, and without the watchdog's lock.
+        traces: include ``trace``: the traceback of each thread.
     """
     found: Document = {"rank": rank["rank"]}
     if not is_alive(rank):
@@ -96,7 +105,9 @@ def record(rank: Document, folder: Path, *, place: bool = True, moves: bool = Fa
     if b"File" not in trace:
         with contextlib.suppress(OSError):
             trace = _by_signal(int(rank["pid"]))
-    return {**found, **from_traceback(trace.decode(errors="replace"), os.getcwd())}
+    text = trace.decode(errors="replace")
+    found.update(from_traceback(text, os.getcwd()))
+    return {**found, "trace": _unescaped(text)} if traces else found
 
 
 def arrivals(rank: Document, folder: Path, until: dict[str, int]) -> Document:
@@ -113,14 +124,17 @@ def arrivals(rank: Document, folder: Path, until: dict[str, int]) -> Document:
     return found
 
 
+def _unescaped(trace: str) -> str:
+    return _ESCAPED.sub(lambda code: chr(int(code[code.lastindex or 0], 16)), trace)
+
+
 def from_traceback(trace: str, folder: str) -> Document:
     """Return ``at`` and ``busy`` of a record: of the last thread, which is the main one.
 
     Args:
         folder: files in it are named relative to it.
     """
-    trace = _ESCAPED.sub(lambda code: chr(int(code[code.lastindex or 0], 16)), trace)
-    frames = _FRAME.findall(trace.rpartition("(most recent call first):")[2])
+    frames = _FRAME.findall(_unescaped(trace).rpartition("(most recent call first):")[2])
     own = [frame for frame in frames if not _LIBRARY.search(frame[0])]
     if not frames:
         return {"at": None}

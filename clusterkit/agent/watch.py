@@ -193,8 +193,8 @@ class Watch:
 
     def _ranks(self) -> list[Document]:
         """Return each rank's newest line of ``ranks.jsonl``; none of ranks on other hosts."""
-        newest = {each["rank"] % self._nproc: each for each in self._log.ranks}
-        return [] if self._tagged else list(newest.values())
+        ranks = [] if self._tagged else self._log.ranks
+        return rank_state.newest_of_each(ranks, self._nproc)
 
     def _records(self, *, place: bool = True) -> list[Document]:
         ranks, now = self._ranks(), clock.awake()

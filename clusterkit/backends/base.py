@@ -7,11 +7,11 @@ can do; callers ask for them with ``isinstance``, and never for a backend's name
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # commands that only read a run folder start without these
     from clusterkit.doctor.base import Subject
     from clusterkit.execute import Record
     from clusterkit.shell import Secret
-    from clusterkit.transport import Transport
+    from clusterkit.transport import Stream, Transport
 
 OWN_IMAGE = "docs/containers.md, An image of your own"
 IMAGE_NOTE = (
@@ -108,6 +108,15 @@ class Recovered(Struct, frozen=True, kw_only=True):
 
 EntryT = TypeVar("EntryT", bound=ClusterSpec)
 """The kind of cluster entry of a backend."""
+
+
+class Inside(NamedTuple):
+    """How a command is started where a node's agent runs, in its container and as its user."""
+
+    where: str
+    """Where that is; the same for nodes whose agents share a host and a container."""
+    open: Callable[[Sequence[str]], Stream]
+    """Starts a command there, whose input and output are a stream. Raises as `Transport.open`."""
 
 
 class Monitor(Protocol):
@@ -265,6 +274,20 @@ class Backend(ABC, Generic[EntryT]):
     def watch(self, handle: RunHandle, transport: Transport) -> Monitor:
         """Follow an attempt, for a supervisor that polls many times a second."""
         return _Polling(partial(self.status, handle, transport))
+
+    def inside(
+        self, handle: RunHandle, transport: Transport, nodes: Sequence[int]
+    ) -> dict[int, Inside]:
+        """Return how commands are started beside these nodes' agents, as far as they run.
+
+        Raises:
+            Unavailable: what would start them does not answer.
+        """
+        hosts = {node: handle.plan.hosts[node] for node in nodes}
+        return {
+            node: Inside(host, partial(transport.open, host, own_group=True))
+            for node, host in hosts.items()
+        }
 
     @abstractmethod
     def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:

@@ -47,6 +47,13 @@ GROUPS = {
         "cancel": "End runs and everything they started.",
         "rm": "Remove the folders of runs that have ended.",
     },
+    "Inside a run": {
+        "exec": "Run a command beside the ranks of a run.",
+        "shell": "Open a shell beside the ranks of a run.",
+        "stack": "Show where each rank is: its line of code and collective.",
+        "forward": "Make a port of a node one of this machine, until Ctrl-C.",
+        "cp": "Copy a file from a node of a run, or to it.",
+    },
     "Cluster": {
         "doctor": "Check hosts, GPUs, network and software before a run.",
         "bench": "Measure bandwidth and latency between nodes; find the slow link.",

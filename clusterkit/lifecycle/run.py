@@ -7,10 +7,10 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterkit.errors import (
     EXIT_FAILURE,
@@ -30,6 +30,11 @@ from clusterkit.run.folder import POLL_SECONDS, Event, RunFolder
 from clusterkit.run.logs import LogLine, last_lines
 from clusterkit.run.status import RunStatus, State
 from clusterkit.spec import JobSpec
+
+if TYPE_CHECKING:  # `wait` and others do without
+    from clusterkit.lifecycle.forwarding import Forward
+    from clusterkit.lifecycle.inside import Stacks
+    from clusterkit.transport import Completed
 
 
 def check_secrets(spec: JobSpec, why: str = "") -> None:
@@ -298,6 +303,106 @@ class Run:
             raise BadInput(
                 f"run {self.id}: its processes run on {host}", hint=f"clusterkit {verb} there"
             )
+
+    @checked
+    def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        node: int | None = None,
+        rank: int | None = None,
+        stdin: bytes = b"",
+    ) -> Completed:
+        """Run a command beside the ranks, in their container, folder and environment.
+
+        Args:
+            node: where; the first node by default.
+            rank: on its node, with the variables of this rank instead of the node's.
+
+        Raises:
+            BadInput: the run has ended, or has no such node or rank.
+            Unavailable: nothing can be started there, or the connection was lost.
+        """
+        from clusterkit.lifecycle import inside
+
+        return inside.completed(self._folder, argv, node, rank, stdin)
+
+    def exec_here(self, argv: Sequence[str], **options: Any) -> int:
+        """As `exec`, with this process's own input, output and signals; return the exit code.
+
+        Without words, the user's shell is run.
+        """
+        from clusterkit.lifecycle import inside
+
+        return inside.execute(self._folder, argv, **options)
+
+    def exec_on_all(self, argv: Sequence[str], report: Callable[[ClusterkitError], object]) -> int:
+        """As `exec_here` on all nodes at once, without input; return the highest exit code."""
+        from clusterkit.lifecycle import inside
+
+        return inside.execute_on_all(self._folder, argv, report)
+
+    @checked
+    def stack(self, rank: int | None = None) -> Stacks:
+        """Return where the ranks are now, or this one, without disturbing them.
+
+        Raises:
+            BadInput: the run has ended, or has no such rank.
+            Unavailable: no node answers.
+        """
+        from clusterkit.lifecycle import inside
+
+        return inside.stacks(self._folder, rank)
+
+    @checked
+    def download(
+        self, path: str, dest: str | os.PathLike[str] = ".", *, node: int | None = None,
+        progress: Callable[[int, int], object] = lambda done, size: None,
+    ) -> Path:  # fmt: skip
+        """Copy a file of a node to this machine, whole or not at all; return its path here.
+
+        Args:
+            path: relative to the run's folder on the node.
+            dest: a file, or a folder to put it into.
+            progress: is called with how many bytes have been copied, and how many there are.
+
+        Raises:
+            BadInput: there is no such file or node.
+            Unavailable: the node does not answer.
+        """
+        from clusterkit.lifecycle import copying
+
+        return copying.download(self._folder, path, Path(dest), node, progress)
+
+    @checked
+    def upload(
+        self, source: str | os.PathLike[str], path: str, *, node: int | None = None,
+        progress: Callable[[int, int], object] = lambda done, size: None,
+    ) -> None:  # fmt: skip
+        """Copy a file of this machine to a node. As `download`."""
+        from clusterkit.lifecycle import copying
+
+        copying.upload(self._folder, Path(source), path, node, progress)
+
+    @checked
+    def forward(
+        self, port: int, *, local: int = 0, node: int | None = None,
+        report: Callable[[str], object] = lambda words: None,
+    ) -> Forward:  # fmt: skip
+        """Make a port of a node one of this machine's loopback, as long as the result is used:
+        ``with run.forward(6006) as forward: forward.serve_forever()``.
+
+        Args:
+            local: the port here; 0: any that is free, then ``forward.port``.
+            report: takes what a person should know, such as that nothing listens there.
+
+        Raises:
+            BadInput: the run has ended or has no such node, or the port here is taken.
+            Unavailable: the node does not answer.
+        """
+        from clusterkit.lifecycle.forwarding import Forward
+
+        return Forward(self._folder, port, local, node, report)
 
     @checked
     def cancel(self) -> RunStatus:

@@ -85,7 +85,9 @@ class FakeTransport(Transport):
             said = b"".join(iter(lambda: stream.read(timeout), b""))
         return Completed(tuple(argv), 0, said.decode(), "")
 
-    def open(self, host: str, argv: Sequence[str], *, env: Environment = None) -> Stream:
+    def open(
+        self, host: str, argv: Sequence[str], *, env: Environment = None, own_group: bool = False
+    ) -> Stream:
         return FakeStream(self._address, host, argv)
 
     def start(self, host: str, argv: Sequence[str], *, env: Environment = None) -> None:

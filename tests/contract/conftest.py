@@ -8,11 +8,13 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 import pytest
@@ -35,7 +37,7 @@ from clusterkit.plan import Plan, Step
 from clusterkit.run import folder as run_folder
 from clusterkit.run.logs import LogLine
 from clusterkit.spec import JobSpec
-from clusterkit.transport import Completed, LocalTransport, Put, Transport
+from clusterkit.transport import Completed, LocalTransport, Put, Stream, Transport
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -115,6 +117,9 @@ class Stage:
     def address(self, plan: Plan) -> str:
         """What the ranks have as MASTER_ADDR."""
         return self.head or plan.address
+
+    def nodes_run(self, plan: Plan) -> None:
+        """The nodes that were started by hand run; what the backend asks of says so."""
 
     # -- what a backend without processes of its own would have to override --------
 
@@ -231,6 +236,27 @@ class NoContainers(LocalTransport):
         return Completed(tuple(argv), *((1, "", none) if "inspect" in argv else (0, "", "")))
 
 
+class Running(LocalTransport):
+    """This machine, on which commands that are to run in containers or allocations do.
+
+    Args:
+        command, answer: what says that these run.
+        starter: what starts a command there, with the first of its words.
+    """
+
+    def __init__(self, command: str, answer: str, starter: Sequence[str]) -> None:
+        self._command, self._answer, self._starter = command, answer, [*starter]
+
+    def run(self, host: str, argv: Sequence[str], **options: Any) -> Completed:
+        if self._command not in argv:
+            return super().run(host, argv, **options)
+        return Completed(tuple(argv), 0, self._answer, "")
+
+    def open(self, host: str, argv: Sequence[str], **options: Any) -> Stream:
+        assert [*argv][: len(self._starter)] == self._starter
+        return super().open(host, argv[argv.index(sys.executable) :], **options)
+
+
 class ComposeStage(LocalStage):
     """Each service's command runs here as it would in its container; the engine has forgotten it,
     as it has of every run that has ended."""
@@ -250,6 +276,13 @@ class ComposeStage(LocalStage):
 
         super().__init__(with_engine)
         self.transport = NoContainers()
+
+    def nodes_run(self, plan: Plan) -> None:
+        each = {"state": "running", "attempt": "1", "run_dir": plan.run_dir, "exit_code": 0,
+                "oom": False}  # fmt: skip
+        found = [json.dumps(each | {"node": str(node)}) for node in range(plan.nodes)]
+        starter = ["docker", "--host", "unix:///var/run/docker.sock", "exec", "--interactive"]
+        self.transport = Running("inspect", "\n".join(found), starter)
 
     def node_steps(self, plan: Plan) -> list[Step]:
         (file,) = (file for file in plan.files if file.path.endswith("compose.yaml"))
@@ -302,7 +335,14 @@ class Kubelet(KubeTransport):
                     "status": self._status(folder),
                 }
 
+    def execute(self, to: Context, path: str) -> Stream:
+        command = parse_qs(urlsplit(path).query)["command"]
+        return self.open("localhost", command, own_group=True)
+
     def _status(self, folder: Path) -> Any:
+        if not (folder / "exit.json").exists():
+            own = {"name": "pytorch", "state": {"running": {}}}
+            return {"phase": "Running", "containerStatuses": [own]}
         if (folder / "pod.json").exists():
             return json.loads((folder / "pod.json").read_bytes())
         ended = json.loads((folder / "exit.json").read_bytes())
@@ -399,6 +439,12 @@ class SlurmStage(LocalStage):
         super().__init__(in_partition)
         self.transport = NoJobs()
 
+    def nodes_run(self, plan: Plan) -> None:
+        answer = f"7|RUNNING|N/A|None|{plan.run_dir}\n"
+        self.transport = Running("squeue", answer, ["srun", "--jobid=7", "--overlap"])
+        entry = msgspec.json.encode({"backend": self.name})
+        self.transport.put("localhost", f"{plan.run_dir}/cluster.json", entry)
+
     def node_steps(self, plan: Plan) -> list[Step]:
         (script,) = (file for file in plan.files if file.path.endswith("/slurm.sh"))
         _, _, started = script.content().decode().rpartition("\nsrun ")
@@ -465,6 +511,34 @@ def run_nodes(tmp_path: Path) -> Callable[..., list[int]]:
         return [node.wait(60) for node in nodes]
 
     return run
+
+
+@pytest.fixture
+def start_nodes() -> Iterator[Callable[[Stage, Plan], None]]:
+    """Start the node commands of a plan, and return once all of their ranks have begun."""
+    nodes: list[subprocess.Popen[bytes]] = []
+
+    def start(stage: Stage, plan: Plan) -> None:
+        stage.write_files(plan)
+        for step in stage.node_steps(plan):
+            words = [f"{name}={value}" for name, value in {**step.env}.items()]
+            nodes.append(subprocess.Popen(
+                ["env", "-i", f"PATH={os.environ['PATH']}", *words, *step.argv],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            ))  # fmt: skip
+        deadline = time.monotonic() + 120
+        for node in range(plan.nodes):
+            ranks = Path(run_folder.node_dir(plan.run_dir, 1, node), "ranks.jsonl")
+            while not ranks.exists():
+                assert time.monotonic() < deadline, f"node {node} has not begun"
+                time.sleep(0.05)
+        stage.nodes_run(plan)
+
+    yield start
+    for node in nodes:
+        node.terminate()
+    for node in nodes:
+        node.wait(60)
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from clusterkit.backends.base import Backend, Observation, check_capabilities
 from clusterkit.cluster import CLUSTER_TYPES
 from clusterkit.errors import BadInput, CapabilityError, SubmitFailed, Unavailable
 from clusterkit.jobfile import loader
+from clusterkit.lifecycle import inside
 from clusterkit.plan import Plan
 from clusterkit.run import folder as run_folder
 from clusterkit.run.status import State
@@ -570,6 +571,32 @@ def test_status_of_failed_run_has_exit_code_of_rank(stage, demo, run_nodes):
 
 
 # ---------------------------------------------------------------- 12: cancelling
+
+
+def test_commands_run_beside_ranks_of_each_node(stage, demo, start_nodes, ugly_values):
+    job = demo(program=None, command=("sleep", "600"), nodes=2, env={"OF_JOB": "a\nb"})
+    plan = stage.plan(job)
+    start_nodes(stage, plan)
+    ways = stage.backend.inside(stage.handle(plan), stage.transport, [0, 1])
+    assert sorted(ways) == [0, 1]
+    for node, way in ways.items():
+        for rank in (None, node):
+            out = bytearray()
+            script = 'printf "%s\\0" "$NODE_RANK" "$RANK" "$OF_JOB" "$PWD" "$@"; exit 7'
+            command = inside.start(
+                plan, way, node, rank=rank, argv=["sh", "-c", script, "sh", *ugly_values.values()]
+            )
+            assert command.run(lambda data, error, out=out: out.extend(data)) == 7
+            own = [str(node), "" if rank is None else str(rank)]
+            words = out.decode().split("\0")[:-1]
+            assert words[:2] == own
+            assert rank is None or words[2] == "a\nb"
+            assert words[3:] == [str(PROGRAMS), *ugly_values.values()]
+        out = bytearray()
+        asked = inside.start(plan, way, node, stack=True, nodes=[node], rank=None)
+        assert asked.run(lambda data, error, out=out: out.extend(data)) == 0
+        (record,) = json.loads(out)
+        assert (record["rank"], record["node"]) == (node, node)
 
 
 def test_cancel_of_unknown_run_is_harmless_and_repeatable(stage, handle):

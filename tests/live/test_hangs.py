@@ -94,7 +94,13 @@ def test_long_work_on_rank_0_is_reported_without_ending_run(submit: Submit) -> N
 def test_status_names_hang_as_cause_when_process_group_times_out(submit: Submit) -> None:
     run = submit("first.py", 600, 40, gpus=2)
     named = "rank 0 has not entered barrier #2, which rank 1 waits in"
-    assert named in said(run, HANG_NOTE)
+    text = said(run, HANG_NOTE)
+    assert named in text
+    seen = run.stack()
+    assert f"{HANG_NOTE}{seen.text}" == text
+    assert [(rank.rank, rank.node) for rank in seen.ranks] == [(0, 0), (1, 0)]
+    assert [wait[1:3] for wait in seen.ranks[1].waits] == [(2, "barrier")]
+    assert "first.py" in run.stack(rank=0).ranks[0].trace
     status = run.wait()
     assert status.state is State.FAILED
     assert status.failure is not None

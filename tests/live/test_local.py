@@ -31,7 +31,7 @@ from clusterkit.run.status import State
 from clusterkit.spec import BatchSpec, JobSpec
 from clusterkit.transport import LocalTransport
 from tests.conftest import noted
-from tests.live import supervisors
+from tests.live import inside, supervisors
 
 PROGRAMS = Path(__file__).parent / "programs"
 Submit = Callable[..., api.Run]
@@ -1047,3 +1047,13 @@ def test_data_loader_workers_survive_until_rank_saved_on_sigterm(
     assert len(list(tmp_path.glob("saved-*"))) == 2
     texts = [line.text for line in run.logs()]
     assert not [text for text in texts if "killed by signal" in text]
+
+
+def test_commands_inside_local_run(submit: Submit, tmp_path: Path) -> None:
+    run = submit("tick.py", 100_000, nodes=2)
+    inside.eventually(lambda: sum("ready" in line.text for line in run.logs()) == 2, "no ranks")
+    inside.exec_works(run)
+    inside.files_are_copied(run, tmp_path)
+    inside.port_is_forwarded(run)
+    run.cancel()
+    inside.refused_after_end(run)

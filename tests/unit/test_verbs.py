@@ -50,7 +50,7 @@ def test_help_shows_groups_in_order(cli):
     said = cli("--help").out
     places = [said.index(f"\n{group}:\n") for group in ("Start", "Runs", "Cluster", "Other")]
     assert places == sorted(places)
-    assert list(GROUPS) == ["Start", "Runs", "Cluster", "Other"]
+    assert list(GROUPS) == ["Start", "Runs", "Inside a run", "Cluster", "Other"]
 
 
 @pytest.mark.parametrize(

@@ -10,21 +10,24 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from clusterkit.backends.base import IMAGE_NOTE, Backend, Observation, SupportsCleanup
-from clusterkit.backends.compose.compose_file import parse_volume, size_bytes
-from clusterkit.backends.compose.containers import remove
+from clusterkit.backends.base import IMAGE_NOTE, Backend, Inside, Observation, SupportsCleanup
+from clusterkit.backends.compose.compose_file import container_name, parse_volume, size_bytes
+from clusterkit.backends.compose.containers import docker_of, inspect, remove
+from clusterkit.backends.compose.engine import HOST
 from clusterkit.backends.compose.observe import ContainerMonitor, status
 from clusterkit.cluster import ComposeCluster, Facts
 from clusterkit.errors import BadInput
 from clusterkit.plan import Plan
 from clusterkit.run.folder import RunHandle
 from clusterkit.spec import JobSpec
-from clusterkit.transport import Transport
+from clusterkit.transport import Stream, Transport
 
 if TYPE_CHECKING:
     from clusterkit.assemble import Placement
@@ -91,11 +94,27 @@ class ComposeBackend(Backend[ComposeCluster], SupportsCleanup):
     def watch(self, handle: RunHandle, transport: Transport) -> ContainerMonitor:
         return ContainerMonitor(handle, transport)
 
+    def inside(
+        self, handle: RunHandle, transport: Transport, nodes: Sequence[int]
+    ) -> dict[int, Inside]:
+        found = inspect(handle, transport)
+        running = [node for node in nodes if node in found and found[node].state == "running"]
+        names = {node: container_name(handle.plan.run_id, node) for node in running}
+        docker = (*docker_of(handle.plan, transport).command, "exec", "--interactive")
+        return {
+            node: Inside(name, partial(_open, transport, (*docker, name)))
+            for node, name in names.items()
+        }
+
     def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
         remove(handle, transport)
 
     def clean_up(self, handle: RunHandle, transport: Transport) -> None:
         remove(handle, transport)
+
+
+def _open(transport: Transport, docker: Sequence[str], argv: Sequence[str]) -> Stream:
+    return transport.open(HOST, [*docker, *argv], own_group=True)
 
 
 def _resolved_volume(text: str, folder: Path) -> str:

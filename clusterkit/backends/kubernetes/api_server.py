@@ -7,12 +7,14 @@ import json
 import ssl
 import threading
 import time
+from collections.abc import Sequence
 from email.utils import parsedate_to_datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from clusterkit.backends.kubernetes.connect import Connection, connect, context_of
+from clusterkit.backends.kubernetes.exec_stream import ExecStream
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.lost_pods import JSON, force
 from clusterkit.backends.kubernetes.nodes import is_ready
@@ -21,7 +23,7 @@ from clusterkit.backends.kubernetes.pod import Pod
 from clusterkit.cluster import KubernetesCluster
 from clusterkit.errors import ClusterkitError, RunFolderError, SubmitFailed, Unavailable
 from clusterkit.plan import KubernetesNative, Plan
-from clusterkit.transport import LocalTransport, Transport
+from clusterkit.transport import LocalTransport, Stream, Transport
 
 if TYPE_CHECKING:
     from urllib3 import BaseHTTPResponse
@@ -114,6 +116,23 @@ class KubeTransport(LocalTransport):
             silence: seconds without anything after which a `read` fails.
         """
         return AnswerStream(self._request(to, "GET", path, silence=silence))
+
+    def execute(self, to: Context, path: str) -> Stream:
+        """Open the streams of a command in a pod. Raises as `request`."""
+        import websocket
+
+        for again in (True, False):
+            connection = self._connection(to)
+            try:
+                return ExecStream(connection.websocket(path))
+            except websocket.WebSocketBadStatusException as error:
+                if error.status_code == 401 and again and self._renew(to, connection):
+                    continue
+                answer = error.resp_body or b""
+                raise _refusal(error.status_code, answer, connection.host, web_page=False) from None
+            except (websocket.WebSocketException, OSError) as error:
+                raise _unreachable(error, connection.host) from error
+        raise AssertionError
 
     def close(self) -> None:
         with self._lock:
@@ -389,6 +408,18 @@ class RunObjects(Server):
 
     def pod_path(self, name: str) -> str:
         return self.path("v1", "Pod", name)
+
+    def execute(self, pod: Pod, argv: Sequence[str]) -> Stream:
+        """Start a command in a pod's container; its input and output are a stream.
+
+        Raises:
+            Refusal: the API server answered with an error.
+            Unavailable: it does not answer.
+        """
+        query = [("container", pod.container), *(("command", word) for word in argv)]
+        query += [(name, "true") for name in ("stdin", "stdout", "stderr")]
+        path = f"{self.pod_path(pod.name)}/exec?{urlencode(query)}"
+        return self._transport.execute(self._context, path)
 
     def force(self, pod: Pod) -> None:
         """Remove a pod as `lost_pods.force`; nothing if it is gone or another one by now."""

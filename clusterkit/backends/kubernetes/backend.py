@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,6 +15,7 @@ from clusterkit.agent import PEER_TOKEN
 from clusterkit.backends.base import (
     IMAGE_NOTE,
     Backend,
+    Inside,
     Monitor,
     Observation,
     Recovered,
@@ -23,7 +26,7 @@ from clusterkit.backends.base import (
     SupportsRemoteRuns,
     SupportsSync,
 )
-from clusterkit.backends.kubernetes.api_server import ClusterServer, KubeTransport
+from clusterkit.backends.kubernetes.api_server import ClusterServer, KubeTransport, RunObjects
 from clusterkit.backends.kubernetes.apply import Creation, all_objects, objects_of, remove
 from clusterkit.backends.kubernetes.flavors import FLAVORS
 from clusterkit.backends.kubernetes.monitor import PodMonitor, status_now
@@ -164,6 +167,16 @@ class KubernetesBackend(
 
     def sync(self, handle: RunHandle, transport: Transport) -> None:
         fetch_logs(handle, transport, list_pods(handle, transport).values())
+
+    def inside(
+        self, handle: RunHandle, transport: Transport, nodes: Sequence[int]
+    ) -> dict[int, Inside]:
+        objects = RunObjects(handle.plan, transport)
+        return {
+            pod.node: Inside(pod.name, partial(objects.execute, pod))
+            for pod in list_pods(handle, transport).values()
+            if pod.node is not None and pod.node in nodes and pod.running and pod.started
+        }
 
     def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
         remove(handle, transport)

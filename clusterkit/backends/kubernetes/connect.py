@@ -9,6 +9,7 @@ import tempfile
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -18,8 +19,11 @@ from clusterkit.errors import BadInput, Unavailable
 if TYPE_CHECKING:
     from kubernetes.client import Configuration
     from urllib3 import BaseHTTPResponse, PoolManager
+    from websocket import WebSocket
 
 CONNECT_SECONDS = 5.0
+EXEC_SECONDS = 30.0
+"""For the API server, kubelet and container runtime to start a command in a pod."""
 MAX_CONNECTIONS = 1000
 OVERLOADED_TRIES, OVERLOADED_SECONDS = 4, 5
 """How often an API server is asked again that answers 429 with Retry-After, and how late at most:
@@ -33,7 +37,8 @@ class Connection:
     def __init__(self, settings: Configuration) -> None:
         self.host = settings.host
         self._settings = settings
-        self._pool = _pool(settings)
+        self._tls = _tls(settings)
+        self._pool = _pool(settings, self._tls)
 
     def send(
         self, method: str, path: str, body: bytes | None, content: str, silence: float
@@ -58,6 +63,35 @@ class Connection:
             method, self.host + path, body=body, headers=headers, preload_content=False,
             timeout=urllib3.Timeout(connect=CONNECT_SECONDS, read=silence),
             redirect=False, retries=retries,
+        )  # fmt: skip
+
+    def websocket(self, path: str) -> WebSocket:
+        """Open a WebSocket to the streams of a command in a pod. Raises what websocket-client does.
+
+        That is the official client's own library. Its `kubernetes.stream` reads certificates from
+        files, of which there are none here, and drops bytes that are not UTF-8.
+        """
+        import websocket
+        from kubernetes.client.rest import should_bypass_proxies
+
+        headers = ["User-Agent: clusterkit"]
+        if token := self._settings.auth_settings().get("BearerToken", {}).get("value"):
+            headers.append(f"Authorization: {token}")
+        options: dict[str, Any] = {"http_no_proxy": ["*"]}
+        proxy = self._settings.proxy
+        if proxy and not should_bypass_proxies(self.host, self._settings.no_proxy or ""):
+            at = urlsplit(proxy)
+            kind = at.scheme if at.scheme.startswith("socks") else "http"
+            options = {
+                "http_proxy_host": at.hostname, "http_proxy_port": at.port, "proxy_type": kind,
+                "http_proxy_auth": (at.username, at.password) if at.username else None,
+            }  # fmt: skip
+        tls: dict[str, Any] = {"context": self._tls}
+        if self._settings.tls_server_name:
+            tls["server_hostname"] = self._settings.tls_server_name
+        return websocket.create_connection(
+            f"ws{self.host.removeprefix('http')}{path}", timeout=EXEC_SECONDS, header=headers,
+            subprotocols=["v4.channel.k8s.io"], sslopt=tls, suppress_origin=True, **options,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -142,14 +176,14 @@ def not_installed() -> Unavailable:
     )
 
 
-def _pool(settings: Configuration) -> PoolManager:
-    """Return connections as settings say; certificates and key are read now."""
+def _pool(settings: Configuration, tls: ssl.SSLContext) -> PoolManager:
+    """Return connections as settings say."""
     import urllib3
     from kubernetes.client.rest import should_bypass_proxies
     from kubernetes.utils.keepalive import tcp_keepalive_socket_options
 
     options: dict[str, Any] = {
-        "ssl_context": _tls(settings),
+        "ssl_context": tls,
         # urllib3 warns of each connection beyond these; as many logs may be followed at once.
         "maxsize": MAX_CONNECTIONS,
         # Load balancers drop connections on which nothing is sent for some minutes, and tell
@@ -169,6 +203,7 @@ def _pool(settings: Configuration) -> PoolManager:
 
 
 def _tls(settings: Configuration) -> ssl.SSLContext:
+    """Return what the settings say of certificates and key, which are read now."""
     from urllib3.util import create_urllib3_context
 
     context = create_urllib3_context()

@@ -36,6 +36,9 @@ RUN_RULES = (
     Rule("", ("events",), ("list",)),
 )
 """For runs of every flavor."""
+INSIDE_RULES = (Rule("", ("pods/exec",), ("get", "create")),)
+"""For commands in a run's pods (`clusterkit exec`): a WebSocket is a GET, from Kubernetes 1.35 on
+``create`` is asked for too."""
 WATCHER_RULES = (
     Rule("", ("serviceaccounts",), ("create", "patch", "delete")),
     Rule("rbac.authorization.k8s.io", ("roles", "rolebindings"), ("create", "patch", "delete")),

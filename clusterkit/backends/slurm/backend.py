@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 import posixpath
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from clusterkit.agent import PEER_TOKEN
 from clusterkit.backends.base import (
     Backend,
+    Inside,
     Monitor,
     Observation,
     Recovered,
@@ -27,7 +30,8 @@ from clusterkit.backends.base import (
 from clusterkit.backends.node_status import folder_exists
 from clusterkit.backends.slurm import login
 from clusterkit.backends.slurm.observe import SlurmMonitor, status, stop_file
-from clusterkit.backends.slurm.queue import HERE, SLURM_SECONDS, Job, jobs_of, run
+from clusterkit.backends.slurm.place import image
+from clusterkit.backends.slurm.queue import HERE, SLURM_SECONDS, Job, jobs_of, on_login, run
 from clusterkit.cluster import Facts, SlurmCluster
 from clusterkit.errors import ClusterkitError, Unavailable
 from clusterkit.jobfile.yaml_text import comment
@@ -35,7 +39,7 @@ from clusterkit.plan import Plan, unpacking
 from clusterkit.run.folder import RunHandle, home
 from clusterkit.run.status import State
 from clusterkit.spec import JobSpec
-from clusterkit.transport import LocalTransport, Transport
+from clusterkit.transport import LocalTransport, Stream, Transport
 
 if TYPE_CHECKING:
     from clusterkit.assemble import Placement
@@ -127,6 +131,30 @@ class SlurmBackend(
 
     def watch(self, handle: RunHandle, transport: Transport) -> Monitor:
         return SlurmMonitor(handle, transport)
+
+    def inside(
+        self, handle: RunHandle, transport: Transport, nodes: Sequence[int]
+    ) -> dict[int, Inside]:
+        plan, entry = handle.plan, handle.folder.cluster()
+        assert isinstance(entry, SlurmCluster)
+        running = [job for job in jobs_of(plan, transport) if job.state is State.RUNNING]
+        if not running:
+            return {}
+        folders = [plan.run_dir, *(tree.path for tree in plan.trees)]
+        workdir = plan.job.workdir if plan.job is not None else None
+        folders += [workdir] if workdir and posixpath.isabs(workdir) else []
+        for_srun, before = image(entry, folders, plan.device)
+        # Beside the agents, which have all of the allocation; with its GPUs.
+        step = [
+            "srun", f"--jobid={running[-1].id}", "--overlap", "--nodes=1", "--ntasks=1",
+            "--cpu-bind=none", "--quiet", *for_srun,
+        ]  # fmt: skip
+
+        def opened(node: int, argv: Sequence[str]) -> Stream:
+            command = on_login(plan.hosts[0], [*step, f"--relative={node}", *before, *argv])
+            return transport.open(plan.hosts[0], command, own_group=True)
+
+        return {node: Inside(f"node {node}", partial(opened, node)) for node in nodes}
 
     def cancel(self, handle: RunHandle, transport: Transport, reason: str = "cancelled") -> None:
         plan, host = handle.plan, handle.plan.hosts[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from clusterkit.agent import PEER_TOKEN
@@ -155,7 +155,9 @@ class SlurmPlacement(Placement):
         output = posixpath.join(run_dir, "slurm-").replace("%", "%%") + "%j.out"
         options = [_option(name, value) for name, value in self.options.items()]
         options += [*entry.options, f"--output={output}", f"--chdir={run_dir}"]
-        for_srun, before = self._image()
+        places = self.places
+        folders = (places.run_dir, places.workdir, *(tree.path for tree in self.trees))
+        for_srun, before = image(entry, folders, self.device)
         stop = (
             *for_srun, *before, self.places.python, "-I", self.places.file(ARCHIVE), "stop",
             run_dir, "--grace", f"{entry.stop_grace:g}",
@@ -185,18 +187,23 @@ class SlurmPlacement(Placement):
             start=join(("/bin/sh", "-c", begin, run_dir, *before, *assembly.command)),
         )
 
-    def _image(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return what runs a command in the entry's image: options of ``srun``, and a prefix."""
-        entry, places = self.cluster, self.places
-        if entry.container is None:
-            return (), ()
-        folders = (places.run_dir, places.workdir, *(tree.path for tree in self.trees))
-        own = dict.fromkeys(f"{folder}:{folder}" for folder in folders)
-        mounts = ",".join((*own, *entry.container_mounts))
-        if entry.container_with == "pyxis":
-            return (f"--container-image={entry.container}", f"--container-mounts={mounts}"), ()
-        gpus = ("--nv",) if self.device == "cuda" else ()
-        return (), ("apptainer", "exec", *gpus, "--bind", mounts, entry.container)
+
+def image(
+    entry: SlurmCluster, folders: Iterable[str], device: str
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what runs a command in the entry's image: options of ``srun``, and a prefix.
+
+    Args:
+        folders: the run's, which the image gets.
+    """
+    if entry.container is None:
+        return (), ()
+    own = dict.fromkeys(f"{folder}:{folder}" for folder in folders)
+    mounts = ",".join((*own, *entry.container_mounts))
+    if entry.container_with == "pyxis":
+        return (f"--container-image={entry.container}", f"--container-mounts={mounts}"), ()
+    gpus = ("--nv",) if device == "cuda" else ()
+    return (), ("apptainer", "exec", *gpus, "--bind", mounts, entry.container)
 
 
 def place(job: JobSpec, cluster: SlurmCluster, facts: Facts, run_id: str) -> SlurmPlacement:

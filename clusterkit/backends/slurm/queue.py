@@ -179,8 +179,13 @@ def run(
     Raises:
         ClusterkitError: it cannot be run.
     """
-    command = argv if host == HERE else ("/bin/sh", "-c", _FIND, "sh", *argv)
+    command = on_login(host, argv)
     return transport.run(host, command, env=env, timeout=SLURM_SECONDS, stdin=stdin)
+
+
+def on_login(host: str, argv: Sequence[str]) -> Sequence[str]:
+    """Return what runs one of Slurm's commands on the login node."""
+    return argv if host == HERE else ("/bin/sh", "-c", _FIND, "sh", *argv)
 
 
 def query(transport: Transport, host: str, *argv: str, env: Environment = None) -> str:

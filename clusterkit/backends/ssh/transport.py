@@ -74,15 +74,23 @@ class SshStream(Stream):
         return _round_trip(self._channel.get_transport()) < NEAR_SECONDS
 
     def write(self, data: bytes) -> None:
-        self._channel.settimeout(WRITE_SECONDS)
-        try:
-            # In parts, because paramiko copies all unsent data for every packet.
-            for start in range(0, len(data), WRITE_BYTES):
-                self._channel.sendall(data[start : start + WRITE_BYTES])
-        except TimeoutError:
-            raise SubmitFailed(f"host {self._host} no longer answers") from None
-        except OSError:
-            return  # it has closed its input; its exit code and stderr tell why
+        deadline = time.monotonic() + WRITE_SECONDS
+        at = 0
+        while at < len(data):
+            # The timeout is that of a thread which may read meanwhile, too, and sets it shorter.
+            self._channel.settimeout(WRITE_SECONDS)
+            try:
+                # In parts, because paramiko copies all unsent data for every packet.
+                sent = self._channel.send(data[at : at + WRITE_BYTES])
+            except TimeoutError:
+                if time.monotonic() >= deadline:
+                    raise SubmitFailed(f"host {self._host} no longer answers") from None
+                continue
+            except OSError:
+                return  # it has closed its input; its exit code and stderr tell why
+            if not sent:
+                return  # likewise
+            at, deadline = at + sent, time.monotonic() + WRITE_SECONDS
 
     def close_input(self) -> None:
         with contextlib.suppress(OSError, EOFError):
@@ -252,7 +260,9 @@ class SshTransport(Transport):
                 del self._connections[name]
         close_now(connection)
 
-    def open(self, host: str, argv: Sequence[str], *, env: Environment = None) -> Stream:
+    def open(
+        self, host: str, argv: Sequence[str], *, env: Environment = None, own_group: bool = False
+    ) -> Stream:
         return self._script(host, f"{shell.exports(env or {})}exec {shell.join(argv)}\n")
 
     def _script(self, host: str, script: str) -> SshStream:

@@ -25,7 +25,7 @@ from clusterkit.backends.compose.compose_file import container_name
 from clusterkit.jobfile import loader
 from clusterkit.run.status import RunStatus, State
 from clusterkit.spec import CheckpointSpec, JobSpec
-from tests.live import supervisors
+from tests.live import inside, supervisors
 
 ROOT = Path(__file__).parents[3]
 PROGRAMS = ROOT / "tests" / "live" / "programs"
@@ -693,3 +693,13 @@ def test_bench_measures_between_containers(
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)
+
+
+def test_commands_inside_containers(start: Start, tmp_path: Path) -> None:
+    run = start(words(WAIT))
+    ready(run)
+    inside.exec_works(run)
+    inside.files_are_copied(run, tmp_path)
+    inside.port_is_forwarded(run)
+    run.cancel()
+    inside.refused_after_end(run)

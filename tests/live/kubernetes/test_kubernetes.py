@@ -16,7 +16,7 @@ from clusterkit import api
 from clusterkit.errors import BadInput, Unavailable
 from clusterkit.run.status import State
 from tests.conftest import UGLY
-from tests.live import supervisors
+from tests.live import inside, supervisors
 from tests.live.kubernetes.conftest import KUBECONFIG, api_up, cluster
 
 ROOT = Path(__file__).parents[3]
@@ -448,3 +448,12 @@ def test_sidecars_neither_end_run_nor_keep_run_alive(flavor, launcher, submit, k
     texts = [line.text for line in run.logs() if line.rank is not None]
     assert texts.count("beat 8") == run.plan.world_size
     assert kube.there() == set()
+
+
+def test_commands_inside_pods(begun, submit, tmp_path):
+    run = begun(submit(FOREVER))
+    inside.exec_works(run)
+    inside.files_are_copied(run, tmp_path)
+    inside.port_is_forwarded(run)
+    run.cancel()
+    inside.refused_after_end(run)

@@ -13,7 +13,7 @@ import pytest
 
 from clusterkit import agent, api
 from clusterkit.run.status import RunStatus, State
-from tests.live import parity
+from tests.live import inside, parity
 from tests.live.parity import Case
 from tests.live.slurm.daemons import Slurm
 
@@ -363,3 +363,13 @@ def test_exported_sbatch_script_runs_job_on_all_nodes(slurm, own_home, tmp_path)
     assert sorted(line.partition("rank ")[2] for line in said) == [
         f"{rank} of 4 on node {rank // 2}" for rank in range(4)
     ]
+
+
+def test_commands_inside_slurm_run(slurm: Slurm, train: Train, tmp_path: Path) -> None:
+    run = train("tick.py", FOR_EVER)
+    beating(run)
+    inside.exec_works(run)
+    inside.files_are_copied(run, tmp_path)
+    inside.port_is_forwarded(run)
+    run.cancel()
+    inside.refused_after_end(run)

@@ -25,7 +25,7 @@ from clusterkit.errors import BadInput, ClusterkitError, SubmitFailed, Unavailab
 from clusterkit.run.status import RunStatus, State
 from tests.conftest import noted
 from tests.lab import Lab
-from tests.live import supervisors
+from tests.live import inside, supervisors
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
 
@@ -770,8 +770,11 @@ def test_submit_explains_unusable_private_key(
     assert "host h0" in said
 
 
-def test_ssh_config_with_proxy_jump_is_honoured(submit: Submit, lab: Lab, tmp_path: Path) -> None:
-    """User, HostName, IdentityFile, UserKnownHostsFile and ProxyJump, all from ssh_config."""
+def behind_jump_host(lab: Lab, tmp_path: Path) -> None:
+    """Write the cluster file for a lab whose second host is reached through its first.
+
+    User, HostName, IdentityFile, UserKnownHostsFile and ProxyJump, all from ssh_config.
+    """
     config = tmp_path / "ssh_config"
     common = (
         f"  User root\n  IdentityFile {lab.key}\n  IdentitiesOnly yes\n"
@@ -787,6 +790,10 @@ def test_ssh_config_with_proxy_jump_is_honoured(submit: Submit, lab: Lab, tmp_pa
     ]
     entry = {"lab": {"backend": "ssh", "hosts": hosts}}
     Path(os.environ["CLUSTERKIT_CLUSTERS"]).write_text(json.dumps(entry))
+
+
+def test_ssh_config_with_proxy_jump_is_honoured(submit: Submit, lab: Lab, tmp_path: Path) -> None:
+    behind_jump_host(lab, tmp_path)
     run = submit(1)
     status, _ = ended(run)
     assert status.state is State.SUCCEEDED
@@ -814,3 +821,16 @@ def test_transport_reuses_connection_to_host(lab: Lab) -> None:
     assert transport.connection("h0") is first
     transport.close()
     assert not first.is_active()
+
+
+def test_commands_inside_run_on_hosts_one_behind_jump_host(
+    submit: Submit, lab: Lab, tmp_path: Path
+) -> None:
+    behind_jump_host(lab, tmp_path)
+    run = submit(100_000)
+    saying(run, "hello", 2)
+    inside.exec_works(run)
+    inside.files_are_copied(run, tmp_path)
+    inside.port_is_forwarded(run)
+    run.cancel()
+    inside.refused_after_end(run)

@@ -15,8 +15,8 @@ from clusterkit import __version__, backends
 from clusterkit.assemble import deepspeed_config
 from clusterkit.backends.kubernetes.flavors import SSH_KEYS
 from clusterkit.backends.kubernetes.objects import MANAGER, ROLE
+from clusterkit.backends.kubernetes.rbac import INSIDE_RULES, RUN_RULES, WATCHER_RULES, job_rules
 from clusterkit.backends.kubernetes.rbac import ROLE as SUBMITTER
-from clusterkit.backends.kubernetes.rbac import RUN_RULES, WATCHER_RULES, job_rules
 from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.jobfile import loader
 from tests.unit.kubernetes.test_schema import documents_of, templates
@@ -198,7 +198,7 @@ def test_rbac_role_grants_permissions_that_doctor_checks():
             "resources": list(rule.resources),
             "verbs": list(rule.verbs),
         }
-        for rule in (*job_rules(), *RUN_RULES, *WATCHER_RULES)
+        for rule in (*job_rules(), *RUN_RULES, *INSIDE_RULES, *WATCHER_RULES)
     ]
 
 
