@@ -27,12 +27,12 @@ _ASPECT = 128
 
 def gpt(name: str, context: int | None = None) -> Model:
     """Return a preset of our GPT. ``context`` None: the preset's."""
-    config, more = published.PRESETS[name], {"origin": "jobs/train/gpt/gpt_model.py"}
+    config, origin = published.PRESETS[name], "jobs/train/gpt/gpt_model.py"
     if config["model_type"] == "llama":
-        model = replace(_llama(f"gpt {name}", config, "llama"), divisible=True, **more)
+        model = replace(_llama(f"gpt {name}", config, "llama"), divisible=True, origin=origin)
         return replace(model, context=context) if context else model
     config = {**config, **({"n_positions": context} if context else {})}
-    return _gpt2(f"gpt {name}", config, divisible=True, **more)
+    return _gpt2(f"gpt {name}", config, divisible=True, origin=origin)
 
 
 def _transformer(

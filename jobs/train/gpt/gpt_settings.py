@@ -110,6 +110,15 @@ class Parser(argparse.ArgumentParser):
         text = "not deepspeed: go on training while a checkpoint is being written"
         switch("--checkpoint-async", help=text)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else args
+        if _env("ACCUMULATION") == "1" and any(
+            word.partition("=")[0] == "--global-batch" for word in words
+        ):
+            # What the job says is no more than its own global batch, divided by the ranks.
+            self.set_defaults(micro_batch=None)
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         raise BadInput(message, hint=f"{self.prog} --help")
 

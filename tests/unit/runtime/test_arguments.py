@@ -29,6 +29,18 @@ def test_batch_flag_overrides_environment_and_environment_overrides_default(
     assert choose_batch(args, DP) == Batch(16, 8, 1, 2)
 
 
+def test_global_batch_flag_replaces_micro_batch_worked_out_from_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, number in {"GLOBAL_BATCH": "48", "MICRO_BATCH": "24", "ACCUMULATION": "1"}.items():
+        monkeypatch.setenv(f"CLUSTERKIT_{name}", number)
+    assert choose_batch(Parser(None).parse_args([]), DP) == Batch(48, 24, 1, 2)
+    for argv in (["--global-batch", "8"], ["--global-batch=8"]):
+        assert choose_batch(Parser(None).parse_args(argv), DP) == Batch(8, 4, 1, 2)
+    args = Parser(None).parse_args(["--global-batch", "8", "--micro-batch", "1"])
+    assert choose_batch(args, DP) == Batch(8, 1, 4, 2)
+
+
 def test_checkpoint_settings_come_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"DIR": "/c", "EVERY": "5", "KEEP": "0", "RESUME": "never"}.items():
         monkeypatch.setenv(f"CLUSTERKIT_CHECKPOINT_{name}", value)
