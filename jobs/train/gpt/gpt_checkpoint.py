@@ -25,7 +25,7 @@ import shutil
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -38,6 +38,7 @@ from gpt_ranks import BadInput, Ranks, World, random_state, read_ranks, run, set
 from gpt_store import (
     Bucket,
     file_sizes,
+    hashes,
     is_url,
     read_as_data,
     read_weights,
@@ -122,6 +123,7 @@ class Checkpoints:
             checkpoint.fetch()
         world.barrier()
         with readable(checkpoint.path):
+            checkpoint.verify(world)
             read(checkpoint.path)
             states = torch.load(checkpoint.path / _RANDOM, weights_only=True)
         if world.rank < len(states):
@@ -183,8 +185,8 @@ class Checkpoints:
                 world.barrier()
             if self.bucket is not None:
                 send(self.bucket, draft, final.name, manifest, world)
-            elif world.is_first:
-                seal(draft, final, manifest)
+            else:
+                seal(draft, final, manifest, world)
         if world.is_first:
             for checkpoint in self._newest_first()[self.keep :] if self.keep else []:
                 checkpoint.remove()
@@ -236,6 +238,7 @@ class Checkpoint:
     files: Mapping[str, int] = field(repr=False)
     bucket: Bucket | None = None
     data: Mapping[str, Any] = field(default_factory=dict)  # gpt_data.Batches.state
+    hashes: Mapping[str, str] = field(default_factory=dict, repr=False)  # SHA-256 of each file
 
     @property
     def where(self) -> str:
@@ -316,6 +319,16 @@ class Checkpoint:
             if self.bucket is not None:
                 self.bucket.download(f"{self.path.name}/{name}", self.path / name)
 
+    def verify(self, world: World | None = None) -> None:
+        """Refuse files that are not as they were written; each rank reads some. Collective."""
+        rank, ranks = (world.rank, world.size) if world else (0, 1)
+        if world and self.bucket:  # each node has files of its own
+            rank, ranks = world.local_rank, world.local_size
+        here = hashes(self.path, sorted(self.hashes)[rank::ranks])
+        wrong = [name for name, found in here.items() if found != self.hashes[name]]
+        for name in (name for each in (world.gather(wrong) if world else [wrong]) for name in each):
+            raise ValueError(f"{name} is damaged: its SHA-256 is not the one in {MANIFEST}")
+
     def remove(self) -> None:
         """Torn from the first file on, so never taken for a checkpoint again."""
         if self.bucket is None:
@@ -326,9 +339,13 @@ class Checkpoint:
             self.bucket.remove(f"{self.path.name}/{name}")
 
 
-def seal(draft: Path, final: Path, manifest: Mapping[str, Any]) -> None:
-    """Make the draft durable, then give it its name: from here on it counts."""
-    manifest = {**manifest, "files": file_sizes(draft)}
+def seal(draft: Path, final: Path, manifest: Mapping[str, Any], world: World) -> None:
+    """Make the draft durable, then give it its name: from here on it counts. Collective."""
+    sizes = world.gather(file_sizes(draft) if world.is_first else None)[0]
+    parts = world.gather(hashes(draft, sorted(sizes)[world.rank :: world.size]))
+    if not world.is_first:
+        return
+    manifest = {**manifest, "files": sizes, "hashes": _joined(parts)}
     (draft / MANIFEST).write_text(json.dumps(manifest, indent=1))
     for path in [*draft.rglob("*"), draft]:
         sync(path)
@@ -341,6 +358,7 @@ def seal(draft: Path, final: Path, manifest: Mapping[str, Any]) -> None:
 def send(bucket: Bucket, draft: Path, name: str, manifest: Mapping[str, Any], world: World) -> None:
     """Each node sends what its ranks have written; with the last file it counts. Collective."""
     sizes: dict[str, int] = {}
+    sums: dict[str, str] = {}
     if world.is_first:  # one of that name, from an earlier run that began anew
         old = [file for file in bucket.sizes() if file.startswith(f"{name}/")]
         for file in sorted(old, key=lambda file: not file.endswith(MANIFEST)):
@@ -348,12 +366,17 @@ def send(bucket: Bucket, draft: Path, name: str, manifest: Mapping[str, Any], wo
     world.barrier()
     if world.local_rank == 0:
         sizes = file_sizes(draft)
+        sums = hashes(draft, sizes)
         for file in sizes:
             bucket.write(f"{name}/{file}", draft / file)
         shutil.rmtree(draft.parent)
-    whole = {"files": {file: n for each in world.gather(sizes) for file, n in each.items()}}
+    whole = {"files": _joined(world.gather(sizes)), "hashes": _joined(world.gather(sums))}
     if world.is_first:
         bucket.write(f"{name}/{MANIFEST}", json.dumps({**manifest, **whole}, indent=1).encode())
+
+
+def _joined(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def export(source: Path, target: Path) -> Path:
@@ -371,6 +394,7 @@ def export(source: Path, target: Path) -> Path:
             f"{source} is not a complete checkpoint", hint="a folder such as step-00000200"
         )
     with readable(checkpoint.path):
+        checkpoint.verify()
         state = weights(checkpoint)
     target.mkdir(parents=True, exist_ok=True)
     if checkpoint.model.keys() >= set(SIZES):

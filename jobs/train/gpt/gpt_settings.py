@@ -31,13 +31,9 @@ _TAKES = {
     "pp": ("pp", "dp"),
     "3d": ("pp", "dp", "tp"),
 }
-
 STRATEGIES = tuple(_TAKES)
-
 _GLOBAL_BATCH = 32
-
 _AUTO = (("lr", "learning_rate"), *((name, name) for name in ("weight_decay", "steps", "warmup")))
-
 _NATIVE = ("fsdp", "tp", "pp", "3d")
 
 

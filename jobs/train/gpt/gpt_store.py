@@ -15,6 +15,7 @@ is DeepSpeed's own ``ds_to_universal``, reading so.
 from __future__ import annotations
 
 import enum
+import hashlib
 import importlib
 import json
 import os
@@ -23,7 +24,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -92,6 +93,15 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def hashes(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """SHA-256 of files below a folder, by their paths from there."""
+    found = {}
+    for name in names:
+        with (folder / name).open("rb") as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def file_sizes(folder: Path) -> dict[str, int]:

@@ -294,6 +294,15 @@ def test_unreadable_checkpoint_files_raise_one_line_error(
     assert "\n" not in told.value.message
 
 
+def test_file_damaged_without_changing_size_is_refused(folder: Path) -> None:
+    path = checkpoints(folder).save(1, Fake("abc").write, WORLD)
+    (path / "part" / "word").write_text("abd")
+    found = Checkpoint.read(path)
+    assert found is not None
+    with pytest.raises(BadInput, match=r"part/word is damaged: its SHA-256 is not the one in ch"):
+        checkpoints(folder).load(found, Fake().read, WORLD)
+
+
 def test_connection_error_during_load_is_raised_unchanged(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,8 +145,9 @@ def test_checkpoint_with_embedded_code_is_refused_and_code_never_runs(
 
 
 def counts_as_whole(path: Path) -> None:
-    """Write down the present sizes of the files, as anyone who replaces one can."""
+    """Write down what the files are now, as anyone who replaces one can."""
     manifest = json.loads((path / "checkpoint.json").read_text())
     manifest["files"] = {name: (path / name).stat().st_size for name in manifest["files"]}
+    manifest["hashes"] = gpt_store.hashes(path, manifest["files"])
     (path / "checkpoint.json").write_text(json.dumps(manifest))
     assert Checkpoint.read(path) is not None
