@@ -55,7 +55,7 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(COMPILED / "inductor")
 os.environ["TORCH_EXTENSIONS_DIR"] = str(COMPILED / "extensions")
 if "PYTEST_XDIST_WORKER" not in os.environ:
     COMPILED.mkdir(parents=True, exist_ok=True)
-    SESSIONS = (COMPILED / "sessions").open("w")
+    SESSIONS = os.open(COMPILED / "sessions", os.O_RDWR | os.O_CREAT)
     with contextlib.suppress(BlockingIOError):  # another session compiles there
         fcntl.flock(SESSIONS, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(COMPILED / "inductor", ignore_errors=True)
