@@ -36,7 +36,7 @@ from clusterkit.cluster import (
 from clusterkit.plan import Plan, Step
 from clusterkit.run import folder as run_folder
 from clusterkit.run.logs import LogLine
-from clusterkit.spec import JobSpec
+from clusterkit.spec import BatchSpec, CheckpointSpec, JobSpec
 from clusterkit.transport import Completed, LocalTransport, Put, Stream, Transport
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -618,3 +618,33 @@ def forbidden() -> Callable[[], Any]:
             yield
 
     return context
+
+
+KINDS_OF_JOB = {
+    "torchrun": {"launcher": "torchrun"},
+    "torchrun on two nodes": {"launcher": "torchrun", "nodes": 2, "gpus_per_node": 2},
+    "elastic torchrun": {"launcher": "torchrun", "nodes": "1:4"},
+    "deepspeed": {
+        "launcher": "deepspeed",
+        "nodes": 2,
+        "deepspeed": {"zero_optimization": {"stage": 3}},
+        "batch": BatchSpec(global_size=64, micro=8),
+    },
+    "mpirun": {"launcher": "mpirun", "nodes": 2},
+    "forkserver": {"launcher": "forkserver", "checkpoint": CheckpointSpec()},
+    "forkserver on two nodes": {"nodes": 2, "gpus_per_node": 2},
+    "module": {"program": None, "module": "json.tool"},
+    "command": {"program": None, "command": ("./train.sh", "--a b")},
+}
+
+
+@pytest.fixture(params=KINDS_OF_JOB)
+def any_job(request, demo):
+    return demo(**KINDS_OF_JOB[request.param])
+
+
+@pytest.fixture
+def dump_dir(tmp_path):
+    folder = tmp_path / "dump"
+    folder.mkdir()
+    return folder

@@ -16,7 +16,7 @@ from clusterkit.sync.relay import Relay
 from clusterkit.sync.snapshot import take
 from clusterkit.sync.upload import Upload
 from clusterkit.transport import LocalTransport
-from tests.unit.test_project import contents, expected
+from tests.unit.project.projects import contents, expected
 
 HOSTS = [f"h{number}" for number in range(7)]
 

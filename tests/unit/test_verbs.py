@@ -1,4 +1,4 @@
-"""The verbs of version 0.1 that `test_cli.py` does not hold, their exit codes and old names."""
+"""The verbs of version 0.1 that `tests/unit/cli/` does not hold, their exit codes and old names."""
 
 import errno
 import io

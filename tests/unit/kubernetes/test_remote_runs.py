@@ -29,7 +29,7 @@ from clusterkit.cluster import KubernetesCluster, KubernetesFacts
 from clusterkit.errors import CapabilityError, RunFolderError, RunNotFound, Unavailable
 from clusterkit.run.status import State
 from clusterkit.spec import JobSpec
-from tests.unit.doctor.test_kubernetes import documents, seen_of, subject_of
+from tests.unit.doctor.kubernetes.recorded import documents, seen_of, subject_of
 
 
 def condition(kind, status="True", at="2026-11-22T07:00:00Z"):
