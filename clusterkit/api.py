@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from clusterkit.lifecycle.clusters import Cluster as Cluster
     from clusterkit.lifecycle.clusters import clusters as clusters
     from clusterkit.lifecycle.export import plan_as as plan_as
-    from clusterkit.lifecycle.forwarding import Forward as Forward
-    from clusterkit.lifecycle.inside import Stacks as Stacks
     from clusterkit.lifecycle.launch import Prepared as Prepared
     from clusterkit.lifecycle.launch import Progress as Progress
     from clusterkit.lifecycle.launch import launch as launch
@@ -56,9 +54,12 @@ if TYPE_CHECKING:
     from clusterkit.lifecycle.launch import rerun as rerun
     from clusterkit.lifecycle.launch import resolved_cluster as resolved_cluster
     from clusterkit.lifecycle.scaffold import init as init
+    from clusterkit.lifecycle.within import cp as cp
+    from clusterkit.lifecycle.within import exec as exec
+    from clusterkit.lifecycle.within import forward as forward
+    from clusterkit.lifecycle.within import stack as stack
     from clusterkit.plan import Plan
     from clusterkit.run.logs import LogLine
-    from clusterkit.transport import Completed
     from clusterkit.web.server import Server
 
 _LAUNCH = (
@@ -70,6 +71,7 @@ _LAZY = {
     "init": "lifecycle.scaffold",
     "plan_as": "lifecycle.export",
     **dict.fromkeys(("Cluster", "clusters"), "lifecycle.clusters"),
+    **dict.fromkeys(("cp", "exec", "forward", "stack"), "lifecycle.within"),
 }
 
 
@@ -233,35 +235,6 @@ def attach(
     found = get(run)
     found.attach()
     return found
-
-
-def exec(run: str | Run, argv: Sequence[str], **options: Any) -> Completed:
-    """Run a command beside the ranks of a run; see `Run.exec`."""
-    return get(run).exec(argv, **options)
-
-
-def stack(run: str | Run, rank: int | None = None) -> Stacks:
-    """Return where the ranks of a run are now; see `Run.stack`."""
-    return get(run).stack(rank)
-
-
-def cp(source: str, dest: str, **options: Any) -> None:
-    """Copy a file from a node of a run or to it; one of the two is ``RUN:PATH``.
-
-    Options as of `Run.download`.
-    """
-    from clusterkit.lifecycle.copying import parse
-
-    run, there, goal = parse(source, dest)
-    if there is not None:
-        get(run).download(there, dest, **options)
-    else:
-        get(run).upload(source, str(goal), **options)
-
-
-def forward(run: str | Run, port: int, **options: Any) -> Forward:
-    """Make a port of a node one of this machine; see `Run.forward`."""
-    return get(run).forward(port, **options)
 
 
 def cancel(run: str | Run) -> RunStatus:
