@@ -340,11 +340,11 @@ class Kubelet(KubeTransport):
         return self.open("localhost", command, own_group=True)
 
     def _status(self, folder: Path) -> Any:
+        if (folder / "pod.json").exists():
+            return json.loads((folder / "pod.json").read_bytes())
         if not (folder / "exit.json").exists():
             own = {"name": "pytorch", "state": {"running": {}}}
             return {"phase": "Running", "containerStatuses": [own]}
-        if (folder / "pod.json").exists():
-            return json.loads((folder / "pod.json").read_bytes())
         ended = json.loads((folder / "exit.json").read_bytes())
         return terminated(ended["exit_code"], json.dumps(ended))
 
