@@ -7,6 +7,7 @@ exactly as written: ``FLAG: 010`` is ``"010"``.
 
 from __future__ import annotations
 
+import glob
 import re
 import typing
 from collections.abc import Mapping, Sequence
@@ -265,7 +266,7 @@ def similar_file(path: Path, folder: Path = Path()) -> str | None:
     """
     try:
         for base in path.parents[:2]:
-            for each in sorted((folder / base).glob(f"*/{path.name}")):
+            for each in sorted((folder / base).glob(f"*/{glob.escape(path.name)}")):
                 if each.is_file():
                     return f"did you mean {base / each.relative_to(folder / base)}?"
         beside = [each for each in sorted((folder / path).parent.iterdir()) if each.is_file()]

@@ -83,7 +83,7 @@ class Forward:
                 self._listener.listen()
             except (OSError, OverflowError) as error:
                 raise BadInput(
-                    f"port {local} on this machine: {error}",
+                    f"127.0.0.1:{local} on this machine: {error}",
                     hint=f"PORT alone: any free one: {port}",
                 ) from None
         except BaseException:

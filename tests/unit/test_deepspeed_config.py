@@ -280,6 +280,7 @@ def test_auto_is_accepted_for_program_that_fills_it_in(program, examine, cwd):
 
 
 def test_plan_notes_auto_when_program_cannot_be_read(facts, cwd):
+    (cwd / "train.sh").touch(0o755)
     (cwd / "job.yaml").write_text(f"command: [./train.sh]\n{AUTO}")
     plan = api.plan("job.yaml", facts=facts)
     names = "train_batch_size, zero_optimization.reduce_bucket_size"

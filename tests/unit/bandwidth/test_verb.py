@@ -290,14 +290,16 @@ def test_bench_prints_table_when_picture_cannot_be_written(
 ) -> None:
     pytest.importorskip("matplotlib")
     played(MARKS)
-    (tmp_path / "bus.png").mkdir()
+    (tmp_path / "bus.png").symlink_to("/dev/full")
     done = cli("bench", "-n", "2", "-o", str(tmp_path / "bus.png"))
     assert done.code == RunFolderError.exit_code
     assert "all_reduce" in done.out
     assert "cannot write" in done.err
-    done = cli("bench", "-n", "2", "-o", str(tmp_path / "no" / "bus.png"))
-    assert (done.code, done.out) == (125, "")  # before anything is measured
-    assert "there is no folder" in done.err
+    (tmp_path / "folder.png").mkdir()
+    for name, error in (("no/bus.png", "there is no folder"), ("folder.png", "is a folder")):
+        done = cli("bench", "-n", "2", "-o", str(tmp_path / name))
+        assert (done.code, done.out) == (125, "")  # before anything is measured
+        assert error in done.err
 
 
 def test_bench_without_matplotlib_refuses_picture_before_measuring(
