@@ -205,7 +205,7 @@ class Case:
         small = (names | {"disk-saving": "checkpoints"}).get(self.fault.name)
         if small:
             where = str(self.folder / small)
-            words = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", where]
+            words = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", where]
             subprocess.run(words, check=True)
             self.held.callback(subprocess.run, ["umount", "-l", where], check=True)
         (self.folder / "train.py").write_text(PROGRAM.read_text())

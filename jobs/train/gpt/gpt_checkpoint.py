@@ -320,11 +320,13 @@ class Checkpoint:
                 self.bucket.download(f"{self.path.name}/{name}", self.path / name)
 
     def verify(self, world: World | None = None) -> None:
-        """Refuse files that are not as they were written; each rank reads some. Collective."""
-        rank, ranks = (world.rank, world.size) if world else (0, 1)
+        """Refuse files that are not as they were written; ranks of a node read some. Collective."""
+        names = sorted(self.hashes)
         if world and self.bucket:  # each node has files of its own
-            rank, ranks = world.local_rank, world.local_size
-        here = hashes(self.path, sorted(self.hashes)[rank::ranks])
+            names = names[world.local_rank :: world.local_size]
+        elif world:
+            names = _share(names, world)
+        here = hashes(self.path, names)
         wrong = [name for name, found in here.items() if found != self.hashes[name]]
         for name in (name for each in (world.gather(wrong) if world else [wrong]) for name in each):
             raise ValueError(f"{name} is damaged: its SHA-256 is not the one in {MANIFEST}")
@@ -342,7 +344,7 @@ class Checkpoint:
 def seal(draft: Path, final: Path, manifest: Mapping[str, Any], world: World) -> None:
     """Make the draft durable, then give it its name: from here on it counts. Collective."""
     sizes = world.gather(file_sizes(draft) if world.is_first else None)[0]
-    parts = world.gather(hashes(draft, sorted(sizes)[world.rank :: world.size]))
+    parts = world.gather(hashes(draft, _share(sorted(sizes), world)))
     if not world.is_first:
         return
     manifest = {**manifest, "files": sizes, "hashes": _joined(parts)}
@@ -353,6 +355,12 @@ def seal(draft: Path, final: Path, manifest: Mapping[str, Any], world: World) ->
         shutil.rmtree(final)
     draft.rename(final)
     sync(final.parent)
+
+
+def _share(names: list[str], world: World) -> list[str]:
+    """This rank's part of the first node's files, which other nodes see only where they share its
+    disk."""
+    return names[world.rank :: world.local_size] if world.rank < world.local_size else []
 
 
 def send(bucket: Bucket, draft: Path, name: str, manifest: Mapping[str, Any], world: World) -> None:

@@ -154,7 +154,7 @@ def test_deleted_pod_rejoins_same_attempt_with_reference_losses(
 @pytest.mark.parametrize(("flavor", "code"), [("pytorchjob", 7), ("job", 143)])
 def test_rank_failure_ends_rejoin_run_without_second_start(flavor, code, submit, kube):
     volume = {"volumes": [{"claim": "runs", "path": "/runs"}], "shared": "/runs"}
-    up = '"$CLUSTERKIT_RUN_DIR/rank-0-runs"'
+    up = '"/runs/$CLUSTERKIT_RUN_ID"'
     run = submit(
         f"echo here; [ $RANK = 0 ] && : >{up} && exec sleep 3600; "
         f"until [ -e {up} ]; do sleep 0.1; done; exit {code}",
