@@ -23,12 +23,17 @@ _GET = (
     _PATH
     + """\
 try:
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        # Opening a pipe would wait.
+        sys.exit(f"{path}: not a regular file")
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         print(size, os.fstat(file.fileno()).st_mode & 0o777, flush=True)
         while size > 0 and (data := file.read(min(size, 1 << 18))):
             sys.stdout.buffer.write(data)
             size -= len(data)
+        if file.tell() == 0 and file.read(1):  # as in /proc
+            sys.exit(f"{path}: its size is not known; clusterkit exec RUN -- cat {path}")
 except OSError as error:
     sys.exit(f"{path}: {error.strerror}")
 """
@@ -37,19 +42,21 @@ _PUT = (
     _PATH
     + """\
 name, size, mode, token = sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
-path = os.path.join(path, name) if os.path.isdir(path) else path
+path = os.path.realpath(os.path.join(path, name) if os.path.isdir(path) else path)
 folder, name = os.path.split(path)
 draft = os.path.join(folder, f".{name}.{token}")
 for number in (signal.SIGHUP, signal.SIGTERM):
     signal.signal(number, lambda *_: sys.exit(1))
 try:
+    if os.path.exists(path) and not os.path.isfile(path):
+        sys.exit(f"{path}: not a regular file")
     with open(draft, "xb") as file:
         shutil.copyfileobj(sys.stdin.buffer, file)
+        if file.tell() != size:  # before fsync, during which no signal ends this
+            sys.exit(f"{path}: it did not arrive whole")
         file.flush()
         os.fsync(file.fileno())
         os.fchmod(file.fileno(), mode)
-    if os.path.getsize(draft) != size:
-        sys.exit(f"{path}: it did not arrive whole")
     os.replace(draft, path)
 except OSError as error:
     sys.exit(f"{path}: {error.strerror}")
@@ -93,7 +100,11 @@ def download(
         BadInput: there is no such file.
         Unavailable: the node does not answer.
     """
-    goal = dest / posixpath.basename(path) if dest.is_dir() else dest
+    if not (name := posixpath.basename(path)):
+        raise BadInput(f"RUN:{path} names no file", hint="cp copies single files")
+    goal = Path(os.path.realpath(dest / name if dest.is_dir() else dest))
+    if goal.exists() and not goal.is_file():
+        raise BadInput(f"{goal}: not a regular file")
     draft = goal.with_name(f".{goal.name}.{secrets.token_hex(8)}")
     head, words, done, size, mode = bytearray(), bytearray(), 0, -1, 0o600
     try:
@@ -133,6 +144,9 @@ def upload(
 ) -> None:
     """Copy a file of this machine to a node, whole or not at all. Raises as `download`."""
     words = bytearray()
+    if source.exists() and not (source.is_file() or source.is_dir()):
+        # Opening a pipe would wait.
+        raise BadInput(f"{source}: not a regular file")
     try:
         with Place(folder, ended=True) as place, source.open("rb") as file:
             size, mode = os.fstat(file.fileno()).st_size, os.fstat(file.fileno()).st_mode & 0o777

@@ -313,7 +313,7 @@ def execute_on_all(
     Returns:
         The highest exit code.
     """
-    lock, codes = threading.Lock(), []
+    lock, codes, lost = threading.Lock(), [], list[OSError]()
     with Place(folder) as place:
         nodes = place.nodes()
         ways = place.ways(nodes)
@@ -336,8 +336,11 @@ def execute_on_all(
             except ClusterkitError as error:
                 codes.append(EXIT_REFUSED)
                 report(error)
+            except OSError as error:  # of the output
+                return lost.append(error)
             for of_errors in lines:
                 take(b"", of_errors, end=True)
+            return None
 
         with _signals(commands):
             threads = [
@@ -348,6 +351,8 @@ def execute_on_all(
                 thread.start()
             for thread in threads:
                 thread.join()
+    if lost:
+        raise lost[0]
     return max(codes, default=EXIT_REFUSED)
 
 

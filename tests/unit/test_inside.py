@@ -250,6 +250,31 @@ def test_file_arrives_whole_with_its_mode_or_not_at_all(beside, tmp_path):
     assert (code, out, words.endswith(b"Is a directory\n")) == (1, b"", True)
 
 
+def test_cp_refuses_what_is_no_regular_file_and_follows_links(ended_run, tmp_path):
+    """A rename onto /dev/null would replace the device."""
+    run = ended_run
+    pipe, link, real = tmp_path / "pipe", tmp_path / "link", tmp_path / "real"
+    os.mkfifo(pipe)
+    link.symlink_to(real)
+    real.write_text("old")
+    for source, goal in (
+        (f"{run.id}:job.json", str(pipe)), (f"{run.id}:{pipe}", str(tmp_path / "here")),
+        (str(real), f"{run.id}:{pipe}"), (str(pipe), f"{run.id}:there"),
+    ):  # fmt: skip
+        with pytest.raises(BadInput, match=f"{pipe}: not a regular file"):
+            api.cp(source, goal)
+    with pytest.raises(BadInput, match="its size is not known; clusterkit exec RUN -- cat"):
+        api.cp(f"{run.id}:/proc/self/status", str(tmp_path / "here"))
+    with pytest.raises(BadInput, match="names no file"):
+        api.cp(f"{run.id}:", str(tmp_path))
+    for source, goal in ((f"{run.id}:job.json", str(link)), (str(link), f"{run.id}:{link}")):
+        api.cp(source, goal)
+        assert link.is_symlink()
+        assert "demo" in real.read_text()
+    assert sorted(tmp_path.glob(".*")) == []
+    assert pipe.is_fifo()
+
+
 def test_cp_needs_exactly_one_path_of_run():
     assert copying.parse("last:a:b", "x") == ("last", "a:b", None)
     assert copying.parse("./a:b", "last:") == ("last", None, "")
@@ -258,13 +283,20 @@ def test_cp_needs_exactly_one_path_of_run():
             copying.parse(*words)
 
 
-def test_files_of_run_that_has_ended_are_copied(unstarted_run, tmp_path):
+@pytest.fixture
+def ended_run(unstarted_run):
+    """A run that has succeeded, with its agent's archive."""
     run = unstarted_run()
     RunFolder(run.path).write_json(
         "state.json", replace(run.status(), state=State.SUCCEEDED, exit_code=0)
     )
     (run.path / "files").mkdir(exist_ok=True)
     (run.path / "files" / "agent.pyz").write_bytes(build())
+    return run
+
+
+def test_files_of_run_that_has_ended_are_copied(ended_run, tmp_path):
+    run = ended_run
     (tmp_path / "here").mkdir()
     seen = []
     api.cp(f"{run.id}:job.json", str(tmp_path / "here"), progress=lambda *each: seen.append(each))

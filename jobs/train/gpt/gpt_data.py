@@ -235,10 +235,9 @@ def read(
     sources = []
     for path, share in shares(data):
         name, folder = path or "the standard library", Path(path or "")
-        if path and (folder / "train.bin").exists() and (folder / "val.bin").exists():
-            parts = tuple(
-                map_tokens(folder / name, vocabulary) for name in ("train.bin", "val.bin")
-            )
+        files = folder / "train.bin", folder / "val.bin"
+        if path and any(file.exists() for file in files):
+            parts = tuple(map_tokens(file, vocabulary) for file in files)
             if (fewest := min(map(len, parts))) < context + 1:
                 raise BadInput(
                     f"{name} holds {fewest} tokens in train.bin or val.bin, and a sample needs "

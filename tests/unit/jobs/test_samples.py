@@ -329,6 +329,14 @@ def test_truncated_token_file_is_refused(tokens: Path) -> None:
         read(str(tokens), 16)
 
 
+@pytest.mark.parametrize("name", ["train.bin", "val.bin"])
+def test_token_folder_without_one_of_its_files_is_refused(tokens: Path, name: str) -> None:
+    """It is no folder of texts, which it would be read as."""
+    (tokens / name).unlink()
+    with pytest.raises(BadInput, match=rf"{name}: .*No such file or directory"):
+        read(str(tokens), 16)
+
+
 def test_token_file_with_larger_vocabulary_than_model_is_refused(tokens: Path) -> None:
     with pytest.raises(BadInput, match="has a vocabulary of 256, the model one of 100"):
         read(str(tokens), 16, 100)
