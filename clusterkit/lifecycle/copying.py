@@ -101,7 +101,7 @@ def download(
         Unavailable: the node does not answer.
     """
     if not (name := posixpath.basename(path)):
-        raise BadInput(f"RUN:{path} names no file", hint="cp copies single files")
+        raise BadInput(f"no file is named in RUN:{path}", hint="cp copies single files")
     goal = Path(os.path.realpath(dest / name if dest.is_dir() else dest))
     if goal.exists() and not goal.is_file():
         raise BadInput(f"{goal}: not a regular file")

@@ -265,7 +265,7 @@ def test_cp_refuses_what_is_no_regular_file_and_follows_links(ended_run, tmp_pat
             api.cp(source, goal)
     with pytest.raises(BadInput, match="its size is not known; clusterkit exec RUN -- cat"):
         api.cp(f"{run.id}:/proc/self/status", str(tmp_path / "here"))
-    with pytest.raises(BadInput, match="names no file"):
+    with pytest.raises(BadInput, match="no file is named in RUN:"):
         api.cp(f"{run.id}:", str(tmp_path))
     for source, goal in ((f"{run.id}:job.json", str(link)), (str(link), f"{run.id}:{link}")):
         api.cp(source, goal)
