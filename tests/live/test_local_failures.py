@@ -123,12 +123,14 @@ def test_killed_torchrun_launcher_fails_run(submit: Submit) -> None:
 
 
 def test_missing_program_fails_run_with_exit_code_127(submit: Submit, tmp_path: Path) -> None:
-    # By name: a path is looked up before the start.
-    run = api.submit(["no-such-program"], settings=["launcher=forkserver"])
+    script = tmp_path / "go"  # one that is missing itself is refused before the start
+    script.write_text("#!/no/such/program\n")
+    script.chmod(0o755)
+    run = api.submit([str(script)], settings=["launcher=forkserver"])
     status = run.wait(SOON)
     assert status.failure is not None
     assert status.exit_code == 127
-    assert "no-such-program" in status.failure.cause
+    assert str(script) in status.failure.cause
 
 
 # ---------------------------------------------------------------- restarts
