@@ -24,13 +24,14 @@ import time
 from clusterkit.agent import limits
 from clusterkit.agent.ending import Ending
 from clusterkit.agent.failure import shell_code, start_failure
-from clusterkit.agent.found import Refused, agent_of, environment, node_folder, shell
+from clusterkit.agent.locate import Refused, agent_of, environment, node_folder, shell
 from clusterkit.agent.processes import descendants_except, send
 from clusterkit.agent.protocol import (
     INSIDE_BEGIN,
-    INSIDE_HEAD,
     INSIDE_WINDOW,
     Document,
+    frame,
+    take_frames,
 )
 from clusterkit.agent.signals import STOPS, adopt_orphans, unblock_signals
 
@@ -96,8 +97,7 @@ class Session:
         self._child: subprocess.Popen[bytes] | None = None
 
     def reply(self, kind: bytes, data: bytes = b"") -> None:
-        # A newline ends each frame: Slurm passes on whole lines.
-        self._outgoing += INSIDE_HEAD.pack(kind, len(data)) + data + b"\n"
+        self._outgoing += frame(kind, data)
 
     def flush(self) -> None:
         os.set_blocking(1, True)
@@ -241,13 +241,7 @@ class Session:
         if not data:
             raise _HangUp
         self._incoming += data
-        while len(self._incoming) >= INSIDE_HEAD.size:
-            kind, size = INSIDE_HEAD.unpack_from(self._incoming)
-            end = INSIDE_HEAD.size + size + 1
-            if len(self._incoming) < end:
-                return
-            body = bytes(self._incoming[INSIDE_HEAD.size : end - 1])
-            del self._incoming[:end]
+        for kind, body in take_frames(self._incoming):
             if kind == b"i":
                 self._input += body
             elif kind == b"e":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 Document = dict[str, Any]  # A JSON object: a message between nodes, or a file of a node
@@ -64,10 +65,29 @@ PREEMPTED_EXIT = 143
 """Exit code of an agent whose node was preempted; where nodes can come back, of no other."""
 INSIDE_BEGIN = b"@clusterkit-inside\n"
 """What ``agent.pyz inside`` writes first: a login shell may have printed something before."""
-INSIDE_HEAD = struct.Struct(">cI")
-"""Begins a frame of `inside`: its kind and the length of its data, which a newline follows.
-To the node: i (input), e (its end), s (a signal), w (size of the window), p (nothing: a ping).
-From it: o (output), r (error output), a (bytes of input that were taken), x (exit code), ! (a
-refusal)."""
 INSIDE_WINDOW = 1 << 20
 """Bytes of input that may be under way to a command, or of its output from it."""
+_HEAD = struct.Struct(">cI")  # of a frame: its kind, and the length of its data
+
+
+def frame(kind: bytes, data: bytes = b"") -> bytes:
+    """Return a frame of `inside`. A newline ends it, because Slurm passes on whole lines.
+
+    Args:
+        kind: to the node i (input), e (its end), s (a signal), w (size of the window), p (nothing:
+            a ping); from it o (output), r (error output), a (bytes of input that were taken), x
+            (exit code), ! (a refusal).
+    """
+    return _HEAD.pack(kind, len(data)) + data + b"\n"
+
+
+def take_frames(received: bytearray) -> Iterator[tuple[bytes, bytes]]:
+    """Yield kind and data of each frame that is whole, and remove it from what was received."""
+    while len(received) >= _HEAD.size:
+        kind, size = _HEAD.unpack_from(received)
+        end = _HEAD.size + size
+        if len(received) <= end:
+            return
+        data = bytes(received[_HEAD.size : end])
+        del received[: end + 1]
+        yield kind, data

@@ -7,8 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from clusterkit.agent import found as finding
-from clusterkit.agent import host, limits, rank_state
+from clusterkit.agent import host, limits, locate, rank_state
 from clusterkit.agent.files import read_lines
 from clusterkit.agent.processes import command_line, is_alive
 from clusterkit.agent.protocol import Document
@@ -21,17 +20,17 @@ def records(request: Document) -> list[Document]:
         request: ``run_dir``; ``nodes`` whose agents run here; ``rank``: only this one, or None.
 
     Raises:
-        finding.Refused: none of these nodes runs.
+        locate.Refused: none of these nodes runs.
     """
     found, refusals = [], []
     for node in request["nodes"]:
         try:
-            folder = finding.node_folder(request["run_dir"], node)
-            started = finding.agent_of(folder)
+            folder = locate.node_folder(request["run_dir"], node)
+            started = locate.agent_of(folder)
             found += [(node, folder, rank) for rank in _ranks(folder, int(started["pid"]))]
             os.chdir(os.readlink(f"/proc/{started['pid']}/cwd"))  # places are relative to it
-        except (finding.Refused, OSError) as error:
-            refusals.append(finding.Refused(str(error)))
+        except (locate.Refused, OSError) as error:
+            refusals.append(locate.Refused(str(error)))
     if refusals and len(refusals) == len(request["nodes"]):
         raise refusals[0]
     wanted = [each for each in found if request["rank"] in (None, each[2]["rank"])]
@@ -61,6 +60,6 @@ def _ranks(folder: Path, agent: int) -> list[Document]:
     """Return the newest line of ``ranks.jsonl`` of each rank of this round."""
     words = command_line(agent)
     if "--tagged" in words:  # those on other hosts are not seen from here
-        return [rank for rank in finding.newest_ranks(folder).values() if is_alive(rank)]
+        return [rank for rank in locate.newest_ranks(folder).values() if is_alive(rank)]
     nproc = int(words[words.index("--nproc") + 1])
     return rank_state.newest_of_each(read_lines(folder / "ranks.jsonl"), nproc)

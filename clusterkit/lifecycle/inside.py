@@ -27,7 +27,7 @@ from clusterkit import backends
 from clusterkit.agent import standstill
 from clusterkit.agent.archive import ARCHIVE
 from clusterkit.agent.files import read_lines
-from clusterkit.agent.protocol import INSIDE_BEGIN, INSIDE_HEAD, INSIDE_WINDOW
+from clusterkit.agent.protocol import INSIDE_BEGIN, INSIDE_WINDOW, frame, take_frames
 from clusterkit.backends.base import Inside
 from clusterkit.errors import EXIT_REFUSED, BadInput, ClusterkitError, Unavailable
 from clusterkit.lifecycle import control
@@ -164,19 +164,19 @@ class Command:
 
     def send(self, kind: bytes, data: bytes = b"") -> None:
         """Send a frame; from any thread, and from a handler of signals."""
-        self._frames.put(INSIDE_HEAD.pack(kind, len(data)) + data + b"\n")
+        self._frames.put(frame(kind, data))
 
     def _write(self) -> None:
         # One thread writes: frames stay whole, and a handler of signals never waits.
         with contextlib.suppress(ClusterkitError, OSError, ValueError):  # `run` tells of it
             while True:
                 try:
-                    frame = self._frames.get(timeout=PING_SECONDS)
+                    each = self._frames.get(timeout=PING_SECONDS)
                 except queue.Empty:
-                    frame = INSIDE_HEAD.pack(b"p", 0) + b"\n"
-                if not frame:
+                    each = frame(b"p")
+                if not each:
                     return
-                self._stream.write(frame)
+                self._stream.write(each)
 
     def feed(self, read: Callable[[], bytes]) -> None:
         """Give it input, in a thread of its own, until ``read`` returns nothing."""
@@ -231,14 +231,8 @@ class Command:
             if not begun:
                 before, begin, after = bytes(data).partition(INSIDE_BEGIN)
                 begun, data = bool(begin), bytearray(after if begin else before)
-            while begun and len(data) >= INSIDE_HEAD.size:
-                kind, size = INSIDE_HEAD.unpack_from(data)
-                end = INSIDE_HEAD.size + size + 1
-                if len(data) < end:
-                    break
-                body = bytes(data[INSIDE_HEAD.size : end - 1])
-                del data[:end]
-                yield kind, body
+            if begun:
+                yield from take_frames(data)
 
     def _lost(self, begun: bool) -> Unavailable:
         with contextlib.suppress(ClusterkitError):

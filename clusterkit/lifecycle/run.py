@@ -327,14 +327,23 @@ class Run:
 
         return inside.completed(self._folder, argv, node, rank, stdin)
 
-    def exec_here(self, argv: Sequence[str], **options: Any) -> int:
+    def exec_here(
+        self,
+        argv: Sequence[str],
+        *,
+        node: int | None = None,
+        rank: int | None = None,
+        terminal: bool = False,
+    ) -> int:
         """As `exec`, with this process's own input, output and signals; return the exit code.
 
-        Without words, the user's shell is run.
+        Args:
+            argv: none: the user's shell.
+            terminal: the command gets a terminal, which this process has.
         """
         from clusterkit.lifecycle import inside
 
-        return inside.execute(self._folder, argv, **options)
+        return inside.execute(self._folder, argv, node, rank, terminal=terminal)
 
     def exec_on_all(self, argv: Sequence[str], report: Callable[[ClusterkitError], object]) -> int:
         """As `exec_here` on all nodes at once, without input; return the highest exit code."""
