@@ -74,9 +74,8 @@ def packages(job: JobSpec) -> tuple[str, ...]:
     """
     wanted = {"torch"} if job.started_by == "torchrun" else set()
     if job.program is not None:
-        program = Path(job.workdir or "") / job.program
-        program = program / "__main__.py" if program.is_dir() else program
-        wanted |= {name for _, names in followed(program) for name in names}
+        (program, *_), _ = sources.starts_of(job)
+        wanted |= {name for _, names in followed(Path(program)) for name in names}
     wanted.discard("deepspeed")
     if job.started_by == "deepspeed" or job.deepspeed is not None:
         wanted |= {"torch", "deepspeed"}

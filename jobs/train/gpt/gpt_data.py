@@ -22,6 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -211,6 +212,7 @@ class Text:
     context: int  # tokens in one sample
     vocabulary: int | None = None  # of the model: no token may be as large
 
+    @cached_property
     def identity(self) -> list[list[int]]:
         """Share, length and a checksum (of much text, of a sample of it) of each source."""
         found = []
@@ -297,7 +299,7 @@ def shares(data: str | None) -> list[tuple[str | None, int]]:
 
 def check_same(text: Text, world: World) -> None:
     """Make sure that all ranks read the same text (of a long one, a sample). Collective."""
-    seen = world.gather(text.identity())
+    seen = world.gather(text.identity)
     for rank, identity in enumerate(seen):
         if identity != seen[0]:
             theirs, ours = (sum(length for _, length, _ in each) for each in (identity, seen[0]))
@@ -405,7 +407,7 @@ class Batches:
         """All that the order of samples depends on, beside the global batch."""
         return {
             "--sampling": self.sampling, "--seed": self.seed, "--context": self.text.context,
-            "--data": self.text.identity(),
+            "--data": self.text.identity,
         }  # fmt: skip
 
     def _before(self, step: int) -> int:
